@@ -17,8 +17,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.graders.code.isolation import WALLS
-from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
+from rloo.addons.graders.code.sandbox_pool import ResourceLimits, SandboxPool, unavailable_reason
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
@@ -54,14 +54,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def count_programs(wall: str, request: dict[str, Any], seconds: float) -> float:
     """Programs a second of one worker. Raises AssertionError for a wrong verdict."""
-    staff = Staff(wall, 1, Limits())
+    staff = SandboxPool(wall, 1, ResourceLimits())
     request = request | {"all_or_nothing": True}
     try:
-        staff.begin(request).result(60)
+        staff.submit(request).result(60)
         begun, done, running = time.monotonic(), 0, set[Future[dict[str, Any]]]()
         while (took := time.monotonic() - begun) < seconds:
             while len(running) < 4:
-                running.add(staff.begin(request))
+                running.add(staff.submit(request))
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             assert all(f.result()["passed"] == f.result()["count"] for f in ended)
             done += len(ended)
@@ -91,13 +91,13 @@ def count_corpora(wall: str) -> None:
 def main() -> None:
     """Measure what the arguments ask for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--wall", choices=WALLS)
+    parser.add_argument("--wall", choices=ISOLATION_BACKENDS)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--corpora", action="store_true")
     asked = parser.parse_args()
     print(f"as {'root' if os.getuid() == 0 else 'an ordinary user'}")
-    for wall in [asked.wall] if asked.wall else WALLS:
-        if (reason := why_not(wall)) is not None:
+    for wall in [asked.wall] if asked.wall else ISOLATION_BACKENDS:
+        if (reason := unavailable_reason(wall)) is not None:
             print(f"{wall:9} is refused: {reason}")
             continue
         if asked.corpora:

@@ -36,10 +36,10 @@ WARM_UP = 2
 
 def simulated(number: int) -> Any:
     """The client of a server that is none."""
-    from rloo.engines.vllm.client import Client
+    from rloo.engines.vllm.client import VLLMClient
     from rloo.engines.vllm.requests import TOKENS_ROUTE
 
-    class Simulated(Client):
+    class Simulated(VLLMClient):
         """Answers as a server would, some time later; it has no connection."""
 
         def __init__(self) -> None:
@@ -118,15 +118,15 @@ def make_rollouts(folder: Path, engines: int, groups: int, steps: int, tokens: i
     """A run's rollouts, with an engine whose servers are simulated."""
     from rloo import RLOOConfig, RLOOTrainer
     from rloo.engines.vllm.requests import TOKENS_ROUTE
-    from rloo.engines.vllm.server_process import Serving
-    from rloo.engines.vllm.server_state import Member
-    from rloo.engines.vllm.vllm_engine import Settings, VLLMEngine
+    from rloo.engines.vllm.server_process import ServerConfig
+    from rloo.engines.vllm.server_state import ServerState
+    from rloo.engines.vllm.vllm_engine import VLLMEngine, VLLMSettings
 
     class Engine(VLLMEngine):
-        async def _members(self, model: str) -> list[Member]:
-            return [Member(simulated(number)) for number in range(engines)]
+        async def _members(self, model: str) -> list[ServerState]:
+            return [ServerState(simulated(number)) for number in range(engines)]
 
-        async def _examine_one(self, member: Member) -> None:
+        async def _examine_one(self, member: ServerState) -> None:
             member.route = TOKENS_ROUTE
             member.room = SAMPLES * max(1, groups // engines // 10)
 
@@ -138,7 +138,7 @@ def make_rollouts(folder: Path, engines: int, groups: int, steps: int, tokens: i
     )  # fmt: skip
     rollouts: Any = RLOOTrainer(args=config, reward_funcs=Constant()).make_parts()[0].rollouts
     source = Policy(rollouts.world, rollouts.tokenizer)
-    settings = Settings(Serving("simulated"), partial=True, weights_folder=folder)
+    settings = VLLMSettings(ServerConfig("simulated"), partial=True, weights_folder=folder)
     return replace(rollouts, engine=Engine("simulated", settings, source))
 
 

@@ -94,16 +94,16 @@ def _meet_oneself() -> None:
 
 def _count_exchanges(meter: Meter) -> None:
     """Note the bytes that each kind of exchange brings together, and how many there are."""
-    from rloo.distributed.process_group import Links
+    from rloo.distributed.process_group import Collectives
 
-    sum_gradients = Links.sum_gradients
+    sum_gradients = Collectives.all_reduce_gradients
 
     def note(kind: str, size: int) -> None:
         known = meter.exchanged.setdefault(kind, [0, 0])
         meter.exchanged[kind] = [known[0] + size, known[1] + 1]
 
     def noting(collective: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def work(self: Links, value: Any) -> list[Any]:
+        def work(self: Collectives, value: Any) -> list[Any]:
             before = self.received
             found = collective(self, value)
             frame = sys._getframe(1)
@@ -114,20 +114,20 @@ def _count_exchanges(meter: Meter) -> None:
 
         return work
 
-    def sum_and_note(self: Links, parameters: Sequence[Any]) -> None:
+    def sum_and_note(self: Collectives, parameters: Sequence[Any]) -> None:
         sum_gradients(self, parameters)
         note("sum_gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
 
     for name in ("gather", "exchange"):
-        setattr(Links, name, noting(getattr(Links, name)))
-    Links.sum_gradients = sum_and_note  # type: ignore[method-assign]
+        setattr(Collectives, name, noting(getattr(Collectives, name)))
+    Collectives.all_reduce_gradients = sum_and_note  # type: ignore[method-assign]
 
 
 def _count_completions(meter: Meter) -> None:
     """Those of all processes, where a reward sees those of its own."""
-    from rloo.algorithm.rank_rollout import Judge
+    from rloo.algorithm.rank_rollout import RewardScorer
 
-    score = Judge.score
+    score = RewardScorer.score
 
     def score_and_count(*arguments: Any, **options: Any) -> Any:
         groups, metrics = score(*arguments, **options)
@@ -136,7 +136,7 @@ def _count_completions(meter: Meter) -> None:
         meter.truncated = sum(c.finish == "length" for c in completions)
         return groups, metrics
 
-    Judge.score = score_and_count  # type: ignore[method-assign]
+    RewardScorer.score = score_and_count  # type: ignore[method-assign]
 
 
 # -- the tables ------------------------------------------------------------------------------------

@@ -27,12 +27,17 @@ from tokenizers.models import BPE
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rloo.engines.native.native_engine import NativeEngine
-from rloo.engines.sampling import numbers_of
-from rloo.episodes.environments import Stage, tools_of
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits, kept
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
-from rloo.types import Completion, EngineFacts, Prompt, Sampling
+from rloo.engines.sampling import sample_indices
+from rloo.episodes.environments import EnvironmentPool, environment_tools
+from rloo.episodes.multi_turn_engine import (
+    EpisodeLimits,
+    EpisodeSetup,
+    MultiTurnEngine,
+    kept_across_turns,
+)
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
+from rloo.types import Completion, EngineCapabilities, Prompt, Sampling
 
 NUMBER, PROMPTS, SAMPLES = 10_000, 16, 8
 # Of how many resets one fails, and of how many calls one raises, or hangs beyond its time.
@@ -114,7 +119,7 @@ class Room:
 class Given:
     """An engine that says the same turns in every episode: a call, and then a word."""
 
-    facts = EngineFacts(
+    capabilities = EngineCapabilities(
         "given", copies_weights=False, shares_memory=True, exact_noise=True, filters=True
     )
     version = 0
@@ -134,7 +139,7 @@ class Given:
     def sample(self, prompts, samples, sampling, noise) -> list[list[Completion]]:
         """A call in the first two turns, then a word."""
         drawn = []
-        for prompt, own in zip(prompts, numbers_of(samples, prompts), strict=True):
+        for prompt, own in zip(prompts, sample_indices(samples, prompts), strict=True):
             turn = self._turns[prompt.offset > 200]
             drawn.append(
                 [Completion(turn, "stop", [0.0] * len(turn), [0.0] * len(turn))] * len(own)
@@ -158,13 +163,19 @@ def main(number: int) -> None:
     server, tokenizer = Server(), make_tokenizer()
     Room.address = server.address
     files = len(os.listdir("/proc/self/fd"))
-    stage = Stage({None: Room})
-    tools = Tools(
-        [], characters=1000, example=stage.examples[None], methods=tools_of(stage.examples[None])
+    stage = EnvironmentPool({None: Room})
+    tools = ToolSet(
+        [],
+        characters=1000,
+        example=stage.examples[None],
+        methods=environment_tools(stage.examples[None]),
     )
-    dialect = find_dialect(tokenizer, [tokenizer.eos_token_id], {"tools": tools.schemas})
-    engine = EpisodeEngine(
-        Given(tokenizer), {None: Cast(tools, dialect)}, Limits(seconds=SECONDS), stage
+    dialect = find_renderer(tokenizer, [tokenizer.eos_token_id], {"tools": tools.schemas})
+    engine = MultiTurnEngine(
+        Given(tokenizer),
+        {None: EpisodeSetup(tools, dialect)},
+        EpisodeLimits(seconds=SECONDS),
+        stage,
     )
     content = [{"role": "user", "content": "Look around."}]
     ids = dialect.template.encode(dialect.template.text(content))
@@ -215,7 +226,7 @@ def speak(engine: NativeEngine, length: int, *, keep: bool) -> list[float]:
 
     rows = [Prompt(n, tokens(length), "") for n in range(GROUPS)]
     numbers = [range(SAMPLES)] * GROUPS
-    with kept(engine) if keep else nullcontext():
+    with kept_across_turns(engine) if keep else nullcontext():
         for _ in range(TURNS):
             began = time.process_time()
             said = engine.sample(rows, numbers, sampling, 1)

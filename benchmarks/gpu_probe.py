@@ -176,11 +176,11 @@ def _no_waits() -> Any:
 def waits(small: bool) -> Facts:
     """Neither the forward and backward of a micro-batch nor a token has the host wait."""
     from rloo.algorithm import update
-    from rloo.engines.native.cuda_graphs import Repeated
+    from rloo.engines.native.cuda_graphs import CapturedGraph
 
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(folder, beta=0.05)
-        micro_loss, call, counts = update.micro_loss, Repeated.__call__, [0, 0]
+        micro_loss, call, counts = update.micro_batch_loss, CapturedGraph.__call__, [0, 0]
 
         def checked_loss(*args: Any, **options: Any) -> Any:
             counts[0] += 1
@@ -194,7 +194,7 @@ def waits(small: bool) -> Facts:
 
         with (
             patch.object(update, "micro_loss", checked_loss),
-            patch.object(Repeated, "__call__", checked_call),
+            patch.object(CapturedGraph, "__call__", checked_call),
         ):
             trainer.train()
     require(all(counts), f"nothing was looked at: {counts}")

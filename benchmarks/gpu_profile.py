@@ -76,7 +76,7 @@ def main(shape: str = "qwen3-0.6b", tokens: str = "64") -> None:
         return [float(ids[0] % 7) for ids in completion_ids]
 
     NativeEngine.sample = watched("sampling", NativeEngine.sample)  # type: ignore[method-assign]
-    train.update_that_fits = watched("update", train.update_that_fits)
+    train.update_with_oom_retry = watched("update", train.update_with_oom_retry)
     with tempfile.TemporaryDirectory() as folder:
         args = RLOOConfig(
             str(Path(folder, "run")),

@@ -87,7 +87,7 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
 def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) -> dict[str, Any]:
     """One update: predicted and measured peaks above weights, optimizer and reference in MiB, its
     seconds, the largest tensor and the sizes that it must stay below (elements)."""
-    from rloo.algorithm.advantages import Terms, assign
+    from rloo.algorithm.advantages import LossContext, compute_advantages
     from rloo.algorithm.update import update
     from rloo.config.batch_sizes import batches_of
     from rloo.config.config import RLOOConfig
@@ -114,10 +114,10 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
     )
     world = make_world(use_cpu=not cuda)
     policy = Policy(model, tokenizer, config, world=world, num_training_steps=10)
-    terms = Terms(config, batches_of(config, world.size), config.beta)
+    terms = LossContext(config, batches_of(config, world.size), config.beta)
 
     def step(some: list[Any]) -> None:
-        update(policy, some, assign(some, policy, terms), terms)
+        update(policy, some, compute_advantages(some, policy, terms), terms)
 
     # The optimizer's state comes with the first step, and is there in any case.
     step([replace(s, token_ids=s.token_ids[:8], policy_logprobs=[0.0] * 8) for s in samples])

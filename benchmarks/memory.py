@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rloo import RLOOConfig
 from rloo.addons.planner.plan import lasting_bytes
 from rloo.distributed import make_world
-from rloo.model.forward import of_completions
+from rloo.model.forward import completion_outputs
 from rloo.model.lora import add_adapter, lora_config
 from rloo.model.memory_estimate import (
     Mark,
@@ -153,7 +153,7 @@ def value_loss(critic: Policy, samples: Sequence[Sample]) -> Tensor:
     TRL and verl)."""
     batch = critic.batch(samples)
     outputs = critic.model.base_model(**batch.inputs, use_cache=False)
-    values = critic.scorer.head(of_completions(outputs.last_hidden_state, batch))[:, 0].float()
+    values = critic.scorer.head(completion_outputs(outputs.last_hidden_state, batch))[:, 0].float()
     before, returns = values.detach(), torch.ones_like(values)
     clipped = before + (values - before).clamp(-0.2, 0.2)
     return 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).mean()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from rloo.addons.planner.gpu.cost_model import Job
+from rloo.addons.planner.gpu.cost_model import RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
 from rloo.addons.planner.gpu.layouts import best, most_samples
 from rloo.addons.planner.gpu.model_shapes import shape_of_size
@@ -32,7 +32,7 @@ def main() -> None:
     )
     for size in SIZES:
         for gpus in NUMBERS:
-            job = Job(
+            job = RolloutCost(
                 shape=shape_of_size(size),
                 gpu=GPUS[options.gpu],
                 rates={name: rate.value for name, rate in RATES.items()},

@@ -30,7 +30,7 @@ from typing import Any
 
 from transformers import Qwen3ForCausalLM
 
-from rloo.addons.planner.gpu.simulation import Flow, simulate
+from rloo.addons.planner.gpu.simulation import SimulatedRun, simulate
 
 WARM_UP = 3
 # How often a run is made again that did not have the machine for itself.
@@ -235,7 +235,7 @@ def predict(run: Run, costs: Costs) -> float:
     spread: Callable[[random.Random], float] = lambda draw: draw.uniform(  # noqa: E731
         1 - run.spread, 1 + run.spread
     )
-    flow = Flow(
+    flow = SimulatedRun(
         groups=run.prompts,
         rollouts=run.steps,
         staleness=run.staleness,

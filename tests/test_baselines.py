@@ -45,7 +45,7 @@ from benchmarks.baselines.variance import (
     resamples,
     trace_variance,
 )
-from rloo.algorithm.baselines import centred
+from rloo.algorithm.baselines import subtract_baseline
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 
@@ -199,7 +199,7 @@ def exact_variance(size):
     for members in itertools.product(range(4), repeat=size):
         chosen = torch.tensor(members)
         weight = CHANCES[chosen].prod()
-        advantages = centred(REWARDS[chosen], torch.zeros(size, dtype=torch.long))
+        advantages = subtract_baseline(REWARDS[chosen], torch.zeros(size, dtype=torch.long))
         gradient = (advantages[:, None] * scores[chosen]).mean(0)
         mean, square = mean + weight * gradient, square + weight * (gradient**2).sum()
     return (square - (mean**2).sum()).item()

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rloo.cli import main
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FEW = (
@@ -28,7 +28,7 @@ def script(monkeypatch):
 @pytest.fixture
 def tools():
     names = runpy.run_path(str(EXAMPLES / "calculator.py"))
-    return Tools([names["add"], names["multiply"]], characters=100)
+    return ToolSet([names["add"], names["multiply"]], characters=100)
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_the_recipe_trains_the_model_that_the_script_makes(script, tmp_path, mon
 def test_conversations_are_what_the_chat_template_makes_of_them(script, tools):
     """And the calls in them are read, made and answered as the script says."""
     words = script["tokenizer"]()
-    dialect = find_dialect(words, [words.eos_token_id], {"tools": tools.schemas})
+    dialect = find_renderer(words, [words.eos_token_id], {"tools": tools.schemas})
     rng = random.Random(0)
     numbers_of_calls = set()
     for _ in range(40):

@@ -740,7 +740,7 @@ def test_a_signal_ends_the_process_where_c_calls_python(name):
     """sorted() is C that passes an exception on; what cannot, as in torch's import, aborts."""
     number = getattr(signal, name)
     code = (
-        "import os\nfrom rloo.algorithm.stop_signals import Stop\nstop = Stop()\n"
+        "import os\nfrom rloo.algorithm.stop_signals import StopSignals\nstop = StopSignals()\n"
         "with stop.listening(), stop.ending():\n    try:\n"
         f"        sorted([2, 1], key=lambda n: os.kill(os.getpid(), {int(number)}))\n"
         "    except BaseException:\n        os.abort()\n"

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rloo.addons.graders.code.isolation import WALLS
-from rloo.addons.graders.code.sandbox_pool import why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
+from rloo.addons.graders.code.sandbox_pool import unavailable_reason
 from rloo.cli import main
 from rloo.rewards import load_reward
 
@@ -31,8 +31,10 @@ def script(monkeypatch):
 @pytest.fixture
 def wall():
     """Skips where no wall holds."""
-    reasons = [reason for wall in WALLS if (reason := why_not(wall)) is not None]
-    if len(reasons) == len(WALLS):
+    reasons = [
+        reason for wall in ISOLATION_BACKENDS if (reason := unavailable_reason(wall)) is not None
+    ]
+    if len(reasons) == len(ISOLATION_BACKENDS):
         pytest.skip("; ".join(reasons))
 
 

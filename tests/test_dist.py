@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rloo.distributed import World, group_setup, make_world
 from rloo.distributed.group_setup import in_thread
-from rloo.distributed.process_group import Links, RankError
+from rloo.distributed.process_group import Collectives, RankError
 from rloo.distributed.pytree import decode, encode
 from rloo.model.micro_batch import count_input_tokens, deal
 from support.models import make_samples
@@ -18,12 +18,12 @@ from support.models import make_samples
 def test_alone_every_collective_returns_what_it_was_given():
     world = World(torch.device("cpu"))
     assert (world.rank, world.size, world.is_main) == (0, 1, True)
-    assert world.attempt(lambda: 7) == [7] and world.from_main("a") == "a"
-    assert world.gather(["a", "b"]) == [["a", "b"]]
+    assert world.run_on_all_ranks(lambda: 7) == [7] and world.broadcast_object("a") == "a"
+    assert world.all_gather_object(["a", "b"]) == [["a", "b"]]
     parameter = torch.nn.Parameter(torch.zeros(2))
-    world.sum_gradients([parameter])
+    world.all_reduce_gradients([parameter])
     assert parameter.grad is None and list(world.share(3)) == [0, 1, 2]
-    assert (world.any(True), world.any(False)) == (True, False)
+    assert (world.any_rank(True), world.any_rank(False)) == (True, False)
 
 
 @pytest.mark.parametrize(("count", "size"), [(8, 2), (7, 3), (2, 4), (0, 2)])
@@ -69,8 +69,8 @@ def test_the_main_process_needs_no_answer_to_what_it_tells_the_others():
             raise RankError("rank 2 is gone")
 
     main, other = (World(torch.device("cpu"), rank, 3, Broken()) for rank in (0, 1))
-    assert main.from_main("mine") == "mine"
-    for fails in (lambda: other.from_main("mine"), lambda: main.gather("mine")):
+    assert main.broadcast_object("mine") == "mine"
+    for fails in (lambda: other.broadcast_object("mine"), lambda: main.all_gather_object("mine")):
         with pytest.raises(RankError, match="rank 2 is gone"):
             fails()
 
@@ -90,7 +90,7 @@ class Work:
 
 def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_lines():
     store, used = dist.HashStore(), []
-    main, other = (Links(rank, 2, store, 60, "first", lambda: "second") for rank in (0, 1))
+    main, other = (Collectives(rank, 2, store, 60, "first", lambda: "second") for rank in (0, 1))
     other.fail(ValueError("mine"))
 
     def exchange(done):
@@ -116,10 +116,10 @@ def test_a_group_with_an_exchange_that_hangs_is_not_waited_for_at_the_end():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     work = Work(False)
     group_setup._ABANDONED.append((work, dist.group.WORLD))
-    group_setup.leave()
+    group_setup.destroy_groups()
     assert dist.is_initialized()
     work.done = True
-    group_setup.leave()
+    group_setup.destroy_groups()
     assert not dist.is_initialized()
     group_setup._ABANDONED.clear()
 

@@ -23,7 +23,7 @@ import torch
 from rloo import RLOOTrainer
 from rloo.data import iterable_dataset
 from rloo.model.training_state import capture_rng
-from rloo.rewards.running_norm import Normalized
+from rloo.rewards.running_norm import RunningNormReward
 from rloo.trainer.checkpoint import load_checkpoint
 from support.adapters import make_lora
 from support.marks import every_second, in_pairs, slow
@@ -53,7 +53,7 @@ def normalized():
     def score(prompts, completions):
         return reward(completions)
 
-    return Normalized(score)
+    return RunningNormReward(score)
 
 
 def flat_in_half(prompts, completions, **_):

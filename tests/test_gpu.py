@@ -82,7 +82,7 @@ def on_device():
 
 
 class Eager:
-    """Takes the place of `Repeated`: every step is run."""
+    """Takes the place of `CapturedGraph`: every step is run."""
 
     def __init__(self, work, device, pool):
         self._work = work
@@ -157,7 +157,7 @@ def test_a_rollout_is_one_wave_where_memory_is_free(monkeypatch):
     )
     drawn(engine, num=64)
     assert waves == [256]
-    assert engine.facts.cache_bytes > 0.5 * torch.cuda.mem_get_info()[0]
+    assert engine.capabilities.cache_bytes > 0.5 * torch.cuda.mem_get_info()[0]
 
 
 @pytest.mark.parametrize("bf16", [True, False])
@@ -216,7 +216,7 @@ def compiled():
 
 @pytest.mark.parametrize("dtype", [torch.float32, *flash_gpu.HALF])
 def test_what_is_compiled_gives_the_numbers_of_its_definition(dtype):
-    assert gpu_kernels.why_not(DEVICE, dtype, 1024, 128) is None
+    assert gpu_kernels.unavailable_reason(DEVICE, dtype, 1024, 128) is None
 
 
 @pytest.mark.parametrize("options", [{}, {"packing": False}, {"gradient_checkpointing": True}])

@@ -11,7 +11,7 @@ import transformers
 
 import rloo
 from rloo import RLOOTrainer
-from rloo.algorithm.advantages import Terms
+from rloo.algorithm.advantages import LossContext
 from rloo.cli import main
 from rloo.config.batch_sizes import batches_of
 from rloo.config.parser import parse_command_line
@@ -60,14 +60,14 @@ def result(request, tokenizer, tmp_path_factory) -> Result:
     folder = tmp_path_factory.mktemp(request.param)
     model = save_random_model(request.param, tokenizer, folder / "model")
     advantages = []
-    original = Terms.advantages
+    original = LossContext.advantages
 
     def watched(*args, **options):
         advantages.append(original(*args, **options))
         return advantages[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Terms, "advantages", watched)
+        patch.setattr(LossContext, "advantages", watched)
         output = train(folder, model, "packed", packing="true")
     return Result(model, output, weights_in(model), advantages)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rloo.distributed.worker_pool import Crew
-from rloo.distributed.worker_process import WorkerLost
-from rloo.distributed.worker_registry import FILE, Hub
+from rloo.distributed.worker_pool import WorkerPool
+from rloo.distributed.worker_process import WorkerDied
+from rloo.distributed.worker_registry import FILE, WorkerRegistry
 
 # Its patience is with who does not come: what it does itself takes none of it, on a busy machine.
 PROGRAM = """
@@ -61,14 +61,14 @@ def elsewhere(tmp_path):
 
 @pytest.fixture
 def hub(tmp_path):
-    made = Hub(tmp_path, "127.0.0.1")
+    made = WorkerRegistry(tmp_path, "127.0.0.1")
     made.open()
     yield made
     made.close()
 
 
-def hire(hub: Hub, seconds: float = 30.0):
-    return hub.hire("test", "of the test", b"<", seconds)
+def hire(hub: WorkerRegistry, seconds: float = 30.0):
+    return hub.acquire("test", "of the test", b"<", seconds)
 
 
 def test_who_comes_works_until_the_run_is_over(tmp_path, hub, elsewhere):
@@ -83,7 +83,7 @@ def test_who_comes_works_until_the_run_is_over(tmp_path, hub, elsewhere):
     hub.finish()
     hub.close()
     assert process.communicate(timeout=30)[0] == b"1\n" and process.returncode == 0
-    with pytest.raises(WorkerLost, match="not needed any more"):
+    with pytest.raises(WorkerDied, match="not needed any more"):
         hire(hub)
 
 
@@ -124,18 +124,18 @@ def test_a_worker_goes_only_where_the_secret_is_known(tmp_path, elsewhere):
 
 def test_one_that_is_killed_is_lost_at_once_and_another_does_its_job(tmp_path, hub, elsewhere):
     processes = [elsewhere(), elsewhere()]
-    crew = Crew(2, partial(hire, hub))
+    crew = WorkerPool(2, partial(hire, hub))
     mark = str(tmp_path / "mark").encode()
     for _ in range(2):  # both are here
-        crew.begin(lambda worker: worker.call(b"sleep 0.5", 30))
+        crew.submit(lambda worker: worker.call(b"sleep 0.5", 30))
     while len(crew.pids) < 2:
         time.sleep(0.01)
     began = time.monotonic()
-    done = crew.begin(lambda worker: worker.call(b"once " + mark, 30)).result(60)
+    done = crew.submit(lambda worker: worker.call(b"once " + mark, 30)).result(60)
     assert done == b"again" and crew.lost == 1
     for number in (signal.SIGKILL, signal.SIGTERM):
-        pid = crew.begin(lambda worker: (worker.call(b"pid", 30), worker.pid)[1]).result(60)
-        job = crew.begin(lambda worker: worker.call(b"sleep 0.8", 30))
+        pid = crew.submit(lambda worker: (worker.call(b"pid", 30), worker.pid)[1]).result(60)
+        job = crew.submit(lambda worker: worker.call(b"sleep 0.8", 30))
         time.sleep(0.3)
         os.kill(pid, number)
         assert job.result(60) == b"<sleep 0.8"
@@ -148,7 +148,7 @@ def test_one_that_hangs_is_lost_at_its_deadline_and_comes_back(hub, elsewhere):
     process = elsewhere()
     worker = hire(hub)
     computing = int(worker.call(b"pid", 30))
-    with pytest.raises(WorkerLost, match="did not answer within 1 s"):
+    with pytest.raises(WorkerDied, match="did not answer within 1 s"):
         worker.call(b"sleep 600", 1.0)
     again = hire(hub)
     assert again.pid == process.pid and int(again.call(b"pid", 30)) != computing
@@ -157,7 +157,7 @@ def test_one_that_hangs_is_lost_at_its_deadline_and_comes_back(hub, elsewhere):
 
 
 def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
-    killed = Hub(tmp_path, "127.0.0.1")
+    killed = WorkerRegistry(tmp_path, "127.0.0.1")
     killed.open()
     process = elsewhere()
     assert hire(killed).call(b"x", 30) == b"<x"
@@ -166,11 +166,11 @@ def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
     killed._listener.close()
     for worker in killed._members:
         worker.end()
-    failed = Hub(tmp_path, "127.0.0.1")
+    failed = WorkerRegistry(tmp_path, "127.0.0.1")
     failed.open()
     assert hire(failed).call(b"y", 30) == b"<y"
     failed.close()
-    last = Hub(tmp_path, "127.0.0.1")
+    last = WorkerRegistry(tmp_path, "127.0.0.1")
     last.open()
     assert hire(last).call(b"z", 30) == b"<z"
     last.finish()
@@ -179,10 +179,10 @@ def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
 
 
 def test_where_nobody_comes_the_wait_ends_and_says_what_to_start(hub, tmp_path):
-    with pytest.raises(WorkerLost, match=r"has not come within 0.2 s \(rloo worker test FOLDER\)"):
+    with pytest.raises(WorkerDied, match=r"has not come within 0.2 s \(rloo worker test FOLDER\)"):
         hire(hub, 0.2)
-    with pytest.raises(WorkerLost, match="has not come"):
-        crew = Crew(2, partial(hire, hub, 0.2))
-        crew.begin(lambda worker: worker.call(b"", 1)).result(30)
+    with pytest.raises(WorkerDied, match="has not come"):
+        crew = WorkerPool(2, partial(hire, hub, 0.2))
+        crew.submit(lambda worker: worker.call(b"", 1)).result(30)
     with pytest.raises(OSError, match=r"workers cannot come to 192.0.2.1.*MASTER_ADDR"):
-        Hub(tmp_path, "192.0.2.1").open()
+        WorkerRegistry(tmp_path, "192.0.2.1").open()

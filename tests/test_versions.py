@@ -89,7 +89,7 @@ def test_where_only_linux_has_it_the_rest_is_imported_all_the_same():
         "del os.sched_getaffinity\n"
         + "".join(f"import rloo.{name}\n" for name in modules)
         + "from rloo.distributed.platform_info import num_processors\n"
-        "from rloo.kernels import why_not\n"
+        "from rloo.kernels import unavailable_reason\n"
         "print(num_processors() == os.cpu_count(), why_not())\n"
     )
     assert done.returncode == 0, done.stderr

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rloo.distributed.worker_pool import TRIES, Crew
-from rloo.distributed.worker_process import OwnWorker, Worker, WorkerLost
+from rloo.distributed.worker_pool import TRIES, WorkerPool
+from rloo.distributed.worker_process import LocalWorker, Worker, WorkerDied
 
 SERVE = "support.workers:serve"
 
@@ -22,7 +22,7 @@ def hire():
     workers = []
 
     def start(target: str = SERVE) -> Worker:
-        workers.append(OwnWorker("of the test", target, b"<"))
+        workers.append(LocalWorker("of the test", target, b"<"))
         return workers[-1]
 
     yield start
@@ -56,7 +56,7 @@ def test_a_worker_that_dies_or_is_late_is_lost_and_says_how(hire):
         if message == b"stop":  # it reads nothing any more
             os.kill(worker.pid, signal.SIGSTOP)
             message = bytes(2**22)
-        with pytest.raises(WorkerLost, match=f"the process of the test {words}") as caught:
+        with pytest.raises(WorkerDied, match=f"the process of the test {words}") as caught:
             worker.call(message, seconds)
         assert caught.value.status == status
         assert time.monotonic() - began < 20
@@ -64,7 +64,7 @@ def test_a_worker_that_dies_or_is_late_is_lost_and_says_how(hire):
 
 SLEEPS = """
 from rloo.rewards import RewardSet
-from rloo.rewards.reward_workers import Scorers
+from rloo.rewards.reward_workers import RewardWorkerPool
 def sleeping(completions):
     import os, time
     open(os.environ["MARK"], "x").close()
@@ -76,8 +76,8 @@ print(scorers.pids[0], flush=True)
 while not os.path.exists(os.environ["MARK"]): time.sleep(0.01)
 """
 COMPUTES = f"""
-from rloo.distributed.worker_process import OwnWorker
-worker = OwnWorker("w", {SERVE!r}, b"")
+from rloo.distributed.worker_process import LocalWorker
+worker = LocalWorker("w", {SERVE!r}, b"")
 print(worker.call(b"pid", 30).decode(), flush=True)
 threading.Thread(target=worker.call, args=(b"sleep 600",), daemon=True).start()
 time.sleep(0.5)
@@ -103,46 +103,46 @@ def test_a_worker_ends_with_the_process_that_it_works_for_whatever_it_does(code,
 
 
 def test_a_crew_does_a_job_again_whose_worker_was_lost_and_gives_up_in_the_end(tmp_path, hire):
-    crew = Crew(1, hire)
+    crew = WorkerPool(1, hire)
     mark = str(tmp_path / "mark").encode()
-    begun = crew.begin(lambda worker: worker.call(b"once " + mark, 30))
+    begun = crew.submit(lambda worker: worker.call(b"once " + mark, 30))
     assert begun.result(60) == b"again" and crew.lost == 1
-    doomed = crew.begin(lambda worker: worker.call(b"die", 30))
-    with pytest.raises(WorkerLost, match="signal 9"):
+    doomed = crew.submit(lambda worker: worker.call(b"die", 30))
+    with pytest.raises(WorkerDied, match="signal 9"):
         doomed.result(60)
     assert crew.lost == 1 + TRIES
-    failing = crew.begin(lambda worker: worker.call(b"raise value", 30))
+    failing = crew.submit(lambda worker: worker.call(b"raise value", 30))
     with pytest.raises(ValueError, match="no good"):
         failing.result(60)
-    assert crew.begin(lambda worker: worker.call(b"x", 30)).result(60) == b"<x"
+    assert crew.submit(lambda worker: worker.call(b"x", 30)).result(60) == b"<x"
     assert crew.lost == 1 + TRIES, "an error costs no process"
     crew.close()
 
 
 def test_a_crew_keeps_the_order_lets_first_ones_pass_and_forgets_what_waits(hire):
-    crew, done = Crew(1, hire), []
+    crew, done = WorkerPool(1, hire), []
 
     def job(name, worker):
         done.append(name)
         return worker.call(b"sleep 0.3", 30)
 
-    futures = [crew.begin(partial(job, name)) for name in "abc"]
+    futures = [crew.submit(partial(job, name)) for name in "abc"]
     while not done:
         time.sleep(0.01)
-    urgent = crew.begin(partial(job, "urgent"), first=True)
+    urgent = crew.submit(partial(job, "urgent"), first=True)
     assert urgent.result(60) and done[:2] == ["a", "urgent"]
-    crew.forget()
+    crew.cancel_pending()
     assert futures[0].done() and futures[2].cancelled()
-    last = crew.begin(partial(job, "last"))
+    last = crew.submit(partial(job, "last"))
     assert last.result(60) and done[-1] == "last" and "c" not in done
     assert 0.8 < crew.busy_seconds() < 30
     (pid,) = crew.pids
-    under_way = crew.begin(lambda worker: worker.call(b"sleep 600", 700))
+    under_way = crew.submit(lambda worker: worker.call(b"sleep 600", 700))
     time.sleep(0.3)
     crew.close()
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerDied):
         under_way.result(30)
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.05)
     with pytest.raises(RuntimeError, match="closed"):
-        crew.begin(print)
+        crew.submit(print)

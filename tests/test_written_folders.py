@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from rloo.distributed.atomic_io import written
+from rloo.distributed.atomic_io import atomic_directory
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from rloo.distributed.atomic_io import written
+from rloo.distributed.atomic_io import atomic_directory
 
-with written(Path(sys.argv[1]), sys.argv[2]) as folder:
+with atomic_directory(Path(sys.argv[1]), sys.argv[2]) as folder:
     (folder / "half").write_text("")
     print(folder, flush=True)
     time.sleep(600)
@@ -45,10 +45,10 @@ def test_what_a_killed_writer_has_left_goes_and_nothing_else(tmp_path):
     for folder in (*left, *others):
         folder.mkdir(exist_ok=True)
         age(folder)
-    with written(tmp_path, "out"):
+    with atomic_directory(tmp_path, "out"):
         assert not left[0].exists()
         assert all(folder.exists() for folder in (*left[1:], *others))
-    with written(tmp_path, "out[1]"):
+    with atomic_directory(tmp_path, "out[1]"):
         assert not left[1].exists() and left[2].exists()
 
 
@@ -57,7 +57,7 @@ def test_a_folder_that_is_being_written_stays(tmp_path):
     try:
         age(folder)
         apparently_dead = folder.rename(tmp_path / f"tmp-out-{2**22 + 1}")  # no process has this
-        with written(tmp_path, "out"):
+        with atomic_directory(tmp_path, "out"):
             assert (apparently_dead / "half").exists()
     finally:
         process.kill()
@@ -67,8 +67,8 @@ def test_a_folder_that_is_being_written_stays(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_merge_that_is_stopped_leaves_nothing(tmp_path, number):
     """By the handlers that a command has."""
-    script = WRITER.replace("with written", "from rloo.algorithm.stop_signals import Stop\n"
-        "with Stop().listening(), written")  # fmt: skip
+    script = WRITER.replace("with atomic_directory", "from rloo.algorithm.stop_signals import StopSignals\n"
+        "with StopSignals().handling(), atomic_directory")  # fmt: skip
     command = [sys.executable, "-c", script, str(tmp_path), "out"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

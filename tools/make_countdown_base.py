@@ -34,7 +34,7 @@ from rloo.data.tasks.countdown import (
     LARGEST_NUMBER,
     OPERATIONS,
     SEPARATOR,
-    Attempt,
+    SearchLine,
     base_model_path,
     countdown_reward,
     list_attempts,
@@ -105,7 +105,7 @@ def show_prompt(problem: dict[str, Any], rng: random.Random) -> str:
     return f"{shown} -> {problem['target']} :"
 
 
-def order_search(numbers: list[int], rng: random.Random) -> list[Attempt]:
+def order_search(numbers: list[int], rng: random.Random) -> list[SearchLine]:
     """All attempts, pair by pair: the pairs in random order, the operations of each too.
 
     A search that jumps between pairs is hard to continue without repeats, and repeats are slow to

@@ -18,16 +18,17 @@ from pathlib import Path
 # left out.
 CORE: Mapping[str, Sequence[str]] = {
     "algorithm": (),
-    "config": ("imports",),
-    "data": ("gym",),
-    "dist": (),
+    "config": (),
+    "data": (),
+    "distributed": (),
     "engines": (),
     "episodes": (),
     "kernels": (),
     "model": (),
-    "report": ("doctor", "page"),
-    "rewards": ("code",),
-    "run": ("scaling",),
+    "rewards": (),
+    "tools": (),
+    "tracking": (),
+    "trainer": (),
     "types.py": (),
 }
 KINDS = ("operator", "constant", "condition", "return")

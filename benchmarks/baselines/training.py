@@ -19,8 +19,8 @@ from datasets import Dataset
 
 from benchmarks.baselines.arms import Job, Task
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.rank_rollout import Judge
-from rloo.data.prompt_dataset import PromptSource
+from rloo.algorithm.rank_rollout import RewardScorer
+from rloo.data.prompt_dataset import PromptDataset
 from rloo.tracking.jsonl import versions
 from rloo.trainer.build import make_source, prompt_limit
 from rloo.trainer.evaluate import evaluate, settings_of
@@ -78,7 +78,7 @@ def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:
         args=trainer.args,
         limit=prompt_limit(trainer.model, trainer.args, evaluation=True),
     )
-    assert isinstance(source, PromptSource)  # a list of rows is no stream
+    assert isinstance(source, PromptDataset)  # a list of rows is no stream
     return source.all_prompts(None)
 
 
@@ -90,7 +90,7 @@ def _measure(trainer: RLOOTrainer, prompts: Sequence[Prompt]) -> dict[str, Any]:
     metrics, groups = evaluate(
         trainer.engine,
         prompts,
-        Judge(trainer.rewards, policy.tokenizer, trainer.world),
+        RewardScorer(trainer.rewards, policy.tokenizer, trainer.world),
         replace(settings_of(policy), pass_threshold=1.0, pass_k=(1,)),
     )
     rewards = [[reward or 0.0 for reward in group.rewards] for group in groups]

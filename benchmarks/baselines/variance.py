@@ -24,11 +24,11 @@ from torch import Tensor
 from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.advantages import Terms, assign
-from rloo.algorithm.rank_rollout import Judge
-from rloo.algorithm.reward_shaping import shape
-from rloo.algorithm.rollout import SyncRollouts
-from rloo.algorithm.update import micro_loss
+from rloo.algorithm.advantages import LossContext, compute_advantages
+from rloo.algorithm.rank_rollout import RewardScorer
+from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.rollout import SyncRolloutGenerator
+from rloo.algorithm.update import micro_batch_loss
 from rloo.config.batch_sizes import batches_of
 from rloo.engines.counter_rng import noise_key
 from rloo.model.policy import Policy
@@ -110,7 +110,9 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
     }
 
 
-def draw(trainer: RLOOTrainer, rollouts: SyncRollouts, prompt: Prompt, count: int) -> list[Sample]:
+def draw(
+    trainer: RLOOTrainer, rollouts: SyncRolloutGenerator, prompt: Prompt, count: int
+) -> list[Sample]:
     """Scored completions of the base model, each a group's only one."""
     policy, engine = trainer.policy, trainer.engine
     engine.load(policy.weights, policy.version)
@@ -119,9 +121,11 @@ def draw(trainer: RLOOTrainer, rollouts: SyncRollouts, prompt: Prompt, count: in
         size = min(_AT_ONCE, count - start)
         noise = noise_key(trainer.args.seed, "eval", start)
         sampled = engine.sample([prompt], size, rollouts.sampling, noise)
-        judge = Judge(rollouts.rewards, policy.tokenizer, policy.world)
+        judge = RewardScorer(rollouts.rewards, policy.tokenizer, policy.world)
         groups, _ = judge.score([prompt], sampled)
-        found += shape(Rollout(groups, {}, 0, policy.version, {}, 0.0), trainer.args)
+        found += make_training_samples(
+            Rollout(groups, {}, 0, policy.version, {}, 0.0), trainer.args
+        )
     return found
 
 
@@ -149,9 +153,9 @@ class Gradients:
     def _gradient(self, group: Sequence[Sample], config: RLOOConfig) -> Tensor:
         policy = self._policy
         samples = [replace(sample, key=(0, index)) for index, sample in enumerate(group)]
-        terms = Terms(config, batches_of(config, world_size=1), config.beta)
-        credit = assign(samples, policy, terms)
-        loss, _ = micro_loss(policy, policy.batch(samples), credit, terms, len(samples))
+        terms = LossContext(config, batches_of(config, world_size=1), config.beta)
+        credit = compute_advantages(samples, policy, terms)
+        loss, _ = micro_batch_loss(policy, policy.batch(samples), credit, terms, len(samples))
         found = torch.autograd.grad(-loss, policy.parameters)
         return torch.cat([g.flatten() for g in found])[self._chosen].double()
 

@@ -35,7 +35,7 @@ PHASES: dict[str, tuple[str, str, int, int]] = {
     STARTING: ("rloo.trainer.trainer", "obtain_model", 1, 0),
     "sampling": ("rloo.engines.in_process:InProcessEngine", "sample", 9, 3),
     "reward": ("rloo.rewards.reward_set:RewardSet", "call", 8, 3),
-    "update": ("rloo.model.optimizer_step:Stepper", "backward", 4, 3),
+    "update": ("rloo.model.optimizer_step:PolicyOptimizer", "backward", 4, 3),
     "saving": ("rloo.model.save_load:ModelFiles", "save_checkpoint", 2, 4),
     "evaluating": ("rloo.rewards.reward_set:RewardSet", "call", 5, 2),
 }

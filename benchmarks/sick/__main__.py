@@ -27,7 +27,7 @@ from benchmarks.sick.making import options_of, run
 from rloo.tracking.before_after import change_between
 
 if TYPE_CHECKING:
-    from rloo.addons.report.doctor.run_record import Run
+    from rloo.addons.report.doctor.run_record import RecordedRun
 
 Result = dict[str, Any]
 # The reward that is wanted, whatever a run is paid for.
@@ -83,11 +83,11 @@ def _held_out(folder: Path) -> dict[str, Any]:
 def judge(case: Case, folder: Path) -> Result:
     """What the doctor says of a run, and whether that is right."""
     from rloo.addons.report.doctor.doctor_command import findings_of, read_run, summary_of
-    from rloo.tracking.summary_text import verdict
+    from rloo.tracking.summary_text import summary_text
 
     findings = findings_of(folder)
     summary = summary_of(folder, read_run(folder)) | {"findings": [asdict(f) for f in findings]}
-    said = verdict(summary)
+    said = summary_text(summary)
     named = [finding.name for finding in findings]
     alarms = _alarms(folder, read_run(folder))
     advice = {finding.name: dict(finding.options) for finding in findings if finding.options}
@@ -98,14 +98,14 @@ def _praises(verdict: str) -> bool:
     return any(" rose " in line and "larger than chance" in line for line in verdict.split("\n"))
 
 
-def _alarms(folder: Path, run: Run) -> list[str]:
+def _alarms(folder: Path, run: RecordedRun) -> list[str]:
     """What was told before the first step, and what these rules tell of the others."""
-    from rloo.addons.report.doctor.live_rules import Watch
+    from rloo.addons.report.doctor.live_rules import LiveDoctor
     from rloo.tracking.jsonl import ALARMS
     from rloo.tracking.run_reader import read_rows
 
     told = [row["finding"]["name"] for row in read_rows(folder / ALARMS) if row["step"] == 0]
-    watch = Watch(run.config)
+    watch = LiveDoctor(run.config)
     watch.told |= set(told)
     for row in run.rows:
         watch.add(row)

@@ -14,9 +14,9 @@ from typing import Any
 
 from rloo import __version__, quickly
 from rloo.addons.importers import IMPORTERS, import_config, render_imported
-from rloo.algorithm.stop_signals import Stop, Stopped
+from rloo.algorithm.stop_signals import Stopped, StopSignals
 from rloo.config.config import RLOOConfig, in_one_process, without_adapter
-from rloo.config.fields import faults_of, suggest
+from rloo.config.fields import config_errors, suggest
 from rloo.config.help_text import overview, usage_of
 from rloo.config.launcher_env import check_alone, check_launch, is_launched, restart_count
 from rloo.config.parser import given_names, parse_command_line
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--help" in given or "-h" in given:
         print(usage_of(given[0], everything="all" in given), end="")
         return 0
-    status, said, signals = 0, "", Stop()
+    status, said, signals = 0, "", StopSignals()
     try:
-        with signals.listening(), _brief_warnings():
+        with signals.handling(), _brief_warnings():
             try:
                 status = commands[given[0]](given[1:], signals)
             except Exception:
@@ -98,7 +98,7 @@ def _told(error: Exception, command: str) -> tuple[int, str | None]:
         return 1, None
     if isinstance(error, BrokenPipeError) and not in_run and command in SHOWING:
         return 0, ""  # the reader of the output, such as `head`, has seen enough
-    said = "\n".join(map(_line, faults_of(error)))
+    said = "\n".join(map(_line, config_errors(error)))
     return 2 if isinstance(error, ValueError) and not in_run else 1, said
 
 
@@ -135,7 +135,7 @@ def _say(text: str) -> None:
             lead_nowhere(stream)
 
 
-def _train(arguments: list[str], signals: Stop) -> int:
+def _train(arguments: list[str], signals: StopSignals) -> int:
     config = _configured(arguments)
     check_inputs(config)
     if not is_launched() and ((config.num_processes or 1) > 1 or config.max_restarts > 0):
@@ -158,7 +158,7 @@ def _train(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _plan(arguments: list[str], signals: Stop) -> int:
+def _plan(arguments: list[str], signals: StopSignals) -> int:
     from rloo.addons.planner.gpu.gpu_plan_command import asks_for_gpus, plan_gpus
 
     if asks_for_gpus(arguments):
@@ -177,7 +177,7 @@ def _plan(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _doctor(arguments: list[str], signals: Stop) -> int:
+def _doctor(arguments: list[str], signals: StopSignals) -> int:
     words = [a for a in arguments if a[:1] != "-" and "=" not in a]
     if len(arguments) == len(words) == 1 and not words[0].endswith((".yaml", ".yml")):
         from rloo.addons.report.doctor.doctor_command import report
@@ -195,7 +195,7 @@ def _doctor(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _evaluate(arguments: list[str], signals: Stop) -> int:
+def _evaluate(arguments: list[str], signals: StopSignals) -> int:
     config = _configured(arguments)
     check_alone("eval")
     if (config.num_processes or 1) > 1 and "num_processes" in given_names(arguments):
@@ -233,7 +233,7 @@ def _evaluate(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _config(arguments: list[str], signals: Stop) -> int:
+def _config(arguments: list[str], signals: StopSignals) -> int:
     if arguments in ([], ["--all"]):
         print(render_all() if arguments else render_basic(), end="")
         return 0
@@ -253,7 +253,7 @@ def _config(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _check_estimator(arguments: list[str], signals: Stop) -> int:
+def _check_estimator(arguments: list[str], signals: StopSignals) -> int:
     if not arguments or arguments[0].startswith("-"):
         raise ValueError(
             "check-estimator takes a name (rloo) or a function (my.py:function), and then options "
@@ -268,13 +268,13 @@ def _check_estimator(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _report(arguments: list[str], signals: Stop) -> int:
+def _report(arguments: list[str], signals: StopSignals) -> int:
     from rloo.addons.report.html.report_command import report
 
     return report(arguments)
 
 
-def _serve(arguments: list[str], signals: Stop) -> int:
+def _serve(arguments: list[str], signals: StopSignals) -> int:
     # A run of `rloo launch` has servers of what its file comes to.
     of_run = "config" in given_names(arguments)
     config = parse_command_line(arguments, str(EMBEDDED) if of_run else None)
@@ -287,7 +287,7 @@ def _serve(arguments: list[str], signals: Stop) -> int:
     return 0  # it has become the server
 
 
-def _launch(arguments: list[str], signals: Stop) -> int:
+def _launch(arguments: list[str], signals: StopSignals) -> int:
     from rloo.addons.launch import local_backend, ray_backend, slurm_backend
     from rloo.addons.launch.cluster import read_cluster
     from rloo.addons.launch.roles import check_again, make_job
@@ -311,7 +311,7 @@ def _launch(arguments: list[str], signals: Stop) -> int:
     return slurm_backend.submit(job) if by_slurm else ray_backend.run(job, signals)
 
 
-def _status(arguments: list[str], signals: Stop) -> int:
+def _status(arguments: list[str], signals: StopSignals) -> int:
     from rloo.addons.launch.run_status import status
 
     for line in status(_folder("status", arguments)):
@@ -319,7 +319,7 @@ def _status(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _stop(arguments: list[str], signals: Stop) -> int:
+def _stop(arguments: list[str], signals: StopSignals) -> int:
     from rloo.addons.launch.run_status import stop
 
     for line in stop(_folder("stop", arguments)):
@@ -333,7 +333,7 @@ def _folder(command: str, arguments: list[str]) -> Path:
     return Path(arguments[0])
 
 
-def _worker(arguments: list[str], signals: Stop) -> int:
+def _worker(arguments: list[str], signals: StopSignals) -> int:
     from rloo.distributed.remote_worker import KINDS, work
 
     match arguments:
@@ -351,7 +351,7 @@ def _worker(arguments: list[str], signals: Stop) -> int:
     return 0
 
 
-def _merge(arguments: list[str], signals: Stop) -> int:
+def _merge(arguments: list[str], signals: StopSignals) -> int:
     folder, out, *options = [*arguments, "", ""][: max(2, len(arguments))]
     if not folder or not out or folder.startswith("-") or out.startswith("-"):
         raise ValueError(

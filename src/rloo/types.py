@@ -13,9 +13,9 @@ Message = dict[str, Any]
 Text = str | list[Message]
 FinishReason = Literal["stop", "length"]
 # Of consecutive tokens: the version of the weights that sampled them, and how many they are.
-Spans = tuple[tuple[int, int], ...]
+WeightVersions = tuple[tuple[int, int], ...]
 # How many completions of each prompt, or for each prompt the numbers of its completions.
-Samples = int | Sequence[range]
+NumSamples = int | Sequence[range]
 # Begins to give a model's weights, names and tensors, when it is called.
 Weights = Callable[[], Iterable[tuple[str, Any]]]
 
@@ -47,7 +47,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Elsewhere(Sequence[Any]):
+class RemoteTokens(Sequence[Any]):
     """What another process has of a completion for each of its tokens: here, their number and the
     sum of what they have are known."""
 
@@ -59,7 +59,7 @@ class Elsewhere(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         raise LookupError(
-            "another process has this completion (rloo.algorithm.completion_exchange.bring)"
+            "another process has this completion (rloo.algorithm.completion_exchange.fetch_tokens)"
         )
 
 
@@ -95,8 +95,8 @@ class Completion:
     `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
     string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
     temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
-    was sampled from. Both are natural logarithms, one per token. `home` is the process that alone
-    has them, None where all do; the others have `Elsewhere` in place of each list. `versions` are
+    was sampled from. Both are natural logarithms, one per token. `owner_rank` is the process that alone
+    has them, None where all do; the others have `RemoteTokens` in place of each list. `weight_versions` are
     those of the weights that sampled its tokens, in order, each with how many; empty where all are
     of the rollout's. An `episode` has tokens that no engine sampled, what tools said: `trained` is
     False for these, and their log-probs are 0.
@@ -106,8 +106,8 @@ class Completion:
     finish: FinishReason
     policy_logprobs: list[float]
     behavior_logprobs: list[float]
-    home: int | None = None
-    versions: Spans = ()
+    owner_rank: int | None = None
+    weight_versions: WeightVersions = ()
     trained: tuple[bool, ...] | None = None
     episode: Episode | None = None
 
@@ -174,7 +174,7 @@ class Sample:
 
     `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
     it. `trained` tells for each token whether the policy learns from it, or only reads it as what a
-    tool or a user said; None: from all. `home`, `versions`: see `Completion`.
+    tool or a user said; None: from all. `owner_rank`, `weight_versions`: see `Completion`.
     """
 
     key: tuple[int, int]
@@ -189,8 +189,8 @@ class Sample:
     # See `Prompt.pixels`.
     pixels: Callable[[], dict[str, Any]] | None = None
     trained: tuple[bool, ...] | None = None
-    home: int | None = None
-    versions: Spans = ()
+    owner_rank: int | None = None
+    weight_versions: WeightVersions = ()
 
     @property
     def num_trained(self) -> int:
@@ -207,7 +207,7 @@ def of_trained(values: Sequence[T], trained: tuple[bool, ...] | None) -> Sequenc
     has the sum stays, since values of other tokens are 0."""
     if trained is None:
         return values
-    if isinstance(values, Elsewhere):
+    if isinstance(values, RemoteTokens):
         return replace(values, length=sum(trained))
     return [value for value, kept in zip(values, trained, strict=True) if kept]
 
@@ -236,7 +236,7 @@ def sound(value: T) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineFacts:
+class EngineCapabilities:
     """What others need to know of an engine, so that none asks which one it is.
 
     `name` is what `rollout_engine` calls it. `copies_weights`: it holds a copy of weights, if only
@@ -283,7 +283,7 @@ class EngineFacts:
 class Engine(Protocol):
     """Samples completions, token ids in and token ids out."""
 
-    facts: EngineFacts
+    capabilities: EngineCapabilities
     # Of the weights that it samples with: that of the last load, -1 before the first one.
     version: int
 
@@ -292,7 +292,7 @@ class Engine(Protocol):
         the version, which never stands for two states of the weights, is that of the last load."""
 
     def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """Return `samples` completions for each prompt, in the order of `prompts`; or of the
         completions that each prompt has over all processes those whose numbers are given.
@@ -307,10 +307,10 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class Keeping(Protocol):
+class PrefixCaching(Protocol):
     """An engine for which it is good to know that completions will go on."""
 
-    def keeping(self) -> AbstractContextManager[None]:
+    def prefix_caching(self) -> AbstractContextManager[None]:
         """Inside, `sample` may keep what it computes: a completion that goes on (by its prompt's
         id and epoch, and its number) with the tokens that it had, and the same weights, is then
         computed from where it stood. Completions do not change, but for rounding."""
@@ -334,7 +334,7 @@ class Rollout:
     epoch: float
 
 
-class Rollouts(Protocol):
+class RolloutGenerator(Protocol):
     """Makes rollouts, one after the other."""
 
     @property

@@ -5,10 +5,10 @@ import statistics
 import pytest
 from transformers import TrainerCallback
 
-from rloo.algorithm.kl_controller import Adaptive
-from rloo.algorithm.reward_shaping import shape, shaped_rewards
+from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.reward_shaping import make_training_samples, shaped_rewards
 from rloo.config.config import RLOOConfig
-from rloo.rewards.running_norm import Normalized
+from rloo.rewards.running_norm import RunningNormReward
 from rloo.types import Completion, Group, Prompt
 from support.terms import rollout_of
 from support.training import (
@@ -36,47 +36,51 @@ def test_rewards_are_shaped_in_the_documented_order():
     groups = [group([1.0, 0.0, None, 1.0], ["stop", "length", "stop", "length"])]
     # (1 - 0.5) * 10 = 5, clipped to 4; -5 - 3 = -8, clipped to -6; 5 - 3 = 2.
     assert shaped_rewards(groups, config) == [4, -6, 2]
-    assert [s.reward for s in shape(rollout_of(groups), config)] == [4, -6, 2]
+    assert [s.reward for s in make_training_samples(rollout_of(groups), config)] == [4, -6, 2]
 
 
 def test_rewards_standardised_over_the_rollout():
     config = RLOOConfig(normalize_rewards="batch", advantage_epsilon=1e-6)
     values = [1.0, 3.0, 5.0, 9.0]
     mean, deviation = statistics.fmean(values), statistics.stdev(values)
-    samples = shape(rollout_of([group(values[:2]), group(values[2:], number=1)]), config)
+    samples = make_training_samples(
+        rollout_of([group(values[:2]), group(values[2:], number=1)]), config
+    )
     expected = [(v - mean) / (deviation + 1e-6) for v in values]
     assert [s.reward for s in samples] == pytest.approx(expected)
 
 
 def test_rewards_standardised_by_earlier_rollouts_only():
     config = RLOOConfig(normalize_rewards="running")
-    past = Adaptive(0.0)
-    first = shape(rollout_of([group([1.0, 3.0])]), config, past)
+    past = KLController(0.0)
+    first = make_training_samples(rollout_of([group([1.0, 3.0])]), config, past)
     assert [s.reward for s in first] == [1, 3]
     for rewards in ([1.0, 3.0], [5.0, 9.0]):
-        past.see_rewards(rewards, 0.9)
+        past.update_reward_stats(rewards, 0.9)
     values = [1.0, 3.0, 5.0, 9.0]
     assert (past.past.count, past.past.mean) == (4, statistics.fmean(values))
     expected = [(v - past.past.mean) / statistics.stdev(values) for v in (2.0, 4.0)]
-    later = shape(rollout_of([group([2.0, 4.0])]), config, past)
+    later = make_training_samples(rollout_of([group([2.0, 4.0])]), config, past)
     assert [s.reward for s in later] == pytest.approx(expected)
 
 
 def test_the_running_baseline_follows_the_mean_reward_of_past_rollouts():
     config = RLOOConfig(mean_level="running", num_generations=1, running_decay=0.5)
-    past = Adaptive(0.0)
-    past.see_rewards([1.0, 3.0], 0.5)
-    past.see_rewards([6.0], 0.5)
+    past = KLController(0.0)
+    past.update_reward_stats([1.0, 3.0], 0.5)
+    past.update_reward_stats([6.0], 0.5)
     assert past.decayed_mean == 0.5 * 2 + 0.5 * 6
-    samples = shape(rollout_of([group([5.0]), group([2.0], number=1)]), config, past)
+    samples = make_training_samples(
+        rollout_of([group([5.0]), group([2.0], number=1)]), config, past
+    )
     assert [s.reward for s in samples] == [1, -2]
 
 
 def test_the_kl_coefficient_moves_by_at_most_a_fifth_of_the_horizon():
     config = RLOOConfig(beta=0.1, kl_target=0.5, kl_horizon=100)
-    far, near = Adaptive(0.1), Adaptive(0.1)
-    far.see_kl(5.0, 50, config)
-    near.see_kl(0.45, 50, config)
+    far, near = KLController(0.1), KLController(0.1)
+    far.update_kl(5.0, 50, config)
+    near.update_kl(0.45, 50, config)
     assert far.beta == pytest.approx(0.1 * (1 + 0.2 * 0.5))
     assert near.beta == pytest.approx(0.1 * (1 - 0.1 * 0.5))
 
@@ -148,7 +152,7 @@ def test_signal_is_what_the_update_would_see_and_every_draw_counts_in_what_rewar
     assert metrics_of(config)[0]["seen"] == pytest.approx((3 * 3 + 1 * 1) / 4)
 
 
-@pytest.mark.parametrize("wrap", [lambda function: function, Normalized])
+@pytest.mark.parametrize("wrap", [lambda function: function, RunningNormReward])
 def test_ctrl_c_between_two_draws_leaves_nothing_of_them(tmp_path, wrap):
     draws, trainers = [], []
 

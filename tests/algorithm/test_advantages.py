@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.algorithm.advantages import assign
-from rloo.algorithm.update import micro_loss
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.update import micro_batch_loss
 from rloo.config.config import RLOOConfig
 from support.marks import every_second
 from support.models import make_samples
@@ -88,7 +88,7 @@ def draw_samples(rng: random.Random) -> list:
 
 
 def gradient_of(policy, samples, given, config) -> torch.Tensor:
-    loss, _ = micro_loss(policy, policy.batch(samples), given, terms_of(config), 12.0)
+    loss, _ = micro_batch_loss(policy, policy.batch(samples), given, terms_of(config), 12.0)
     assert loss.isfinite()
     loss.backward()
     found = torch.cat([p.grad.flatten() for p in policy.parameters])
@@ -106,15 +106,17 @@ def test_credit_and_gradient_do_not_depend_on_how_they_are_computed(seed):
     rng = random.Random(seed)
     options, config = draw_config(rng)
     samples, policy = draw_samples(rng), make_policy_of(config)
-    before = assign(samples, policy, terms_of(make_policy_config(**options, **IN_PARTS)))
-    assert all(values.isfinite().all() for values in before.known.values())
+    before = compute_advantages(
+        samples, policy, terms_of(make_policy_config(**options, **IN_PARTS))
+    )
+    assert all(values.isfinite().all() for values in before.by_completion.values())
     # From the update's own pass, where that suffices, or as far as rewards go.
-    given = assign(samples, policy, terms_of(config))
+    given = compute_advantages(samples, policy, terms_of(config))
     first = gradient_of(policy, samples, given, config)
     assert is_close(first, gradient_of(policy, samples, before, config))
     after = given.after_first_step({})
-    for key, values in before.known.items():
-        assert torch.allclose(after.known[key].double(), values, atol=1e-4), options
+    for key, values in before.by_completion.items():
+        assert torch.allclose(after.by_completion[key].double(), values, atol=1e-4), options
         assert torch.allclose(after.old_logprobs[key], before.old_logprobs[key], atol=1e-5)
     # The second update, with ratios that are not 1: packed and padded.
     with torch.no_grad():
@@ -130,7 +132,9 @@ def test_micro_batches_below_a_group_add_up_to_the_whole():
         rng = random.Random(seed)
         options, config = draw_config(rng)
         samples, policy = draw_samples(rng), make_policy_of(config)
-        given = assign(samples, policy, terms_of(make_policy_config(**options, **IN_PARTS)))
+        given = compute_advantages(
+            samples, policy, terms_of(make_policy_config(**options, **IN_PARTS))
+        )
         whole = gradient_of(policy, samples, given, config)
         parts = [gradient_of(policy, [s], given, config) for s in samples]
         assert is_close(sum(parts), whole), options

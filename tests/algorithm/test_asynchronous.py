@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rloo.algorithm.advantages import Stored, batch_advantages
+from rloo.algorithm.advantages import PrecomputedAdvantages, batch_advantages
 from rloo.algorithm.loss import loss_denominator
-from rloo.algorithm.update import micro_loss
+from rloo.algorithm.update import micro_batch_loss
 from rloo.model.logprobs import TokenScores
-from rloo.tools.exact_gradient import Bandit, logits_table
+from rloo.tools.exact_gradient import TabularPolicy, logits_table
 from support.marks import slow
 from support.policies import make_policy_config
 from support.terms import terms_of
 
 REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], dtype=torch.float64)
-BANDIT = Bandit(logits_table(0, 3), logits_table(1, 3), REWARDS)
+BANDIT = TabularPolicy(logits_table(0, 3), logits_table(1, 3), REWARDS)
 # All groups: one of them for all orders, which change nothing, and how many these are.
 GROUPS = Counter(
     tuple(sorted(group)) for group in itertools.product(range(len(BANDIT.sequences)), repeat=3)
@@ -64,11 +64,13 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
     policy = SimpleNamespace(logprobs=lambda _: scores)
     terms = terms_of(config)
     values = batch_advantages(batch, now.detach(), now.detach(), terms)
-    credit = Stored(known=dict(zip(batch.keys, values.split(1), strict=True)))
+    credit = PrecomputedAdvantages(
+        by_completion=dict(zip(batch.keys, values.split(1), strict=True))
+    )
     denominator = loss_denominator(
         config.loss_aggregation, num_sequences=size, num_tokens=len(now), constant=None
     )
-    loss, _ = micro_loss(policy, batch, credit, terms, denominator)
+    loss, _ = micro_batch_loss(policy, batch, credit, terms, denominator)
     return -torch.autograd.grad(loss, theta)[0]
 
 
@@ -90,7 +92,7 @@ def mean_gradient(theta: Tensor, sampler: Tensor, config) -> Tensor:
 
 
 def exact(theta: Tensor) -> Tensor:
-    return Bandit(theta, theta, REWARDS).exact_gradient(0.0)
+    return TabularPolicy(theta, theta, REWARDS).exact_gradient(0.0)
 
 
 def compare(found: Tensor, true: Tensor) -> tuple[float, float]:

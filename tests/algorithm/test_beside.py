@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from rloo.algorithm.async_rollout import AsyncRollouts
-from rloo.types import Completion, EngineFacts, Prompt
+from rloo.algorithm.async_rollout import AsyncRolloutGenerator
+from rloo.types import Completion, EngineCapabilities, Prompt
 from support.marks import in_pairs
 from support.training import make_config, make_trainer
 
@@ -23,7 +23,9 @@ class Counting:
 class Scripted:
     """Has sampled a group when it is told to, with the weights that it was given last."""
 
-    facts = EngineFacts("scripted", True, False, exact_noise=True, filters=True, central=True)
+    capabilities = EngineCapabilities(
+        "scripted", True, False, exact_noise=True, filters=True, central=True
+    )
 
     def __init__(self):
         self.version, self.begun, self.forgotten = -1, [], 0
@@ -42,7 +44,7 @@ class Scripted:
         tokens = [[5 + (prompt.id + noise + k) % 50, 2] for k in range(count)]
         span = ((self.version if version is None else version, 2),)
         logs = [-1.0, -1.0]
-        future.set_result([Completion(t, "stop", logs, logs, versions=span) for t in tokens])
+        future.set_result([Completion(t, "stop", logs, logs, weight_versions=span) for t in tokens])
 
     def forget(self):
         self.forgotten += 1
@@ -54,7 +56,7 @@ class Scripted:
         return {}
 
 
-def make_rollouts(folder, staleness: int, **options) -> AsyncRollouts:
+def make_rollouts(folder, staleness: int, **options) -> AsyncRolloutGenerator:
     config = make_config(
         folder,
         max_staleness=staleness,
@@ -62,11 +64,11 @@ def make_rollouts(folder, staleness: int, **options) -> AsyncRollouts:
         **{"max_steps": 6, "num_prompts": 2, **options},
     )
     rollouts = make_trainer(config, reward=Counting()).make_parts()[0].rollouts
-    assert isinstance(rollouts, AsyncRollouts) and rollouts.scorers is None
+    assert isinstance(rollouts, AsyncRolloutGenerator) and rollouts.scorers is None
     return replace(rollouts, engine=Scripted())
 
 
-def train(rollouts: AsyncRollouts, version: int, order=None):
+def train(rollouts: AsyncRolloutGenerator, version: int, order=None):
     """The next rollout, its groups done in a random order, for weights of this version."""
     engine = rollouts.engine
     engine.load(None, version)
@@ -168,7 +170,7 @@ def test_older_weights_than_allowed_or_unknown_ones_end_the_run(tmp_path, wrong)
     rollouts.engine.load(None, 13)
     for number in (4, 5):
         future = rollouts.engine.begun[number][-1]
-        done = [replace(c, versions=((wrong, 2),)) for c in future.result()]
+        done = [replace(c, weight_versions=((wrong, 2),)) for c in future.result()]
         future._result = done
     with pytest.raises(RuntimeError, match=rf"group 4 was sampled by version {wrong} of the"):
         rollouts.next()
@@ -181,14 +183,14 @@ def test_weights_that_an_evaluation_loads_in_between_are_as_old_as_those_before(
     rollouts._begin(2)
     for number in (2, 3):
         future = rollouts.engine.begun[number][-1]
-        future._result = [replace(c, versions=((12, 2),)) for c in future.result()]
+        future._result = [replace(c, weight_versions=((12, 2),)) for c in future.result()]
     assert rollouts.next().metrics["staleness/max"] == 1
 
 
 def test_a_run_that_is_closed_has_drawn_nothing_that_it_has_not_trained(tmp_path):
     rollouts = make_rollouts(tmp_path, 3)
     first, _ = train(rollouts, 0)
-    expected = rollouts._begun[0].prompts
+    expected = rollouts._pending[0].prompts
     rollouts.close()
     assert rollouts.engine.forgotten == 1
     assert [p.id for p in rollouts.prompts.next(2)] == [p.id for p in expected]

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rloo.algorithm.baselines import centred, scale, standardise
+from rloo.algorithm.baselines import inverse_std, subtract_baseline, whiten
 
 NAN = math.nan
 
@@ -18,16 +18,16 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def advantages_of(rewards, groups, *, std_level="none", normalize=False, epsilon=1e-4, **mean):
-    result = centred(rewards, groups, **mean)
-    result = result * scale(rewards, groups, std_level=std_level, epsilon=epsilon)
+    result = subtract_baseline(rewards, groups, **mean)
+    result = result * inverse_std(rewards, groups, std_level=std_level, epsilon=epsilon)
     missing = rewards.isnan()
     if normalize:
-        result = standardise(torch.where(missing, NAN, result), epsilon=epsilon)
+        result = whiten(torch.where(missing, NAN, result), epsilon=epsilon)
     return result
 
 
 def one_group(*rewards: float) -> list[float]:
-    return centred(tensor(*rewards), torch.zeros(len(rewards)).long()).tolist()
+    return subtract_baseline(tensor(*rewards), torch.zeros(len(rewards)).long()).tolist()
 
 
 def test_leave_one_out_by_hand():
@@ -60,7 +60,7 @@ def test_equals_exact_fractions_on_ragged_interleaved_groups():
         for number, (group, reward) in enumerate(members):
             others = [r for i, (g, r) in enumerate(members) if g == group and i != number]
             expected.append(float(reward - sum(others) / len(others)))
-        result = centred(
+        result = subtract_baseline(
             tensor(*[float(r) for _, r in members]), torch.tensor([g for g, _ in members])
         )
         assert torch.allclose(result, tensor(*expected), rtol=0, atol=1e-12)
@@ -99,23 +99,25 @@ def test_normalised_advantages_have_mean_0_and_deviation_1():
 
 def test_the_deviation_of_the_others():
     rewards, group = tensor(1, 2, 4, 7), torch.zeros(4).long()
-    result = scale(rewards, group, std_level="group", std_leave1out=True, epsilon=0.0)
+    result = inverse_std(rewards, group, std_level="group", std_leave1out=True, epsilon=0.0)
     others = [[2, 4, 7], [1, 4, 7], [1, 2, 7], [1, 2, 4]]
     assert result.tolist() == pytest.approx([1 / statistics.stdev(o) for o in others])
     # All others equal: nothing to scale by, whatever the reward itself is.
-    one_off = scale(tensor(0, 1, 1, 1), group, std_level="group", std_leave1out=True, epsilon=1e-6)
+    one_off = inverse_std(
+        tensor(0, 1, 1, 1), group, std_level="group", std_leave1out=True, epsilon=1e-6
+    )
     assert one_off[0] == 1.0
     assert one_off[1].item() == pytest.approx(1 / (statistics.stdev([0, 1, 1]) + 1e-6))
-    pair = scale(tensor(0, 1), torch.zeros(2).long(), std_level="group", std_leave1out=True)
+    pair = inverse_std(tensor(0, 1), torch.zeros(2).long(), std_level="group", std_leave1out=True)
     assert pair.tolist() == [1, 1]
 
 
 def test_epsilon_beside_the_deviation_or_in_the_variance():
     values = tensor(1, 3)
-    assert standardise(values, epsilon=0.5).tolist() == pytest.approx(
+    assert whiten(values, epsilon=0.5).tolist() == pytest.approx(
         [-1 / (2**0.5 + 0.5), 1 / (2**0.5 + 0.5)]
     )
-    inside = standardise(values, epsilon=0.5, epsilon_in_variance=True)
+    inside = whiten(values, epsilon=0.5, epsilon_in_variance=True)
     assert inside.tolist() == pytest.approx([-1 / 2.5**0.5, 1 / 2.5**0.5])
 
 

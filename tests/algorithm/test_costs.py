@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo.algorithm.kl_controller import Adaptive
-from rloo.algorithm.reward_shaping import has_signal
+from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.reward_shaping import has_reward_variance
 from rloo.config.config import RLOOConfig
 from support.production import Production, compare, make_tiny, with_failures
 
@@ -35,9 +35,9 @@ def form(beta: float, **options) -> RLOOConfig:
     return RLOOConfig(**{**defaults, **options})
 
 
-def earlier_rewards(beta: float) -> Adaptive:
-    past = Adaptive(beta)
-    past.see_rewards([0.3, 1.2, -0.5, 0.7], decay=0.95)
+def earlier_rewards(beta: float) -> KLController:
+    past = KLController(beta)
+    past.update_reward_stats([0.3, 1.2, -0.5, 0.7], decay=0.95)
     return past
 
 
@@ -79,7 +79,7 @@ def resampled(beta):
     """Each of the groups that are used, of prompts drawn alike, given that it has signal."""
     case = Production(form(beta, num_prompts=2), rewards=BINARY, seed=SEED)
     groups = [(chance, [group]) for prompt in (0, 1) for chance, group in case.groups(prompt)]
-    return case, [(chance, g) for chance, g in groups if has_signal(g[0], case.config)]
+    return case, [(chance, g) for chance, g in groups if has_reward_variance(g[0], case.config)]
 
 
 # The first column of the table: (what is enumerated, {beta: (scale, cosine)}).

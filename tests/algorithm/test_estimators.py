@@ -9,19 +9,19 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from rloo.algorithm.advantages import assign
-from rloo.algorithm.estimator_registry import chosen_estimator
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.estimators import (
-    Returns,
+    EstimatorInput,
     composed,
-    group_relative,
-    leave_one_out,
-    whitened,
+    grpo,
+    reinforce_pp,
+    rloo,
 )
-from rloo.algorithm.reward_shaping import shape
+from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
-from rloo.config.estimator_config import Composition
+from rloo.config.estimator_config import EstimatorConfig
 from rloo.types import Completion, Group, Prompt
 from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
@@ -32,12 +32,12 @@ def double(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def make_returns(seed: int, *, kl: bool = True) -> Returns:
+def make_returns(seed: int, *, kl: bool = True) -> EstimatorInput:
     """Ragged groups of 2 to 5 completions of 1 to 6 tokens; rewards with ties."""
     rng = random.Random(seed)
     sizes = [rng.randint(2, 5) for _ in range(rng.randint(1, 5))]
     lengths = torch.tensor([rng.randint(1, 6) for _ in range(sum(sizes))])
-    return Returns(
+    return EstimatorInput(
         double([rng.choice([0.0, 1.0, rng.random()]) for _ in lengths]),
         double([kl * rng.gauss(0, 0.1) for _ in range(int(lengths.sum()))]),
         torch.arange(len(lengths)).repeat_interleave(lengths),
@@ -46,14 +46,14 @@ def make_returns(seed: int, *, kl: bool = True) -> Returns:
     )
 
 
-def one_at_a_time(returns: Returns) -> list[Returns]:
+def one_at_a_time(returns: EstimatorInput) -> list[EstimatorInput]:
     """Each group alone."""
     parts = []
     for group in returns.group_N.unique():
         rows = (returns.group_N == group).nonzero()[:, 0]
         tokens = torch.isin(returns.sequence_T, rows)
         parts.append(
-            Returns(
+            EstimatorInput(
                 returns.reward_N[rows],
                 returns.penalty_T[tokens],
                 returns.sequence_T[tokens] - rows[0],
@@ -65,7 +65,7 @@ def one_at_a_time(returns: Returns) -> list[Returns]:
 
 
 def test_returns_by_hand():
-    returns = Returns(
+    returns = EstimatorInput(
         torch.tensor([1.0, 0.5]),
         torch.tensor([0.1, 0.2, 0.4]),
         torch.tensor([0, 0, 1]),
@@ -76,20 +76,22 @@ def test_returns_by_hand():
     assert returns.length_N.tolist() == [2, 1]
     assert returns.penalty_N.tolist() == pytest.approx([0.3, 0.4])
     assert returns.return_N.tolist() == pytest.approx([0.7, 0.1])
-    assert returns.to_go_T.tolist() == pytest.approx([0.3, 0.2, 0.4])
+    assert returns.penalty_to_go_T.tolist() == pytest.approx([0.3, 0.2, 0.4])
     assert returns.per_token(returns.reward_N).tolist() == [1, 1, 0.5]
     assert returns.per_token(returns.penalty_T) is returns.penalty_T
 
 
 GROUP_FORMS = {
-    "rloo": leave_one_out,
-    "grpo": group_relative,
+    "rloo": rloo,
+    "grpo": grpo,
     "composed": composed,
-    "deviation of the others": Composition(std_level="group", std_leave1out=True),
-    "KL to go": Composition(kl_placement="reward_to_go"),
-    "KL after the baseline": Composition(kl_in_baseline=False, advantage_clip_range=(-0.3, 0.2)),
-    "over tokens": Composition(mean_over="tokens", kl_placement="reward_to_go"),
-    "no baseline": Composition(mean_level="none", mask_truncated_completions=True),
+    "deviation of the others": EstimatorConfig(std_level="group", std_leave1out=True),
+    "KL to go": EstimatorConfig(kl_placement="reward_to_go"),
+    "KL after the baseline": EstimatorConfig(
+        kl_in_baseline=False, advantage_clip_range=(-0.3, 0.2)
+    ),
+    "over tokens": EstimatorConfig(mean_over="tokens", kl_placement="reward_to_go"),
+    "no baseline": EstimatorConfig(mean_level="none", mask_truncated_completions=True),
 }
 
 
@@ -101,7 +103,7 @@ def test_an_estimator_of_groups_looks_at_one_group_only(name):
     rounding = 1e-13 if getattr(form, "kl_placement", "reward") == "reward_to_go" else 0.0
 
     def estimate(returns):
-        return composed(returns, form) if isinstance(form, Composition) else form(returns)
+        return composed(returns, form) if isinstance(form, EstimatorConfig) else form(returns)
 
     for seed in range(30):
         returns = make_returns(seed)
@@ -114,16 +116,16 @@ def test_what_is_named_is_what_its_options_compose(kl):
     to_go = {"kl_placement": "reward_to_go", "normalize_over": "tokens"}
     whole = {"advantage_epsilon": 1e-8, "epsilon_in_variance": True, "normalize_advantages": True}
     forms = {
-        leave_one_out: Composition(),
-        group_relative: Composition(mean_leave1out=False, std_level="group"),
-        whitened: Composition(mean_level="none", **to_go, **whole),
+        rloo: EstimatorConfig(),
+        grpo: EstimatorConfig(mean_leave1out=False, std_level="group"),
+        reinforce_pp: EstimatorConfig(mean_level="none", **to_go, **whole),
     }
     for estimator, form in forms.items():
         for seed in range(30):
             returns = make_returns(seed, kl=kl)
             found, expected = estimator(returns), composed(returns, form)
             assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12), estimator
-            assert estimator is whitened or torch.equal(found, expected)
+            assert estimator is reinforce_pp or torch.equal(found, expected)
 
 
 # -- a user's own ----------------------------------------------------------------------------------
@@ -200,8 +202,8 @@ def line_of(text: str) -> int:
     return MINE.splitlines().index(text) + 1
 
 
-def seen_by(config: RLOOConfig) -> list[Returns]:
-    return chosen_estimator(config).function.func.__globals__["SEEN"]
+def seen_by(config: RLOOConfig) -> list[EstimatorInput]:
+    return load_estimator(config).function.func.__globals__["SEEN"]
 
 
 def test_an_estimator_of_groups_is_given_one_group_at_a_time(mine):
@@ -210,7 +212,7 @@ def test_an_estimator_of_groups_is_given_one_group_at_a_time(mine):
     parts = one_at_a_time(returns)
     assert len(seen_by(config)) == len(parts) > 1
     for seen, part in zip(seen_by(config), parts, strict=True):
-        for field in fields(Returns):
+        for field in fields(EstimatorInput):
             assert torch.equal(getattr(seen, field.name), getattr(part, field.name)), field.name
     expected = [part.return_N - part.return_N.mean() for part in parts]
     assert torch.equal(found, torch.cat(expected))
@@ -228,7 +230,7 @@ def test_advantages_by_token_need_token_ratios_and_others_are_spread_over_them(m
     returns = make_returns(3)
     token = {"importance_sampling_level": "token"}
     found = advantages(returns, config_of(f"{mine}:by_token", **token))
-    assert torch.allclose(found, returns.reward_N[returns.sequence_T] - returns.to_go_T)
+    assert torch.allclose(found, returns.reward_N[returns.sequence_T] - returns.penalty_to_go_T)
     spread = advantages(returns, config_of(f"{mine}:mine", **token))
     plain = advantages(returns, config_of(f"{mine}:mine"))
     assert torch.equal(spread, plain[returns.sequence_T])
@@ -263,11 +265,11 @@ def test_arguments_reach_the_estimator_and_wrong_ones_are_refused_with_its_line(
     line = line_of("def mine(returns, power=1.0):")
     for arguments in ({"powr": 2}, {"returns": 2}):
         with pytest.raises(ValueError, match="cannot be called with its returns") as error:
-            chosen_estimator(config_of(f"{mine}:mine", estimator_kwargs=arguments))
+            load_estimator(config_of(f"{mine}:mine", estimator_kwargs=arguments))
         assert f"mine.py, line {line})" in str(error.value)
         assert "(arguments: power)" in str(error.value)
     epsilon = advantages(returns, config_of("grpo", estimator_kwargs={"epsilon": 0.5}))
-    assert torch.equal(epsilon, group_relative(returns, epsilon=0.5))
+    assert torch.equal(epsilon, grpo(returns, epsilon=0.5))
 
 
 WRONG = {
@@ -311,7 +313,7 @@ def test_memory_that_does_not_suffice_is_not_taken_for_a_fault_of_the_estimator(
     def hungry(centre):
         raise torch.OutOfMemoryError("no memory")
 
-    chosen_estimator(config).function.func.__globals__["SEEN"] = type(
+    load_estimator(config).function.func.__globals__["SEEN"] = type(
         "Full", (), {"append": staticmethod(hungry)}
     )
     with pytest.raises(torch.OutOfMemoryError):
@@ -335,23 +337,23 @@ def test_memory_that_does_not_suffice_is_not_taken_for_a_fault_of_the_estimator(
 )
 def test_an_estimator_that_is_not_there_is_refused(mine, estimator, expected):
     with pytest.raises(ValueError, match=expected):
-        chosen_estimator(config_of(estimator.replace("{mine}", str(mine))))
+        load_estimator(config_of(estimator.replace("{mine}", str(mine))))
 
 
 def test_an_estimator_may_be_a_function_of_a_module():
     returns = make_returns(3)
-    found = advantages(returns, config_of("rloo.algorithm.estimators:leave_one_out"))
-    assert torch.equal(found, leave_one_out(returns))
+    found = advantages(returns, config_of("rloo.algorithm.estimators:rloo"))
+    assert torch.equal(found, rloo(returns))
 
 
 def test_groups_of_one_are_for_estimators_of_the_batch(mine):
     single = {"num_generations": 1, "num_prompts": 4}
     with pytest.raises(ValueError, match="looks at one group; it needs at least 2 completions"):
-        chosen_estimator(config_of(f"{mine}:mine", **single))
+        load_estimator(config_of(f"{mine}:mine", **single))
     for estimator, expected in ((f"{mine}:whole", 1), (f"{mine}:mine", 0), ("rloo", 0)):
         config = config_of(estimator, **(single if expected else {}))
         alone = Group(Prompt(0, [1], "x"), [Completion([7], "stop", [0.0], [0.0])], ["x"], [1.0])
-        assert len(shape(rollout_of([alone]), config)) == expected
+        assert len(make_training_samples(rollout_of([alone]), config)) == expected
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
@@ -371,7 +373,7 @@ def test_a_batch_cut_in_three_ways_has_the_same_update(mine, name, beta):
         policy = make_policy_of(config)
         before = torch.cat([p.detach().flatten() for p in policy.parameters])
         terms = terms_of(config)
-        update(policy, samples, assign(samples, policy, terms), terms)
+        update(policy, samples, compute_advantages(samples, policy, terms), terms)
         moved.append(torch.cat([p.detach().flatten() for p in policy.parameters]) - before)
     assert moved[0].norm() > 1e-2
     for other in moved[1:]:
@@ -410,7 +412,7 @@ def test_parts_of_the_composed_estimator_are_refused_beside_another(options, exp
 def test_what_a_preset_sets_for_its_own_estimator_stays_idle_beside_another(mine):
     config = config_of(f"{mine}:mine", preset="reinforce_pp")
     assert RLOOConfig(**config.to_dict()) == config
-    assert not chosen_estimator(config).over_rollout
+    assert not load_estimator(config).over_rollout
     assert replace(config, beta=0.7).estimator == f"{mine}:mine"
 
 

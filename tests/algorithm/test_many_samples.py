@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from rloo.algorithm.reward_shaping import shape
+from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.update import minibatches
 from rloo.algorithm.update_metrics import imbalance
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.model.micro_batch import deal, exceeds, make_sample, pack, pad, split
 from rloo.tracking.metrics import rollout_metrics
 from rloo.types import Completion, Group, Prompt
@@ -94,12 +94,12 @@ def make_groups(count):
 
 
 def samples_of(groups):
-    return shape(rollout_of(groups), make_policy_config())
+    return make_training_samples(rollout_of(groups), make_policy_config())
 
 
 def batches_of(groups):
     """Optimizer steps of four completions, so that there are as many as groups."""
-    return Batches(4, 4 * len(groups), len(groups), 2)
+    return BatchSizes(4, 4 * len(groups), len(groups), 2)
 
 
 def cut(**how):

@@ -6,13 +6,13 @@ import torch
 
 from rloo.algorithm.loss import (
     Completions,
-    Surrogate,
+    PolicyLossConfig,
     importance_weights,
     kl_estimate,
     loss_denominator,
     policy_loss,
     ratio_of,
-    return_to_go,
+    reward_to_go,
 )
 
 
@@ -27,7 +27,7 @@ COMPLETIONS = Completions(torch.tensor([0, 0, 1]), 2)
 
 def loss_of(advantages, **options):
     weights = options.pop("weights_T", None)
-    form = Surrogate(**options)
+    form = PolicyLossConfig(**options)
     result = policy_loss(
         tensor(*NOW), tensor(*OLD), tensor(*advantages), COMPLETIONS, form, weights
     )
@@ -93,7 +93,7 @@ def test_nothing_overflows_at_any_level_aggregation_or_weight():
             torch.zeros(5),
             advantages,
             completions,
-            Surrogate(ratio_level=level, aggregation=aggregation),
+            PolicyLossConfig(ratio_level=level, aggregation=aggregation),
             weights,
         )
         loss = result.loss
@@ -146,7 +146,7 @@ def test_on_policy_every_level_of_the_ratio_has_the_same_gradient(aggregation):
             now.detach(),
             values,
             COMPLETIONS,
-            Surrogate(ratio_level=level, aggregation=aggregation),
+            PolicyLossConfig(ratio_level=level, aggregation=aggregation),
         ).loss.backward()
         found.append(now.grad)
     assert torch.allclose(found[0], found[1]) and torch.allclose(found[0], found[2])
@@ -160,7 +160,7 @@ def test_dual_clipping_bounds_the_ratio_where_the_advantage_is_negative():
         old,
         tensor(-1, 1),
         Completions(sequences, 2),
-        Surrogate(delta=3.0),
+        PolicyLossConfig(delta=3.0),
     )
     assert result.loss.item() == pytest.approx(3.0 - 1.2)
 
@@ -204,5 +204,5 @@ def test_kl_estimates_by_hand():
 
 def test_the_return_to_go_is_the_sum_from_each_token_on():
     values = tensor(1, 2, 3, 4, 5, 6)
-    result = return_to_go(values, torch.tensor([0, 0, 0, 1, 2, 2]), 3)
+    result = reward_to_go(values, torch.tensor([0, 0, 0, 1, 2, 2]), 3)
     assert result.tolist() == [6, 5, 3, 4, 11, 6]

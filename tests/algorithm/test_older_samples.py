@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.algorithm.advantages import assign
+from rloo.algorithm.advantages import compute_advantages
 from rloo.algorithm.update import update
 from rloo.config.async_validation import correction_of
 from support.models import make_samples
@@ -67,7 +67,7 @@ def test_the_gradient_of_the_default_correction_is_the_one_written_by_hand(level
     policy.stepper.before_step = lambda: seen.update(
         {n: p.grad.clone() for n, p in policy.model.named_parameters()}
     )
-    metrics = update(policy, samples, assign(samples, policy, terms), terms)
+    metrics = update(policy, samples, compute_advantages(samples, policy, terms), terms)
     for name, gradient in expected.items():
         torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-7)
     means = torch.stack([weight.mean() for weight in weights])
@@ -87,7 +87,7 @@ def test_the_guard_multiplies_the_step_by_the_root_of_the_effective_share():
         policy, terms = make_policy_of(config), terms_of(config)
         samples = older(policy, scale=2.0)
         before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
-        metrics = update(policy, samples, assign(samples, policy, terms), terms)
+        metrics = update(policy, samples, compute_advantages(samples, policy, terms), terms)
         moved[guard] = {n: p.detach() - before[n] for n, p in policy.model.named_parameters()}
         shares[guard], rates[guard] = metrics["sampling/effective_share"], metrics["learning_rate"]
         assert policy.stepper.optimizer.param_groups[0]["lr"] == policy.stepper.learning_rate

@@ -7,19 +7,24 @@ from threading import Lock
 import pytest
 import torch
 
-from rloo.algorithm.completion_exchange import elsewhere, heads
-from rloo.algorithm.rank_rollout import Judge, _of_plain, _plain, sample
+from rloo.algorithm.completion_exchange import completion_headers, remote_completions
+from rloo.algorithm.rank_rollout import (
+    RewardScorer,
+    _scores_from_json,
+    _scores_to_json,
+    generate_on_ranks,
+)
 from rloo.distributed import World
 from rloo.distributed.pytree import decode, encode
 from rloo.engines.serialization import pack, unpack
-from rloo.episodes.environments import Stage, tools_of
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.rollout_func import OwnRollouts
-from rloo.episodes.tools import Tools
+from rloo.episodes.environments import EnvironmentPool, environment_tools
+from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.rollout_func import RolloutFuncEngine
+from rloo.episodes.tools import ToolSet
 from rloo.rewards import RewardSet
 from rloo.tracking.metrics import sampled_entropy
-from rloo.types import Completion, EngineFacts, Episode, Prompt, Sampling, of_trained
+from rloo.types import Completion, EngineCapabilities, Episode, Prompt, Sampling, of_trained
 from support.chat import make_chat_tokenizer
 from support.episodes import Told
 from support.lines import make_worlds, of_each
@@ -73,14 +78,16 @@ def say(p: Prompt, k: int) -> list[int]:
     return TOKENIZER(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
 
 
-def make_engine(rank: int, *, game: bool = True) -> EpisodeEngine:
+def make_engine(rank: int, *, game: bool = True) -> MultiTurnEngine:
     kind = type("Game", (Game,), {"_rank": rank})
-    stage = Stage({None: kind}) if game else None
-    methods = tools_of(stage.examples[None]) if stage else []
+    stage = EnvironmentPool({None: kind}) if game else None
+    methods = environment_tools(stage.examples[None]) if stage else []
     example = stage.examples[None] if stage else None
-    tools = Tools([] if game else [guess], characters=100, example=example, methods=methods)
-    dialect = find_dialect(TOKENIZER, [END], {"tools": tools.schemas})
-    return EpisodeEngine(Told(say, (END,)), {None: Cast(tools, dialect)}, Limits(), stage)
+    tools = ToolSet([] if game else [guess], characters=100, example=example, methods=methods)
+    dialect = find_renderer(TOKENIZER, [END], {"tools": tools.schemas})
+    return MultiTurnEngine(
+        Told(say, (END,)), {None: EpisodeSetup(tools, dialect)}, EpisodeLimits(), stage
+    )
 
 
 def rows(count: int, **columns) -> list[Prompt]:
@@ -113,7 +120,7 @@ def test_episodes_do_not_depend_on_who_plays_them(game, size, prompts):
     _, worlds = make_worlds(size)
     found = of_each(
         size,
-        lambda rank: sample(
+        lambda rank: generate_on_ranks(
             make_engine(rank, game=game), rows(prompts), 3, SAMPLING, 7, worlds[rank]
         ),
     )
@@ -144,7 +151,7 @@ def test_a_group_that_begins_in_two_states_ends_all_processes_with_the_attribute
     _, worlds = make_worlds(2)
 
     def work(rank):
-        sample(make_engine(rank), rows(1, trouble="apart"), 4, SAMPLING, 7, worlds[rank])
+        generate_on_ranks(make_engine(rank), rows(1, trouble="apart"), 4, SAMPLING, 7, worlds[rank])
 
     for reason in of_each(2, failure_of(work)):
         assert "prompt 0 begin in different states: port is 8000 on rank 0 and 8001" in reason
@@ -163,8 +170,8 @@ def test_what_could_not_begin_on_one_process_has_the_prompt_of_the_others():
 
     def work(rank):
         engine = make_engine(rank)
-        engine._stage = Stage({None: type("First", (First,), {"_rank": rank})})
-        return sample(engine, rows(1), 2, SAMPLING, 7, worlds[rank])
+        engine._stage = EnvironmentPool({None: type("First", (First,), {"_rank": rank})})
+        return generate_on_ranks(engine, rows(1), 2, SAMPLING, 7, worlds[rank])
 
     for ((lost, played),) in of_each(2, work):
         assert "no server" in lost.episode.failed and played.episode.failed is None
@@ -196,8 +203,8 @@ def judged(engine, world, prompts, count=3, rewards=None):
 
     chosen = Calls([least, longest, *engine._stage.rewards()] if rewards is None else rewards)
     chosen.offered = ("environments",)
-    sampled = sample(engine, prompts, count, SAMPLING, 7, world)
-    groups, _ = Judge(chosen, TOKENIZER, world).score(prompts, sampled)
+    sampled = generate_on_ranks(engine, prompts, count, SAMPLING, 7, world)
+    groups, _ = RewardScorer(chosen, TOKENIZER, world).score(prompts, sampled)
     return [(g.prompt.content, g.texts, g.rewards, g.scores) for g in groups], calls
 
 
@@ -252,8 +259,8 @@ def test_episodes_travel_whole():
 def test_what_another_process_has_of_trained_tokens_is_their_number_and_sum():
     trained = (True, False, True)
     here = Completion([1, 2, 3], "stop", logs := [-0.5, 0.0, -1.0], logs, trained=trained)
-    (there,) = elsewhere(decode(encode(heads([here]))), 1)
-    assert (there.trained, there.num_trained, there.home) == (trained, 2, 1)
+    (there,) = remote_completions(decode(encode(completion_headers([here]))), 1)
+    assert (there.trained, there.num_trained, there.owner_rank) == (trained, 2, 1)
     of_both = [of_trained(c.policy_logprobs, c.trained) for c in (here, there)]
     assert sampled_entropy(of_both[:1]) == sampled_entropy(of_both[1:]) == {"entropy": 0.75}
 
@@ -269,14 +276,14 @@ def test_what_rewards_log_is_weighed_by_what_they_have_seen():
     first = rewards.call(["p"] * 2, ["a", "bb"], [[1]] * 2, {}, None).among([0, 2], 3)
     second = rewards.call(["p"] * 4, ["aa"] * 4, [[1]] * 4, {}, None)
     assert rewards.combine([first, second]).metrics == {"odd": pytest.approx(1 / 6)}
-    sent = [_of_plain(decode(encode(_plain(raw)))) for raw in (first, second)]
+    sent = [_scores_from_json(decode(encode(_scores_to_json(raw)))) for raw in (first, second)]
     assert rewards.combine(sent).metrics == {"odd": pytest.approx(1 / 6)}
 
 
 class Random:
     """Draws tokens by noise, prompt, number and what is there: as engines do."""
 
-    facts = EngineFacts("random", False, False, exact_noise=True, filters=True)
+    capabilities = EngineCapabilities("random", False, False, exact_noise=True, filters=True)
     version = 0
 
     def sample(self, prompts, samples, sampling, noise):
@@ -306,7 +313,7 @@ def own_rollouts(rank: int, change=lambda rank, prompts: None, every: bool = Tru
             "first": [object() for _ in prompts],
         }
 
-    engine = OwnRollouts(Random(), function, lambda: None, 100)
+    engine = RolloutFuncEngine(Random(), function, lambda: None, 100)
     return engine
 
 
@@ -323,7 +330,9 @@ def test_rollout_func_draws_the_same_in_one_process_and_in_several(size):
     alone = own_rollouts(0).sample(TEXTS, 2, SHORT, 5)
     assert len({tuple(c.token_ids) for group in alone for c in group}) == 6
     _, worlds = make_worlds(size)
-    found = of_each(size, lambda rank: sample(own_rollouts(rank), TEXTS, 2, SHORT, 5, worlds[rank]))
+    found = of_each(
+        size, lambda rank: generate_on_ranks(own_rollouts(rank), TEXTS, 2, SHORT, 5, worlds[rank])
+    )
     for groups in found:
         tokens = [[c.token_ids for c in group] for group in groups]
         assert tokens == [[c.token_ids for c in group] for group in alone]
@@ -332,7 +341,10 @@ def test_rollout_func_draws_the_same_in_one_process_and_in_several(size):
 def test_a_turn_of_other_rows_draws_otherwise_in_each_process():
     _, worlds = make_worlds(2)
     found = of_each(
-        2, lambda rank: sample(own_rollouts(rank, every=False), TEXTS, 2, SHORT, 5, worlds[rank])
+        2,
+        lambda rank: generate_on_ranks(
+            own_rollouts(rank, every=False), TEXTS, 2, SHORT, 5, worlds[rank]
+        ),
     )
     assert len({tuple(c.token_ids[2:]) for group in found[0] for c in group}) == 6
 
@@ -347,7 +359,7 @@ def test_prompt_ids_that_differ_between_processes_end_both():
     _, worlds = make_worlds(2)
 
     def work(rank):
-        sample(own_rollouts(rank, other), TEXTS[:1], 2, SHORT, 5, worlds[rank])
+        generate_on_ranks(own_rollouts(rank, other), TEXTS[:1], 2, SHORT, 5, worlds[rank])
 
     for reason in of_each(2, failure_of(work)):
         assert "completions of prompt 0 have different prompt_ids" in reason

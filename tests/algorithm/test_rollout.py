@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo.algorithm.advantages import FromThisPass, Stored, assign
-from rloo.algorithm.rank_rollout import Judge
-from rloo.algorithm.reward_shaping import shape
-from rloo.algorithm.update import micro_loss, minibatches, update
+from rloo.algorithm.advantages import FusedAdvantages, PrecomputedAdvantages, compute_advantages
+from rloo.algorithm.rank_rollout import RewardScorer
+from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.update import micro_batch_loss, minibatches, update
 from rloo.config.batch_sizes import batches_of
 from rloo.distributed import World
 from rloo.rewards import RewardSet
@@ -23,8 +23,8 @@ def completion(*tokens: int, finish="stop") -> Completion:
     return Completion(list(tokens), finish, [0.0] * len(tokens), [0.0] * len(tokens))
 
 
-def judge_of(reward) -> Judge:
-    return Judge(RewardSet([reward]), make_tokenizer(), World(CPU))
+def judge_of(reward) -> RewardScorer:
+    return RewardScorer(RewardSet([reward]), make_tokenizer(), World(CPU))
 
 
 def make_group(rewards, number=0) -> Group:
@@ -39,14 +39,18 @@ def test_only_scored_completions_of_groups_with_two_scores_count():
         make_group([None] * 3),
         make_group([-9.0, 0.5, 9.0]),
     ]
-    samples = shape(rollout_of(groups), make_policy_config(reward_clip_range=[-1.0, 2.0]))
+    samples = make_training_samples(
+        rollout_of(groups), make_policy_config(reward_clip_range=[-1.0, 2.0])
+    )
     assert [s.key for s in samples] == [(0, 0), (0, 2), (3, 0), (3, 1), (3, 2)]
     assert [s.reward for s in samples] == [1, 2, -1, 0.5, 2]
 
 
 def test_a_shaped_reward_beyond_float32_is_refused():
     with pytest.raises(ValueError, match=r"a shaped reward is 1e\+300, beyond float32 \(reward_sc"):
-        shape(rollout_of([make_group([0.0, 1.0])]), make_policy_config(reward_scaling=1e300))
+        make_training_samples(
+            rollout_of([make_group([0.0, 1.0])]), make_policy_config(reward_scaling=1e300)
+        )
 
 
 @pytest.mark.parametrize("level", ["sequence", "token"])
@@ -58,11 +62,11 @@ def test_where_all_completions_count_those_without_a_baseline_have_no_advantage(
         config = make_policy_config(
             preset="trl", beta=0.0, importance_sampling_level=level, **options
         )
-        samples = shape(rollout_of(groups), config)
+        samples = make_training_samples(rollout_of(groups), config)
         assert [s.reward for s in samples if s.reward == s.reward] == pytest.approx(
             [-(0.5**0.5), 0.5**0.5] if "normalize_rewards" in options else [1, 3], abs=1e-3
         )
-        known = assign(samples, None, terms_of(config)).known
+        known = compute_advantages(samples, None, terms_of(config)).by_completion
         assert {key for key, value in known.items() if value.any()} == {(0, 0), (0, 2)}
         lengths = [len(s.token_ids) if level == "token" else 1 for s in samples]
         assert [len(value) for value in known.values()] == lengths
@@ -118,13 +122,15 @@ def by_hand(samples, config, policy) -> dict:
 def test_stored_credit_equals_the_definition(options):
     config = make_policy_config(beta=0.5, **options)
     policy, samples = make_policy_of(config), make_samples()
-    given = assign(samples, policy, terms_of(config))
-    assert given.known == pytest.approx(by_hand(samples, config, policy), abs=1e-4)
+    given = compute_advantages(samples, policy, terms_of(config))
+    assert given.by_completion == pytest.approx(by_hand(samples, config, policy), abs=1e-4)
 
 
 def gradient_of(policy, samples, given, config) -> dict:
     policy.model.zero_grad()
-    loss, _ = micro_loss(policy, policy.batch(samples), given, terms_of(config), denominator=3.0)
+    loss, _ = micro_batch_loss(
+        policy, policy.batch(samples), given, terms_of(config), denominator=3.0
+    )
     loss.backward()
     return {n: p.grad.clone() for n, p in policy.model.named_parameters()}
 
@@ -135,8 +141,8 @@ def test_one_pass_and_stored_credit_have_the_same_gradient():
     for parts in (1, 3):
         config = make_policy_config(beta=0.5, steps_per_generation=parts)
         policy = make_policy_of(config)
-        given = assign(samples, policy, terms_of(config))
-        assert isinstance(given, FromThisPass if parts == 1 else Stored)
+        given = compute_advantages(samples, policy, terms_of(config))
+        assert isinstance(given, FusedAdvantages if parts == 1 else PrecomputedAdvantages)
         results.append(gradient_of(policy, samples, given, config))
     for name, gradient in results[0].items():
         assert (gradient - results[1][name]).norm() <= 1e-5 * gradient.norm(), name
@@ -147,15 +153,15 @@ def test_the_first_step_on_a_whole_rollout_leaves_what_a_pass_before_it_would(be
     samples = make_samples()
     config = make_policy_config(beta=beta, num_iterations=2)
     policy = make_policy_of(config)
-    before = assign(
+    before = compute_advantages(
         samples, policy, terms_of(make_policy_config(beta=beta, steps_per_generation=3))
     )
-    given = assign(samples, policy, terms_of(config))
+    given = compute_advantages(samples, policy, terms_of(config))
 
     after = given.after_first_step(update(policy, samples, given, terms_of(config)))
 
-    for key, value in before.known.items():
-        assert after.known[key].item() == pytest.approx(value.item(), abs=1e-5)
+    for key, value in before.by_completion.items():
+        assert after.by_completion[key].item() == pytest.approx(value.item(), abs=1e-5)
     assert after.stats == pytest.approx(before.stats, abs=1e-6)
     for key, logprobs in before.old_logprobs.items():
         assert torch.allclose(after.old_logprobs[key], logprobs, atol=1e-6)
@@ -167,9 +173,9 @@ def test_without_a_penalty_no_pass_is_made_for_credit():
     config = make_policy_config(beta=0.0)
     policy = make_policy_of(config)
     policy.logprobs = None
-    given = assign(make_samples(), policy, terms_of(config))
+    given = compute_advantages(make_samples(), policy, terms_of(config))
     assert given.old_logprobs == {}
-    assert abs(sum(given.known.values()).item()) < 1e-12
+    assert abs(sum(given.by_completion.values()).item()) < 1e-12
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -181,7 +187,7 @@ def test_truncated_completions_leave_the_gradient_but_not_the_baseline(parts):
     )
     policy = make_policy_of(config)
     expected = by_hand(cut, config, policy)
-    gradient = gradient_of(policy, cut, assign(cut, policy, terms_of(config)), config)
+    gradient = gradient_of(policy, cut, compute_advantages(cut, policy, terms_of(config)), config)
     policy.model.zero_grad()
     total = 0.0
     for sample in cut:
@@ -214,7 +220,7 @@ def test_the_denominator_counts_completions_without_signal():
         config = make_policy_config(beta=0.0, optim="sgd", learning_rate=1.0, max_grad_norm=0)
         policy = make_policy_of(config)
         before = torch.cat([p.detach().flatten() for p in policy.parameters])
-        update(policy, batch, assign(batch, policy, terms_of(config)), terms_of(config))
+        update(policy, batch, compute_advantages(batch, policy, terms_of(config)), terms_of(config))
         moved.append(torch.cat([p.detach().flatten() for p in policy.parameters]) - before)
     assert moved[0].norm() > 1e-3
     assert torch.allclose(moved[1], moved[0] / 2, atol=1e-6)
@@ -234,17 +240,19 @@ def test_samples_know_their_place_and_the_weights_that_sampled_them():
         for r in ragged
     ]
     rollout = replace(rollout_of(groups), version=7)
-    samples = shape(rollout, make_policy_config())
+    samples = make_training_samples(rollout, make_policy_config())
     assert [(s.key, s.place) for s in samples] == [
         ((0, 0), 0),
         ((0, 2), 2),
         ((2, 0), 5),
         ((2, 1), 6),
     ]
-    assert {s.versions for s in samples} == {((7, 1),)}
-    stale = replace(groups[0].completions[0], versions=((5, 1),))
+    assert {s.weight_versions for s in samples} == {((7, 1),)}
+    stale = replace(groups[0].completions[0], weight_versions=((5, 1),))
     groups = [replace(groups[0], completions=[stale] * 3)]
-    assert {s.versions for s in shape(rollout_of(groups), make_policy_config())} == {((5, 1),)}
+    assert {
+        s.weight_versions for s in make_training_samples(rollout_of(groups), make_policy_config())
+    } == {((5, 1),)}
 
 
 def test_a_rollout_s_noise_is_numbered_by_its_own_first_step(tmp_path):

@@ -2,7 +2,7 @@
 
 import torch
 
-from rloo.algorithm.update_metrics import add, gather, on_host, read, watched_sum
+from rloo.algorithm.update_metrics import add, gather, read, recorded_sum, to_cpu
 
 
 def test_sums_of_tensors_are_those_of_their_numbers():
@@ -32,12 +32,12 @@ def test_a_maximum_that_is_no_number_is_none():
 
 def test_only_what_is_watched_is_summed():
     values, watched = torch.tensor([1.0, torch.inf, 4.0]), torch.tensor([True, False, True])
-    assert watched_sum(values, watched) == 5.0
+    assert recorded_sum(values, watched) == 5.0
 
 
 def test_tensors_come_to_the_host_as_they_were():
     values = {"a": torch.tensor([1.0, 2.0]), "b": torch.zeros(0), "c": torch.tensor([3.0])}
-    found = on_host(values)
+    found = to_cpu(values)
     assert list(found) == list(values)
     assert all(torch.equal(found[key], value) for key, value in values.items())
-    assert on_host({}) == {}
+    assert to_cpu({}) == {}

@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from rloo.algorithm.completion_exchange import bring, bring_seen, holders_of, with_tokens
-from rloo.algorithm.rank_rollout import sample
+from rloo.algorithm.completion_exchange import (
+    fetch_old_logprobs,
+    fetch_tokens,
+    owner_ranks_of,
+    with_own_tokens,
+)
+from rloo.algorithm.rank_rollout import generate_on_ranks
 from rloo.distributed import World
-from rloo.types import Completion, EngineFacts, Prompt, Sample, Sampling
+from rloo.types import Completion, EngineCapabilities, Prompt, Sample, Sampling
 from support.lines import make_worlds, of_each
 
 LONG = 5000
@@ -15,7 +20,7 @@ LONG = 5000
 class Engine:
     """Its completions are long, and no two are the same."""
 
-    facts = EngineFacts("long", False, False, exact_noise=True, filters=True)
+    capabilities = EngineCapabilities("long", False, False, exact_noise=True, filters=True)
 
     def sample(self, prompts, numbers, sampling, noise):
         return [
@@ -29,7 +34,7 @@ class Engine:
 
 def sampled(world: World) -> list[Completion]:
     prompts = [Prompt(i, [i], "a") for i in range(2)]
-    groups = sample(Engine(), prompts, 2, Sampling(LONG, (0,)), 0, world)
+    groups = generate_on_ranks(Engine(), prompts, 2, Sampling(LONG, (0,)), 0, world)
     return [completion for group in groups for completion in group]
 
 
@@ -44,7 +49,7 @@ def test_tokens_beyond_the_limit_stay_where_they_were_sampled(limit):
             assert lines.received[rank] > 4 * LONG * 8
             continue
         assert lines.received[rank] < 5000  # lengths, sums
-        assert [c.home for c in completions] == [0, 0, 1, 1]
+        assert [c.owner_rank for c in completions] == [0, 0, 1, 1]
         here = completions[2 * rank : 2 * rank + 2]
         assert [c.token_ids[-1] for c in here] == [100 * rank, 100 * rank + 1]
         other = completions[2 - 2 * rank]
@@ -60,8 +65,8 @@ def test_who_needs_a_completion_gets_it_and_no_other():
     def work(rank):
         completions = sampled(worlds[rank])
         before = lines.received[rank]
-        got = bring([[completions[i] for i in part] for part in wanted], worlds[rank])
-        return got, lines.received[rank] - before, [c.home for c in completions]
+        got = fetch_tokens([[completions[i] for i in part] for part in wanted], worlds[rank])
+        return got, lines.received[rank] - before, [c.owner_rank for c in completions]
 
     found = of_each(3, work)
     assert [[c.token_ids[-1] for c in got] for got, _, _ in found] == [[0, 100], [101], []]
@@ -74,16 +79,16 @@ def test_who_needs_a_completion_gets_it_and_no_other():
 def test_what_was_seen_of_a_completion_follows_it():
     lines, worlds = make_worlds(2, 0)
     samples = [
-        Sample((0, i), i, 0, [1], [2] * LONG, [-1.0] * LONG, 0.0, False, home=i % 2)
+        Sample((0, i), i, 0, [1], [2] * LONG, [-1.0] * LONG, 0.0, False, owner_rank=i % 2)
         for i in range(4)
     ]
     first, later = [samples[:2], samples[2:]], [samples[1:], samples[:1]]
-    assert holders_of(first) == {(0, 0): 0, (0, 1): 0, (0, 2): 1, (0, 3): 1}
+    assert owner_ranks_of(first) == {(0, 0): 0, (0, 1): 0, (0, 2): 1, (0, 3): 1}
 
     def work(rank):
         seen = {s.key: torch.full((LONG,), float(s.key[1])) for s in first[rank]}
         before = lines.received[rank]
-        bring_seen(seen, holders_of(first), later, worlds[rank])
+        fetch_old_logprobs(seen, owner_ranks_of(first), later, worlds[rank])
         return {key: values[0].item() for key, values in seen.items()}, (
             lines.received[rank] - before
         )
@@ -97,5 +102,5 @@ def test_what_was_seen_of_a_completion_follows_it():
 def test_where_all_have_all_nothing_is_sent():
     world = World(torch.device("cpu"), 0, 2, None)
     samples = [Sample((0, i), i, 0, [1], [2], [-1.0], 0.0, False) for i in range(2)]
-    assert holders_of([samples]) == {} and bring([samples, []], world) == samples
-    assert with_tokens([samples, []], world) == [samples, []]
+    assert owner_ranks_of([samples]) == {} and fetch_tokens([samples, []], world) == samples
+    assert with_own_tokens([samples, []], world) == [samples, []]

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import loss
-from rloo.algorithm.advantages import FromThisPass, Stored, batch_advantages
-from rloo.algorithm.estimator_registry import chosen_estimator
-from rloo.algorithm.update import micro_loss
+from rloo.algorithm.advantages import FusedAdvantages, PrecomputedAdvantages, batch_advantages
+from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.update import micro_batch_loss
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.presets import BASE
 from rloo.model.logprobs import TokenScores
-from rloo.tools.exact_gradient import Bandit, logits_table, measure
+from rloo.tools.exact_gradient import TabularPolicy, logits_table, measure
 from support.presets import PRESET_FORMS
 from support.terms import terms_of
 
 REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], dtype=torch.float64)
-BANDIT = Bandit(logits_table(0, 3), logits_table(1, 3), REWARDS)
+BANDIT = TabularPolicy(logits_table(0, 3), logits_table(1, 3), REWARDS)
 SEQUENCES = BANDIT.sequences
 
 
@@ -62,18 +62,18 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         reference_logprobs=lambda _: reference,
     )
     terms = terms_of(config)
-    credit = FromThisPass(terms)
+    credit = FusedAdvantages(terms)
     if not terms.kl_in_reward:
         values = batch_advantages(batch, logprobs, logprobs.detach(), terms)
         sizes = batch.lengths if config.importance_sampling_level == "token" else 1
-        credit = Stored(dict(zip(batch.keys, values.split(sizes), strict=True)))
+        credit = PrecomputedAdvantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
     denominator = loss.loss_denominator(
         config.loss_aggregation,
         num_sequences=len(members),
         num_tokens=len(logprobs),
         constant=config.loss_constant,
     )
-    return micro_loss(policy, batch, credit, terms, denominator)[0]
+    return micro_batch_loss(policy, batch, credit, terms, denominator)[0]
 
 
 def form(**options) -> RLOOConfig:
@@ -253,7 +253,7 @@ def test_what_is_measured_of_an_estimator_is_what_the_production_loss_does(beta)
     for options in forms:
         config = form(**options, beta=beta)
         gradient = expected_gradient(3, config)
-        (found,) = measure(chosen_estimator(config), [BANDIT], 3, beta)
+        (found,) = measure(load_estimator(config), [BANDIT], 3, beta)
         along = ((gradient * exact).sum() / (exact * exact).sum()).item()
         cosine = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
         error = ((gradient - exact).norm() / exact.norm()).item()

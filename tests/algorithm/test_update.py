@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rloo.algorithm.advantages import FromThisPass, Stored, assign
+from rloo.algorithm.advantages import FusedAdvantages, PrecomputedAdvantages, compute_advantages
 from rloo.algorithm.loss import kl_estimate
-from rloo.algorithm.update import micro_loss, update
+from rloo.algorithm.update import micro_batch_loss, update
 from rloo.model.micro_batch import pad
 from rloo.model.policy import Policy
 from support.given_logprobs import Rollout, ours
@@ -43,9 +43,9 @@ def test_the_entropy_bonus_has_the_gradient_of_the_mean_entropy(aggregation):
         beta=0.0, entropy_coef=0.3, temperature=0.7, loss_aggregation=aggregation
     )
     policy, samples = make_policy_of(config), [replace(s, reward=1.0) for s in make_samples()]
-    given = assign(samples, policy, terms_of(config))
-    assert not any(given.has_signal(s.key) for s in samples)
-    micro_loss(policy, policy.batch(samples), given, terms_of(config), denominator=12.0)[
+    given = compute_advantages(samples, policy, terms_of(config))
+    assert not any(given.has_reward_variance(s.key) for s in samples)
+    micro_batch_loss(policy, policy.batch(samples), given, terms_of(config), denominator=12.0)[
         0
     ].backward()
     found = gradients(policy)
@@ -78,8 +78,8 @@ def test_kl_in_the_loss_has_the_gradient_of_its_estimate(corrected):
     )
     policy, samples = make_policy_of(config), [replace(s, reward=1.0) for s in make_samples()]
     batch = policy.batch(samples)
-    loss, sums = micro_loss(
-        policy, batch, assign(samples, policy, terms_of(config)), terms_of(config), 12.0
+    loss, sums = micro_batch_loss(
+        policy, batch, compute_advantages(samples, policy, terms_of(config)), terms_of(config), 12.0
     )
     loss.backward()
     found = gradients(policy)
@@ -106,8 +106,8 @@ def test_masked_completions_have_neither_kl_nor_entropy_in_the_loss():
     samples = [replace(s, reward=1.0, truncated=s.key[1] == 0) for s in make_samples()]
 
     def gradient_of(chosen):
-        given = assign(samples, policy, terms_of(config))
-        micro_loss(policy, policy.batch(chosen), given, terms_of(config), 12.0)[0].backward()
+        given = compute_advantages(samples, policy, terms_of(config))
+        micro_batch_loss(policy, policy.batch(chosen), given, terms_of(config), 12.0)[0].backward()
         return gradients(policy)
 
     assert_same(gradient_of(samples), gradient_of([s for s in samples if not s.truncated]))
@@ -131,15 +131,15 @@ def test_the_decoupled_objective_weighs_tokens_by_trainer_over_sampler():
         replace(s, behavior_logprobs=part.tolist())
         for s, part in zip(samples, sampler, strict=True)
     ]
-    given = assign(samples, policy, terms_of(config))
-    loss, sums = micro_loss(
+    given = compute_advantages(samples, policy, terms_of(config))
+    loss, sums = micro_batch_loss(
         policy, policy.batch(samples), given, terms_of(config), float(len(chosen))
     )
     loss.backward()
     found = gradients(policy)
     weights = torch.exp(-shift)
     weights[0] = 0.0
-    advantages = torch.cat([given.known[s.key] for s in samples]).float()
+    advantages = torch.cat([given.by_completion[s.key] for s in samples]).float()
     (-(weights * advantages * chosen).sum() / len(chosen)).backward()
     assert_same(found, gradients(policy))
     assert sums["weight"] == pytest.approx(weights.sum().item(), rel=1e-4)
@@ -173,7 +173,9 @@ def test_unscored_completions_count_in_the_mean_only_where_asked():
     for counted in (False, True):
         config = make_policy_config(beta=0.0, preset="trl" if counted else "paper")
         policy, terms = make_policy_of(config), terms_of(config)
-        losses[counted] = update(policy, samples, assign(samples, policy, terms), terms)["loss"]
+        losses[counted] = update(
+            policy, samples, compute_advantages(samples, policy, terms), terms
+        )["loss"]
     assert losses[True] == pytest.approx(losses[False] * 6 / 12)
 
 
@@ -189,7 +191,7 @@ def test_completions_without_signal_are_computed_where_another_term_needs_them()
     for options, samples, share in cases:
         config = make_policy_config(**{**options, "beta": 0.0})
         policy = make_policy_of(config)
-        given = assign(samples, policy, terms_of(config))
+        given = compute_advantages(samples, policy, terms_of(config))
         assert update(policy, samples, given, terms_of(config))["update/computed_share"] == share
 
 
@@ -225,7 +227,7 @@ def test_a_step_without_signal_is_made_as_trl_makes_it_under_its_preset_only(pre
     for number, counted in enumerate(steps, start=1):
         before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
         rate = policy.stepper.learning_rate
-        row = update(policy, counted, assign(counted, policy, terms), terms)
+        row = update(policy, counted, compute_advantages(counted, policy, terms), terms)
         after = {n: p.detach() for n, p in policy.model.named_parameters()}
         assert row["learning_rate"] == rate and rate > policy.stepper.learning_rate
         if number == 1:
@@ -264,7 +266,7 @@ def test_kl_and_entropy_are_means_over_the_completions_that_the_form_names(parts
         chosen = logprobs.gather(-1, targets[:, None])[:, 0]
         kl = (chosen - policy.reference_logprobs(policy.batch(counted))).detach()
         entropy = -(logprobs.exp() * logprobs).sum(-1).detach()
-        row = update(policy, kept, assign(kept, policy, terms), terms)
+        row = update(policy, kept, compute_advantages(kept, policy, terms), terms)
         assert row["kl"] == pytest.approx(kl.mean().item(), abs=1e-6)
         assert row["kl/sequence"] == pytest.approx(kl.sum().item() / len(counted), abs=1e-5)
         assert row["entropy"] == pytest.approx(entropy.mean().item(), abs=1e-5)
@@ -277,7 +279,7 @@ def test_without_beta_the_entropy_is_still_that_of_all_completions():
     samples = [replace(s, reward=s.reward if s.key[0] == 0 else 1.0) for s in samples]
     config = make_policy_config(beta=0.0)
     policy, terms = make_policy_of(config), terms_of(config)
-    row = update(policy, samples, assign(samples, policy, terms), terms)
+    row = update(policy, samples, compute_advantages(samples, policy, terms), terms)
     values = [float(s.key[0]) for s in samples for _ in s.token_ids]
     assert row["update/computed_share"] == pytest.approx(1 / 3)
     assert row["entropy"] == pytest.approx(sum(values) / len(values))
@@ -291,11 +293,11 @@ def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before
         make_policy_config(**options),
     )
     policy = make_policy_of(config)
-    stored = assign(samples, policy, terms_of(before))
-    from_this_pass = assign(samples, policy, terms_of(config))
-    assert isinstance(stored, Stored) and isinstance(from_this_pass, FromThisPass)
+    stored = compute_advantages(samples, policy, terms_of(before))
+    from_this_pass = compute_advantages(samples, policy, terms_of(config))
+    assert isinstance(stored, PrecomputedAdvantages) and isinstance(from_this_pass, FusedAdvantages)
     losses = [
-        micro_loss(policy, policy.batch(samples), given, terms_of(config), 10.0)[0]
+        micro_batch_loss(policy, policy.batch(samples), given, terms_of(config), 10.0)[0]
         for given in (stored, from_this_pass)
     ]
     found = []
@@ -303,7 +305,7 @@ def test_token_credit_is_the_same_from_the_update_s_own_pass_and_from_one_before
         loss.backward()
         found.append(gradients(policy))
     assert_same(*found)
-    assert stored.known[samples[0].key].shape == (len(samples[0].token_ids),)
+    assert stored.by_completion[samples[0].key].shape == (len(samples[0].token_ids),)
 
 
 def test_only_trained_tokens_are_learned_from_and_all_are_read():
@@ -315,19 +317,19 @@ def test_only_trained_tokens_are_learned_from_and_all_are_read():
     samples = [s for s in make_samples() if len(s.token_ids) > 2]
     masks = [tuple(place % 3 != 1 for place in range(len(s.token_ids))) for s in samples]
     masked = [replace(s, trained=mask) for s, mask in zip(samples, masks, strict=True)]
-    credit = assign(masked, policy, terms)
+    credit = compute_advantages(masked, policy, terms)
     whole, batch = policy.batch(samples), policy.batch(masked)
     assert batch.lengths == [sum(mask) for mask in masks]
     kept = torch.tensor([kept for mask in masks for kept in mask])
     logprobs = policy.logprobs(whole).logprobs
     assert torch.equal(policy.logprobs(batch).logprobs, logprobs[kept])
 
-    loss, sums = micro_loss(policy, batch, credit, terms, denominator=float(kept.sum()))
+    loss, sums = micro_batch_loss(policy, batch, credit, terms, denominator=float(kept.sum()))
     loss.backward()
     found = gradients(policy)
 
     lengths = torch.tensor([len(s.token_ids) for s in samples])
-    advantages = torch.cat([credit.known[s.key] for s in samples]).float()
+    advantages = torch.cat([credit.by_completion[s.key] for s in samples]).float()
     assert len(advantages) == kept.sum() and sums["tokens"] == kept.sum()
     of_token = torch.zeros(int(lengths.sum()))
     of_token[kept] = advantages
@@ -362,7 +364,7 @@ def test_the_host_asks_no_more_often_for_more_micro_batches(beta, monkeypatch):
         policy = make_policy_of(config)
         policy.max_tokens = size
         monkeypatch.setattr(policy.stepper, "step", lambda scale=1.0: {})
-        credit = assign(samples, policy, terms_of(config))
+        credit = compute_advantages(samples, policy, terms_of(config))
         batches = list(policy.micro_batches([samples], whole_groups=credit.from_update))
         with Asked() as asked:
             metrics = update(policy, samples, credit, terms_of(config))

@@ -21,7 +21,7 @@ from rloo.config.compat.unsupported import WITHOUT_EFFECT
 from rloo.data.tokenization import encode_prompt
 from rloo.engines.hf_engine import HFEngine
 from rloo.engines.native.native_engine import NativeEngine
-from rloo.engines.sampling import StopText
+from rloo.engines.sampling import StopStringMatcher
 from rloo.model.policy import Policy
 from rloo.tracking.sample_text import completions_table
 from rloo.trainer.build import make_sampling, prompt_limit
@@ -249,8 +249,10 @@ def test_the_prompt_is_not_searched_and_special_tokens_are_text(engine):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_is_sampled_after_the_last_row_has_stopped(engine, monkeypatch):
-    drawn, see = [], StopText.see
-    monkeypatch.setattr(StopText, "see", lambda *given: drawn.append(given[3]) or see(*given))
+    drawn, see = [], StopStringMatcher.update
+    monkeypatch.setattr(
+        StopStringMatcher, "see", lambda *given: drawn.append(given[3]) or see(*given)
+    )
     sampler = ENGINES[engine](make_model("qwen3"), pad_token_id=0)
     sampling = stopping("w", stop_token_ids=())
     groups = sampler.sample(make_prompts(), 6, sampling, noise=3)
@@ -265,12 +267,12 @@ def test_stop_strings_are_found_across_many_small_tokens():
 
     text = "a" * 50 + "…ende…"
     tokens = torch.tensor([list(text.encode()), list(b"b" * len(text.encode()))])
-    watch = StopText(
+    watch = StopStringMatcher(
         Sampling(80, (), stop_strings=("…ende…",), decode=bytes_decode), 2, torch.device("cpu")
     )
     index = torch.arange(2)
     for position in range(tokens.shape[1]):
-        found = watch.see(tokens, index, position)
+        found = watch.update(tokens, index, position)
     assert found.tolist() == [True, False]
     assert watch.lengths.tolist() == [tokens.shape[1], 81]
 

@@ -15,7 +15,7 @@ from rloo.addons.importers.settings_reader import follow_references
 from rloo.cli import main
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
-from rloo.config.estimator_config import composition_of
+from rloo.config.estimator_config import estimator_config_of
 from rloo.config.parser import parse_command_line
 from rloo.config.presets import preset_options
 from support.settings import flatten
@@ -315,7 +315,7 @@ def test_areal_s_sequence_ratio_and_estimators_are_called_by_what_they_are(tmp_p
     # Nothing else of the preset: all but name and estimator is what it is without.
     plain = areal(tmp_path, "actor: {kl_estimator: k1, kl_ctl: 0.01}\nref: {path: m}\n")
     expected = replace(RLOOConfig(**plain.options), kl_estimator="k3", preset="areal")
-    assert composition_of(named) == composition_of(RLOOConfig(**plain.options))
+    assert estimator_config_of(named) == estimator_config_of(RLOOConfig(**plain.options))
     same = {"estimator_kwargs": named.estimator_kwargs}
     assert replace(expected, **same) == named
     assert parse_command_line([write(tmp_path, render_imported("areal", found))]) == named

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import token_penalty
-from rloo.algorithm.estimators import Returns
-from rloo.algorithm.reward_shaping import shape
+from rloo.algorithm.estimators import EstimatorInput
+from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.config.config import RLOOConfig
-from rloo.config.estimator_config import ARGUMENTS, PAPER, composition_of
+from rloo.config.estimator_config import ARGUMENTS, PAPER, estimator_config_of
 from rloo.config.parser import parse_command_line
 from rloo.config.presets import (
     BASE,
@@ -44,10 +44,10 @@ def advantages_of(config, rewards, lengths=None, penalties=None) -> list[float]:
     lengths = lengths or [1] * len(rewards)
     members = [Completion([7] * n, "stop", [0.0] * n, [0.0] * n) for n in lengths]
     group = Group(Prompt(0, [1], "x"), members, ["text"] * len(rewards), rewards)
-    samples = shape(rollout_of([group]), config)
+    samples = make_training_samples(rollout_of([group]), config)
     kept = torch.tensor([len(s.token_ids) for s in samples])
     paid = [0.0] * int(kept.sum()) if penalties is None else penalties
-    returns = Returns(
+    returns = EstimatorInput(
         torch.tensor([s.reward for s in samples], dtype=torch.float64),
         torch.tensor(paid, dtype=torch.float64),
         torch.arange(len(samples)).repeat_interleave(kept),
@@ -152,7 +152,7 @@ def test_trl_s_masked_completions_pay_no_kl_under_its_preset_only():
     truncated = torch.tensor([False, True])
     for name, baseline in (("trl", 0.0), ("paper", -0.5)):
         config = form(name, mask_truncated_completions=True)
-        result = advantages(Returns(reward, penalty, index, group, truncated), config)
+        result = advantages(EstimatorInput(reward, penalty, index, group, truncated), config)
         assert result.tolist() == [0.75 - baseline, 0.0]
 
 
@@ -212,7 +212,7 @@ def test_the_base_holds_the_default_of_every_option_that_presets_set():
     plain = RLOOConfig()
     assert {name: getattr(plain, name) for name in BASE} == BASE
     assert plain.loss_form == LossForm()
-    assert composition_of(plain) == PAPER
+    assert estimator_config_of(plain) == PAPER
 
 
 def test_arguments_beside_a_preset_win_one_by_one_and_are_read_back():

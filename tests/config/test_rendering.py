@@ -10,7 +10,7 @@ from rloo.cli import main
 from rloo.config import options, reasoning_gym_options, tool_options, vllm_options
 from rloo.config.compat.aliases import ALIASES
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.fields import Subject
+from rloo.config.fields import OptionGroup
 from rloo.config.show import render_all, render_basic, render_option
 from rloo.config.vllm_options import OPTIONS
 
@@ -39,7 +39,7 @@ def test_every_option_has_one_subject_and_stands_under_it():
         value.name
         for module in (options, reasoning_gym_options, tool_options, vllm_options)
         for value in vars(module).values()
-        if isinstance(value, Subject)
+        if isinstance(value, OptionGroup)
     ]
     printed = render_all()
     found = {subject: heads(section(printed, subject)) for subject in subjects}

@@ -9,13 +9,13 @@ from datasets import Dataset
 
 from rloo import RLOOConfig
 from rloo.addons.integrations.reasoning_gym.curriculum import Curriculum, with_curriculum
-from rloo.addons.integrations.reasoning_gym.gym_dataset import Cell
-from rloo.data.prompt_dataset import Limit, PromptSource
+from rloo.addons.integrations.reasoning_gym.gym_dataset import TaskLevel
+from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit
 from rloo.tracking.metrics import task_metrics
 from rloo.types import Group, Prompt
 from support.training import ROWS, equal, make_config, make_trainer, weights
 
-EASY, HARD, OTHER = Cell("a", 0), Cell("a", 3), Cell("b", None)
+EASY, HARD, OTHER = TaskLevel("a", 0), TaskLevel("a", 3), TaskLevel("b", None)
 CELLS = [EASY, HARD, OTHER, EASY, HARD, OTHER, EASY, HARD]
 WEIGHTS = {"a": 1.0, "b": 2.0}
 
@@ -67,8 +67,8 @@ def test_a_level_opens_after_32_completions_of_which_7_in_10_pass(passed, failed
 
 def test_completions_count_by_the_first_reward_and_the_threshold_and_none_for_nothing():
     order, same = curriculum(threshold=0.5), curriculum()
-    order.see([group(EASY, 0.5, 0.4, None, 0.9), group(OTHER, None, None)])
-    same.see([group(EASY, 1.0, 0.0, 1.0)])
+    order.update([group(EASY, 0.5, 0.4, None, 0.9), group(OTHER, None, None)])
+    same.update([group(EASY, 1.0, 0.0, 1.0)])
     assert order.state_dict()["cells"] == same.state_dict()["cells"]
     assert order.state_dict()["cells"][0][3:5] == [2.0, 3.0]
 
@@ -132,20 +132,24 @@ def test_another_position_is_refused():
 
 def source(**columns):
     rows = Dataset.from_dict({"prompt": ["x", "y", "z"], **columns})
-    return PromptSource(rows, lambda texts: [[ord(text)] for text in texts], seed=1, limit=Limit(9))
+    return PromptDataset(
+        rows, lambda texts: [[ord(text)] for text in texts], seed=1, limit=PromptLengthLimit(9)
+    )
 
 
 def test_prompts_are_drawn_by_it_where_that_is_asked_for():
     config = RLOOConfig(dataset="gym:gcd,lcm", gym_curriculum=True, seed=4)
     columns = {"task": ["gcd", "lcm", "gcd"], "level": [None, None, None]}
     prompts = with_curriculum(source(**columns), config)
-    order = curriculum([Cell(t, None) for t in columns["task"]], {"gcd": 1.0, "lcm": 1.0}, seed=4)
+    order = curriculum(
+        [TaskLevel(t, None) for t in columns["task"]], {"gcd": 1.0, "lcm": 1.0}, seed=4
+    )
     drawn = prompts.next(9)
     assert [(p.id, p.epoch) for p in drawn] == [tuple(place) for place in order.next(9)]
     assert prompts.epoch == 3.0
-    failed = [group(Cell("gcd", None), *[0.0] * 50)]
-    prompts.see(failed)
-    order.see(failed)
+    failed = [group(TaskLevel("gcd", None), *[0.0] * 50)]
+    prompts.update(failed)
+    order.update(failed)
     assert prompts.state_dict()["cells"] == order.state_dict()["cells"]
     again = with_curriculum(source(**columns), config)
     again.load_state_dict(prompts.state_dict())

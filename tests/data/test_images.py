@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.data.images import with_images
-from rloo.data.prompt_dataset import Limit, PromptSource, image_reader, with_prompts
+from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit, image_reader, with_prompts
 from rloo.data.tokenization import encode_prompts
 from rloo.distributed import World
 from rloo.engines import EngineInputs, build_engine
@@ -51,14 +51,14 @@ def make_rows(texts=TEXTS, sizes=SIZES, seed=0) -> Dataset:
     )
 
 
-def make_source(rows, processor, limit=500, overlong="error") -> PromptSource:
-    return PromptSource(
+def make_source(rows, processor, limit=500, overlong="error") -> PromptDataset:
+    return PromptDataset(
         rows,
         partial(encode_prompts, processing_class=processor, chat_template_kwargs={}),
         seed=0,
         shuffle=False,
         images=image_reader(rows, processor, chat_template_kwargs={}),
-        limit=Limit(limit, overlong),
+        limit=PromptLengthLimit(limit, overlong),
     )
 
 
@@ -326,11 +326,11 @@ def test_pixels_are_made_when_asked_for_and_not_kept():
         calls.append(messages)
         return reader.process(messages)
 
-    source = PromptSource(
+    source = PromptDataset(
         rows,
         lambda contents: [[1, 2] for _ in contents],
         seed=0,
-        limit=Limit(9),
+        limit=PromptLengthLimit(9),
         images=type(reader)(reader.columns, process),
     )
     prompts = source.next(4)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rloo.data.dataset_loading import load_rows
-from rloo.data.prompt_dataset import Limit, PromptSource, with_prompts
+from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit, with_prompts
 from rloo.data.tokenization import encode_prompt, encode_prompts
 
 CHAT = (
@@ -52,7 +52,7 @@ def user(content):
 def source(texts, *, limit=100, overlong="error", **options):
     rows = Dataset.from_dict({"prompt": texts, "answer": list(range(len(texts)))})
     options = {"seed": 1, **options}
-    return PromptSource(rows, letters, limit=Limit(limit, overlong), **options)
+    return PromptDataset(rows, letters, limit=PromptLengthLimit(limit, overlong), **options)
 
 
 def letters(texts):
@@ -297,11 +297,11 @@ def test_a_fault_in_a_row_is_found_at_construction_and_names_the_row():
     rows = Dataset.from_dict({"prompt": ["a", "b", ""]})
     tokenizer = make_tokenizer(begin=False)
     with pytest.raises(ValueError, match="row 2: the prompt has 0 tokens"):
-        PromptSource(
+        PromptDataset(
             rows,
             partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs={}),
             seed=0,
-            limit=Limit(9),
+            limit=PromptLengthLimit(9),
         )
 
 
@@ -309,8 +309,12 @@ def test_rows_that_are_tokenised_together_are_what_each_is_alone():
     tokenizer = make_tokenizer()
     texts = ["a" * (1 + row % 7) if row % 3 else f"^{row}" for row in range(2500)]
     encode_all = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs={})
-    made = PromptSource(
-        Dataset.from_dict({"prompt": texts}), encode_all, seed=0, shuffle=False, limit=Limit(9)
+    made = PromptDataset(
+        Dataset.from_dict({"prompt": texts}),
+        encode_all,
+        seed=0,
+        shuffle=False,
+        limit=PromptLengthLimit(9),
     )
     tokens = [prompt.token_ids for prompt in made.next(len(texts))]
     assert tokens == [encode_prompt(text, tokenizer, chat_template_kwargs={}) for text in texts]
@@ -319,11 +323,11 @@ def test_rows_that_are_tokenised_together_are_what_each_is_alone():
     letters_alone = make_tokenizer(begin=False)
     faulty = Dataset.from_dict({"prompt": [*["a"] * 2100, "", "b"]})
     with pytest.raises(ValueError, match="row 2100: the prompt has 0 tokens"):
-        PromptSource(
+        PromptDataset(
             faulty,
             partial(encode_prompts, processing_class=letters_alone, chat_template_kwargs={}),
             seed=0,
-            limit=Limit(9),
+            limit=PromptLengthLimit(9),
         )
 
 
@@ -331,10 +335,10 @@ def test_rows_may_be_formatted_but_not_as_tables():
     rows = Dataset.from_dict({"prompt": ["ab", "c"]})
     encode_all = partial(encode_prompts, processing_class=make_tokenizer(), chat_template_kwargs={})
     for form in (None, "numpy", "torch"):
-        made = PromptSource(rows.with_format(form), encode_all, seed=0, limit=Limit(9))
+        made = PromptDataset(rows.with_format(form), encode_all, seed=0, limit=PromptLengthLimit(9))
         assert sorted(p.token_ids for p in made.next(2)) == [[94, 97, 98], [94, 99]]
     with pytest.raises(ValueError, match="row 0: the prompt is a Series"):
-        PromptSource(rows.with_format("pandas"), encode_all, seed=0, limit=Limit(9))
+        PromptDataset(rows.with_format("pandas"), encode_all, seed=0, limit=PromptLengthLimit(9))
 
 
 def test_a_prompt_carries_its_row_its_tokens_and_the_other_columns():
@@ -418,7 +422,9 @@ def test_a_position_in_other_prompts_is_refused_and_says_what_differs():
         with pytest.raises(ValueError, match=difference):
             other.load_state_dict(state)
     rows = Dataset.from_dict({"prompt": ["a", "bcd"], "result": [0, 1]})
-    renamed = PromptSource(rows, lambda texts: [[1] for _ in texts], seed=1, limit=Limit(9))
+    renamed = PromptDataset(
+        rows, lambda texts: [[1] for _ in texts], seed=1, limit=PromptLengthLimit(9)
+    )
     with pytest.raises(ValueError, match=r"columns is .*answer.*result"):
         renamed.load_state_dict(state)
 
@@ -428,7 +434,9 @@ def test_the_content_is_the_same_however_the_rows_are_stored(tmp_path):
     rows.save_to_disk(tmp_path)
     reordered = Dataset.from_dict({"answer": [9, 0, 1, 2], "prompt": ["z", "a", "b", "c"]})
     states = [
-        PromptSource(r, lambda texts: [[1] for _ in texts], seed=1, limit=Limit(9)).state_dict()
+        PromptDataset(
+            r, lambda texts: [[1] for _ in texts], seed=1, limit=PromptLengthLimit(9)
+        ).state_dict()
         for r in (rows, load_rows(tmp_path), reordered.select([1, 2, 3]))
     ]
     assert states[0] == states[1] == states[2]

@@ -7,7 +7,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from rloo.data.prompt_dataset import Limit, PromptSource
+from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit
 from rloo.data.tokenization import (
     encode_prompt,
     longest_token,
@@ -56,7 +56,9 @@ def words(texts):
 
 def make_source(texts, overlong, **options):
     rows = Dataset.from_dict({"prompt": texts})
-    return PromptSource(rows, words, seed=0, limit=Limit(4, overlong, max_characters=40), **options)
+    return PromptDataset(
+        rows, words, seed=0, limit=PromptLengthLimit(4, overlong, max_characters=40), **options
+    )
 
 
 HUGE = ["1 2", "3 " * 21, "4"]
@@ -82,7 +84,7 @@ def test_a_faulty_row_behind_a_dropped_one_has_its_number():
 
     rows = Dataset.from_dict({"prompt": ["1", "3 " * 21, "bad"]})
     with pytest.raises(ValueError, match="row 2: no words"):
-        PromptSource(rows, encode, seed=0, limit=Limit(4, "drop", max_characters=40))
+        PromptDataset(rows, encode, seed=0, limit=PromptLengthLimit(4, "drop", max_characters=40))
 
 
 def test_a_run_refuses_twenty_megabytes_at_once(tmp_path):

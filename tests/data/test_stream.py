@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset, IterableDataset, IterableDatasetDict
 
 from rloo.data import iterable_dataset as module
-from rloo.data.iterable_dataset import StreamSource
-from rloo.data.prompt_dataset import Limit, PromptSource
+from rloo.data.iterable_dataset import IterablePromptDataset
+from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit
 from support.marks import in_pairs
 from support.training import (
     ROWS,
@@ -32,10 +32,10 @@ def encode(texts):
 
 def make_source(rows, *, seed=0, shuffle=False, limit=20, overlong="error"):
     def source_of(block, block_seed):
-        most = Limit(limit, overlong, may_be_empty=True)
-        return PromptSource(block, encode, seed=block_seed, shuffle=shuffle, limit=most)
+        most = PromptLengthLimit(limit, overlong, may_be_empty=True)
+        return PromptDataset(block, encode, seed=block_seed, shuffle=shuffle, limit=most)
 
-    return StreamSource(rows, source_of, seed=seed)
+    return IterablePromptDataset(rows, source_of, seed=seed)
 
 
 def numbered(count, **columns):

@@ -368,7 +368,7 @@ def test_waves_are_as_large_as_the_memory_allows():
     row = per_token * 30 + 16 * VOCAB_SIZE + 16 * 20
 
     for cache_bytes, rows in [(5 * row, 5), (5 * row - 1, 4), (0, 1), (1000 * row, 9)]:
-        facts = build(cache_bytes=cache_bytes).facts
+        facts = build(cache_bytes=cache_bytes).capabilities
         assert facts.bytes_per_row(10, 20) == row
         assert facts.rows_at_once(9, 10, 20) == rows
 

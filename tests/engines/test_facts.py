@@ -7,7 +7,7 @@ import torch
 
 from rloo.engines.in_process import cache_room
 from rloo.engines.native.native_engine import NativeEngine
-from rloo.types import EngineFacts, Sampling
+from rloo.types import EngineCapabilities, Sampling
 from support.engines import ENGINES, make_prompts
 from support.gpu import pretended
 from support.models import make_model
@@ -31,7 +31,7 @@ def change(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_facts_of_copies_and_shared_memory_are_true(kind):
     model, engine = make(kind)
-    facts = engine.facts
+    facts = engine.capabilities
     assert (facts.name, facts.copies_weights) == (
         "hf" if kind == "hf" else "native",
         kind in COPYING,
@@ -61,7 +61,7 @@ def test_a_version_is_taken_once(kind):
         engine.load(weights, version)
         engine.sample(make_prompts(), 1, SAMPLING, noise=0)
         engine.load(weights, version)
-        assert len(begun) == (taken if engine.facts.copies_weights else 0)
+        assert len(begun) == (taken if engine.capabilities.copies_weights else 0)
 
 
 def test_weights_that_were_not_all_taken_are_taken_again():
@@ -89,7 +89,7 @@ def test_precision_is_the_engines_own_whatever_surrounds_it(kind, precision):
 
 
 def test_an_engine_elsewhere_takes_no_memory_here():
-    facts = EngineFacts("x", True, False, exact_noise=False, filters=False)
+    facts = EngineCapabilities("x", True, False, exact_noise=False, filters=False)
     assert facts.bytes_per_row(100, 200) == 0
     assert facts.rows_at_once(9, 100, 200) == 9
 
@@ -106,7 +106,7 @@ def test_a_gpu_gives_caches_what_is_free_but_for_a_tenth():
 def test_the_room_is_asked_for_each_call_and_decides_about_waves(monkeypatch):
     """Draws do not depend on it, since noise is a function of the row."""
     engine = NativeEngine(make_model("qwen3").eval(), pad_token_id=0)
-    a_row = engine.facts.bytes_per_row(12, 6)
+    a_row = engine.capabilities.bytes_per_row(12, 6)
     waves, found = [], []
     draw = NativeEngine._draw
     monkeypatch.setattr(
@@ -119,7 +119,7 @@ def test_the_room_is_asked_for_each_call_and_decides_about_waves(monkeypatch):
         waves.append([])
         groups = engine.sample(make_prompts(), 2, Sampling(6, (2,)), noise=1)
         found.append([c.token_ids for group in groups for c in group])
-        assert engine.facts.cache_bytes == rows * a_row
+        assert engine.capabilities.cache_bytes == rows * a_row
     assert waves == [[3, 3, 2], [5, 3], [8]]
     assert found[0] == found[1] == found[2]
 
@@ -129,7 +129,7 @@ def test_16_bits_halve_a_cache_and_what_is_counted_for_it():
     config = model.config
     numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     whole, half = (
-        NativeEngine(model, pad_token_id=0, cache_dtype=dtype).facts
+        NativeEngine(model, pad_token_id=0, cache_dtype=dtype).capabilities
         for dtype in (None, torch.bfloat16)
     )
     assert whole.prompt_token_bytes == 4 * numbers
@@ -141,7 +141,7 @@ def test_caches_of_16_bits_hold_them_and_are_near_the_trainers_autocast():
     model = make_model("qwen3").eval()
     kinds = dict.fromkeys(("dtype", "precision", "cache_dtype"), torch.bfloat16)
     engine, (prompt,) = NativeEngine(model, pad_token_id=0, **kinds), make_prompts((12,))
-    with engine.keeping():
+    with engine.prefix_caching():
         (group,) = engine.sample([prompt], 3, SAMPLING, noise=1)
         cache = engine._kept.cache
         for buffers in (cache._keys, cache._values, cache._prompt_keys, cache._prompt_values):
@@ -158,7 +158,7 @@ def test_weights_that_autocast_has_in_other_numbers_are_counted_where_the_module
     model = make_model("qwen3")
     matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     make_engine = functools.partial(ENGINES["hf"], model, pad_token_id=0)
-    assert make_engine().facts.cast_bytes == 0
-    assert make_engine(precision=torch.bfloat16).facts.cast_bytes == 4 * matrices
+    assert make_engine().capabilities.cast_bytes == 0
+    assert make_engine(precision=torch.bfloat16).capabilities.cast_bytes == 4 * matrices
     fused = NativeEngine(model, pad_token_id=0, precision=torch.bfloat16)
-    assert fused.facts.cast_bytes == 0
+    assert fused.capabilities.cast_bytes == 0

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.hf_engine import HFEngine, Way
+from rloo.engines.hf_engine import BatchingRule, HFEngine
 from rloo.types import Sampling
 from support.architectures import OTHERS, RECURRENT, make_architecture
 from support.engines import make_prompts, rounding_errors
@@ -28,7 +28,9 @@ def test_prompts_of_different_lengths_are_sampled_from_the_models_distribution(n
 
 def test_what_padding_in_front_of_a_state_would_do():
     model, prompts = make_architecture("recurrent_gemma"), make_prompts()
-    groups = HFEngine(model, pad_token_id=0, way=Way()).sample(prompts, 2, SAMPLING, noise=1)
+    groups = HFEngine(model, pad_token_id=0, way=BatchingRule()).sample(
+        prompts, 2, SAMPLING, noise=1
+    )
     assert rounding_errors(model, prompts, groups).max() > 0.1
 
 
@@ -56,7 +58,7 @@ def test_a_step_that_is_not_the_forward_is_not_taken():
     assert isinstance(engine, HFEngine)
     assert not engine.way.cached
     assert note is not None and "every token is sampled by a pass over all before it" in note
-    cached = HFEngine(model, pad_token_id=0, way=Way("one length"))
+    cached = HFEngine(model, pad_token_id=0, way=BatchingRule("one length"))
     groups = cached.sample(prompts, 2, SAMPLING, noise=1)
     assert rounding_errors(model, prompts, groups).max() > 5e-4
 

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rloo.engines.sampling import StopText
+from rloo.engines.sampling import StopStringMatcher
 from rloo.types import Sampling
 from support.marks import in_pairs
 from support.models import CPU
@@ -136,10 +136,10 @@ def plain_search(decode, rows, stops, most):
 
 def search(decode, rows, stops, drop_finished=True):
     tokens, most = torch.tensor(rows), len(rows[0])
-    watch = StopText(Sampling(most, (), stop_strings=stops, decode=decode), len(rows), CPU)
+    watch = StopStringMatcher(Sampling(most, (), stop_strings=stops, decode=decode), len(rows), CPU)
     index = torch.randperm(len(rows))
     for position in range(most):
-        ended = watch.see(tokens, index, position)
+        ended = watch.update(tokens, index, position)
         assert torch.equal(ended, watch.lengths[index] <= position + 1)
         index = index[~ended] if drop_finished else index
         if not len(index):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from rloo.episodes.renderer import Call
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
+from rloo.episodes.renderer import ToolCall
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
 from support.chat import CHAT_ML, SPECIAL, add, make_chat_tokenizer
 
 OPENED = "<|im_start|>assistant\n"
@@ -14,8 +14,8 @@ OPENED = "<|im_start|>assistant\n"
 
 def make_dialect(template=CHAT_ML, **options):
     tokenizer = make_chat_tokenizer(template, **options)
-    tools = Tools([add], characters=100)
-    return find_dialect(tokenizer, [tokenizer.eos_token_id], {"tools": tools.schemas})
+    tools = ToolSet([add], characters=100)
+    return find_renderer(tokenizer, [tokenizer.eos_token_id], {"tools": tools.schemas})
 
 
 def said(dialect, text: str):
@@ -36,7 +36,7 @@ def test_a_turn_without_calls_is_a_message():
 def test_calls_are_read_with_what_was_said_around_them():
     turn = f"I add.\n{call('add', a=1, b=2)}\n{call('add', a=3, b=4)}<|im_end|>"
     found = said(make_dialect(), turn)
-    assert found.calls == [Call("add", {"a": 1, "b": 2}), Call("add", {"a": 3, "b": 4})]
+    assert found.calls == [ToolCall("add", {"a": 1, "b": 2}), ToolCall("add", {"a": 3, "b": 4})]
     first = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
     assert found.message["content"] == "I add."
     assert found.message["tool_calls"][0] == first
@@ -126,7 +126,7 @@ def test_wide_letters_that_a_tokenizer_narrows_make_no_special_token():
     tokenizer.add_tokens([AddedToken("<|end|>", normalized=True, special=True)])
     number = tokenizer.convert_tokens_to_ids("<|end|>")
     assert number in tokenizer("\uff1c|end|\uff1e")["input_ids"], "the attack is one"
-    dialect = find_dialect(tokenizer, [dialect.end], dialect.template.options)
+    dialect = find_renderer(tokenizer, [dialect.end], dialect.template.options)
 
     message = {"role": "tool", "name": "add", "content": "\uff1c|end|\uff1e"}
     tokens = dialect.answer([dialect.end], [message])

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
+from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
 from rloo.types import Prompt, Sampling
 from support.chat import (
     add,
@@ -38,9 +38,9 @@ def slow() -> str:
     return "done"
 
 
-TOOLS = Tools([add, slow], characters=100)
-DIALECT = find_dialect(TOKENIZER, [TOKENIZER.eos_token_id], {"tools": TOOLS.schemas})
-CASTS = {None: Cast(TOOLS, DIALECT)}
+TOOLS = ToolSet([add, slow], characters=100)
+DIALECT = find_renderer(TOKENIZER, [TOKENIZER.eos_token_id], {"tools": TOOLS.schemas})
+CASTS = {None: EpisodeSetup(TOOLS, DIALECT)}
 OPENED = encode(DIALECT.template.text(CONTENT))
 PROMPT = Prompt(7, OPENED, CONTENT)
 
@@ -53,7 +53,7 @@ def play(*turns: str, samples: int = 1, max_tokens: int = 1000, **limits):
         return encode(turns[spoken])
 
     inner = Told(say, (TOKENIZER.eos_token_id,))
-    engine = EpisodeEngine(inner, CASTS, Limits(**limits))
+    engine = MultiTurnEngine(inner, CASTS, EpisodeLimits(**limits))
     sampling = Sampling(max_tokens, (TOKENIZER.eos_token_id,))
     return engine.sample([PROMPT], samples, sampling, 0)[0], inner
 
@@ -143,18 +143,20 @@ def test_an_episode_whose_tools_take_too_long_has_failed():
     ],
 )  # fmt: skip
 def test_prompts_that_no_episode_can_begin_with_are_refused(prompt, reason):
-    engine = EpisodeEngine(Told(lambda *_: [], ()), CASTS, Limits())
+    engine = MultiTurnEngine(Told(lambda *_: [], ()), CASTS, EpisodeLimits())
     with pytest.raises(ValueError, match=reason):
         engine.sample([prompt], 1, Sampling(10, ()), 0)
 
 
-def make_brace_engine(name: str, **limits) -> tuple[EpisodeEngine, Prompt]:
+def make_brace_engine(name: str, **limits) -> tuple[MultiTurnEngine, Prompt]:
     """Around an engine of a random model in float64, whose calls random letters are."""
     tokenizer = make_brace_tokenizer()
-    dialect = find_dialect(tokenizer, [tokenizer.eos_token_id], {"tools": TOOLS.schemas})
+    dialect = find_renderer(tokenizer, [tokenizer.eos_token_id], {"tools": TOOLS.schemas})
     inner = ENGINES[name](make_talkative_model(tokenizer).double(), pad_token_id=0)
     prompt = replace(PROMPT, token_ids=encode(dialect.template.text(CONTENT)))
-    return EpisodeEngine(inner, {None: Cast(TOOLS, dialect)}, Limits(**limits)), prompt
+    return MultiTurnEngine(
+        inner, {None: EpisodeSetup(TOOLS, dialect)}, EpisodeLimits(**limits)
+    ), prompt
 
 
 @pytest.mark.parametrize("name", ENGINES)

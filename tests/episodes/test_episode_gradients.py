@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.algorithm.advantages import assign
-from rloo.algorithm.reward_shaping import shape
-from rloo.algorithm.update import micro_loss
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.update import micro_batch_loss
 from rloo.types import Completion, Group, Prompt
 from support.models import VOCAB_SIZE
 from support.policies import gradients, make_policy_config, make_policy_of
@@ -48,9 +48,11 @@ def production(group: Group, **options) -> dict[str, torch.Tensor]:
     config = make_policy_config(num_prompts=1, **options)
     policy = make_policy_of(config)
     assert policy.packed == options.get("packing", True)
-    samples = shape(rollout_of([group]), config)
-    credit = assign(samples, policy, terms_of(config))
-    loss, _ = micro_loss(policy, policy.batch(samples), credit, terms_of(config), len(samples))
+    samples = make_training_samples(rollout_of([group]), config)
+    credit = compute_advantages(samples, policy, terms_of(config))
+    loss, _ = micro_batch_loss(
+        policy, policy.batch(samples), credit, terms_of(config), len(samples)
+    )
     loss.backward()
     return gradients(policy.model)
 

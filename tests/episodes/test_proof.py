@@ -2,17 +2,17 @@
 
 import pytest
 
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
 from support.chat import CHAT_ML, add, make_chat_tokenizer
 
-OPTIONS = {"tools": Tools([add], characters=100).schemas}
+OPTIONS = {"tools": ToolSet([add], characters=100).schemas}
 
 
 def find(template, stops=None, **options):
     tokenizer = make_chat_tokenizer(template, **options)
     tokenizer.name_or_path = "owner/name"
-    return find_dialect(tokenizer, stops or [tokenizer.eos_token_id], OPTIONS)
+    return find_renderer(tokenizer, stops or [tokenizer.eos_token_id], OPTIONS)
 
 
 def test_a_template_that_only_appends_is_proven():
@@ -62,7 +62,7 @@ def test_a_turn_must_end_where_sampling_stops():
     with pytest.raises(
         ValueError, match=r"none of the tokens that end a completion \(<\|endoftext"
     ):
-        find_dialect(tokenizer, [other], OPTIONS)
+        find_renderer(tokenizer, [other], OPTIONS)
 
 
 def test_tokens_that_depend_on_their_neighbours_are_refused():
@@ -73,7 +73,7 @@ def test_tokens_that_depend_on_their_neighbours_are_refused():
     tokenizer = make_chat_tokenizer()
     tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")
     with pytest.raises(ValueError, match="are not those of the conversation as a whole"):
-        find_dialect(tokenizer, [tokenizer.eos_token_id], OPTIONS)
+        find_renderer(tokenizer, [tokenizer.eos_token_id], OPTIONS)
 
 
 def test_the_tokenizers_own_response_template_goes_first():
@@ -90,11 +90,11 @@ def test_the_tokenizers_own_response_template_goes_first():
             "content": {"close_pattern": r"<\|im_end\|>\s*"},
         },
     }  # fmt: skip
-    dialect = find_dialect(tokenizer, [tokenizer.eos_token_id], OPTIONS)
+    dialect = find_renderer(tokenizer, [tokenizer.eos_token_id], OPTIONS)
     assert dialect.schema is tokenizer.response_template
 
     broken = {**tokenizer.response_template["fields"]}
     broken["tool_calls"] = {**broken["tool_calls"], "open": "<tool_call>"}
     tokenizer.response_template = {**tokenizer.response_template, "fields": broken}
     with pytest.raises(ValueError, match="writes a call as"):
-        find_dialect(tokenizer, [tokenizer.eos_token_id], OPTIONS)
+        find_renderer(tokenizer, [tokenizer.eos_token_id], OPTIONS)

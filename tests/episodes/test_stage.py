@@ -7,11 +7,11 @@ from typing import ClassVar
 
 import pytest
 
-from rloo.episodes.environments import Stage, tools_of
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.renderer_check import find_dialect
+from rloo.episodes.environments import EnvironmentPool, environment_tools
+from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+from rloo.episodes.renderer_check import find_renderer
 from rloo.episodes.tool_executor import EpisodeLost
-from rloo.episodes.tools import Tools
+from rloo.episodes.tools import ToolSet
 from rloo.types import Prompt, Sampling
 from support.chat import make_chat_tokenizer
 from support.episodes import Told
@@ -80,25 +80,25 @@ def _none_are_left():
 
 
 def test_public_methods_are_tools_but_for_those_that_are_ours():
-    assert tools_of(Guessing()) == ["guess"]
+    assert environment_tools(Guessing()) == ["guess"]
 
 
 def test_a_group_begins_in_one_state_and_others_in_others():
-    leases, environments = begin(Stage({None: Guessing}), prompt(0), prompt(1))
+    leases, environments = begin(EnvironmentPool({None: Guessing}), prompt(0), prompt(1))
     numbers = [[e.number for e in own] for own in environments]
     assert len(set(numbers[0])) == len(set(numbers[1])) == 1
     assert numbers[0] != numbers[1]
     assert len({lease.start for lease in leases[0]}) == 1
     assert leases[0][0].start != leases[1][0].start
     assert len({id(e) for own in environments for e in own}) == 6
-    _, again = begin(Stage({None: Guessing}), prompt(0), prompt(1))
+    _, again = begin(EnvironmentPool({None: Guessing}), prompt(0), prompt(1))
     assert [[e.number for e in own] for own in again] == numbers
-    _, other = begin(Stage({None: Guessing}), prompt(0), prompt(1), noise=6)
+    _, other = begin(EnvironmentPool({None: Guessing}), prompt(0), prompt(1), noise=6)
     assert [[e.number for e in own] for own in other] != numbers
 
 
 def test_reset_gets_what_it_takes_of_the_row():
-    leases, _ = begin(Stage({None: Guessing}), prompt(low=7, color="red"))
+    leases, _ = begin(EnvironmentPool({None: Guessing}), prompt(low=7, color="red"))
     assert leases[0][0].said == " From 7."
 
 
@@ -108,8 +108,8 @@ def test_the_column_that_chooses_an_environment_is_not_for_it_and_else_is():
             """Begin."""
             return ", ".join(sorted(row))
 
-    (alone,), _ = begin(Stage({None: Placed}), prompt(environment="a", low=1))
-    (chosen,), _ = begin(Stage({"a": Placed}), prompt(environment="a", low=1))
+    (alone,), _ = begin(EnvironmentPool({None: Placed}), prompt(environment="a", low=1))
+    (chosen,), _ = begin(EnvironmentPool({"a": Placed}), prompt(environment="a", low=1))
     assert alone[0].said == "environment, low, prompt, seed"
     assert chosen[0].said == "low, prompt, seed"
 
@@ -118,22 +118,22 @@ def test_states_that_differ_are_refused_with_the_attribute():
     with pytest.raises(
         ValueError, match=r"prompt 0 begin in different states: number is \d+ in one"
     ):
-        begin(Stage({None: Guessing}), prompt(trouble="apart"))
+        begin(EnvironmentPool({None: Guessing}), prompt(trouble="apart"))
 
 
 def test_environments_are_used_again_and_closed_in_the_end():
-    stage = Stage({None: Guessing})
+    stage = EnvironmentPool({None: Guessing})
     for noise in range(4):
         begin(stage, prompt(0), prompt(1), noise=noise)
     assert len(Guessing.alive) == 6
     stage.close()
     assert Guessing.alive == []
-    begin(Stage({None: Guessing}), prompt(0))
+    begin(EnvironmentPool({None: Guessing}), prompt(0))
     assert Guessing.alive == [], "the stage is gone"
 
 
 def test_an_environment_whose_reset_fails_is_closed_and_its_episode_has_failed():
-    stage = Stage({None: Guessing})
+    stage = EnvironmentPool({None: Guessing})
     leases, environments = begin(stage, prompt(trouble="raises"))
     assert [lease.failed for lease in leases[0]] == [
         "reset raised ConnectionError('no server')"
@@ -145,8 +145,8 @@ def test_an_environment_whose_reset_fails_is_closed_and_its_episode_has_failed()
 
 
 def test_an_error_in_an_episode_leaves_no_environment_in_use():
-    stage = Stage({None: Guessing})
-    with pytest.raises(RuntimeError), stage.leased([prompt()], [3], 0, 5.0):
+    stage = EnvironmentPool({None: Guessing})
+    with pytest.raises(RuntimeError), stage.acquire([prompt()], [3], 0, 5.0):
         raise RuntimeError
     begin(stage, prompt())
     assert len(Guessing.alive) == 3
@@ -168,7 +168,7 @@ class Waiting:
 
 
 def test_coroutine_functions_are_awaited_together():
-    leases, _ = begin(Stage({None: Waiting}), prompt(), count=8)
+    leases, _ = begin(EnvironmentPool({None: Waiting}), prompt(), count=8)
     assert all(lease.failed is None and lease.said is None for lease in leases[0])
 
 
@@ -178,28 +178,30 @@ class NoReset:
 
 def test_what_is_no_environment_is_refused():
     with pytest.raises(ValueError, match="environment of NoReset has no method reset"):
-        Stage({None: NoReset})
+        EnvironmentPool({None: NoReset})
 
     class Odd(Waiting):
         def reset(self):
             return 3
 
     with pytest.raises(ValueError, match="reset of Odd returned a int"):
-        begin(Stage({None: Odd}), prompt())
+        begin(EnvironmentPool({None: Odd}), prompt())
 
 
 def make_engine(say, factories, **limits):
-    stage = Stage(factories)
+    stage = EnvironmentPool(factories)
     casts = {}
     for name, example in stage.examples.items():
-        tools = Tools([], characters=100, example=example, methods=tools_of(example))
+        tools = ToolSet([], characters=100, example=example, methods=environment_tools(example))
         options = {"tools": tools.schemas}
-        casts[name] = Cast(tools, find_dialect(TOKENIZER, [TOKENIZER.eos_token_id], options))
+        casts[name] = EpisodeSetup(
+            tools, find_renderer(TOKENIZER, [TOKENIZER.eos_token_id], options)
+        )
     inner = Told(
         lambda p, k: TOKENIZER(say(p, k), add_special_tokens=False)["input_ids"],
         (TOKENIZER.eos_token_id,),
     )
-    return EpisodeEngine(inner, casts, Limits(**limits), stage), inner
+    return MultiTurnEngine(inner, casts, EpisodeLimits(**limits), stage), inner
 
 
 def guess(number: int) -> str:
@@ -334,6 +336,6 @@ def test_clients_that_an_environment_holds_are_closed_with_it():
         def __init__(self):
             self.client, self.other = held(), kept()
 
-    stage = Stage({None: Holding})
+    stage = EnvironmentPool({None: Holding})
     stage.close()
     assert closed == [1]

@@ -8,11 +8,11 @@ from datasets import IterableDataset
 
 from rloo.data.dataset_loading import load_rows
 from rloo.data.iterable_dataset import as_table
-from rloo.episodes.environments import Stage
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.renderer import Call
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Request, Tools
+from rloo.episodes.environments import EnvironmentPool
+from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+from rloo.episodes.renderer import ToolCall
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolRequest, ToolSet
 from rloo.types import Prompt, Sampling, sound
 from support.chat import make_chat_tokenizer
 from support.episodes import Told
@@ -51,18 +51,18 @@ def test_a_half_is_replaced_and_a_pair_is_kept(given, expected):
 
 @pytest.mark.parametrize("raises, said", [(False, "\ufffd!"), (True, "error: ValueError: \ufffd!")])
 def test_what_tools_say_and_raise_is_sound(raises, said):
-    tools = Tools([echo], characters=100)
-    call = Call("echo", {"text": HALF + "!", "raises": raises})
-    (answer,) = tools.call([Request(call, 1.0)])
+    tools = ToolSet([echo], characters=100)
+    call = ToolCall("echo", {"text": HALF + "!", "raises": raises})
+    (answer,) = tools.call([ToolRequest(call, 1.0)])
     assert answer.text == said
-    (unknown,) = tools.call([Request(Call(f"no{HALF}"), 1.0)])
+    (unknown,) = tools.call([ToolRequest(ToolCall(f"no{HALF}"), 1.0)])
     unknown.text.encode()
 
 
 def test_an_episode_goes_on_behind_a_half_that_the_model_wrote():
     tokenizer = make_chat_tokenizer()
-    tools = Tools([echo], characters=100)
-    dialect = find_dialect(tokenizer, [tokenizer.eos_token_id], {"tools": tools.schemas})
+    tools = ToolSet([echo], characters=100)
+    dialect = find_renderer(tokenizer, [tokenizer.eos_token_id], {"tools": tools.schemas})
     call = (
         '<tool_call>\n{"name": "echo", "arguments": {"text": "\\ud83d!"}}\n</tool_call><|im_end|>'
     )
@@ -74,7 +74,7 @@ def test_an_episode_goes_on_behind_a_half_that_the_model_wrote():
         return turns[tokenizer.decode(prompt.token_ids).count("<|im_start|>assistant") - 1]
 
     inner = Told(say, (tokenizer.eos_token_id,))
-    engine = EpisodeEngine(inner, {None: Cast(tools, dialect)}, Limits())
+    engine = MultiTurnEngine(inner, {None: EpisodeSetup(tools, dialect)}, EpisodeLimits())
     sampling = Sampling(1000, (tokenizer.eos_token_id,))
     ((episode,),) = engine.sample([Prompt(1, opened, content)], 1, sampling, 0)
     assert episode.finish == "stop" and episode.episode.turns == 2
@@ -87,7 +87,9 @@ def test_what_an_environment_says_at_its_beginning_is_sound():
         def reset(self):
             return f"look {HALF}"
 
-    with Stage({None: World}).leased([Prompt(0, [1], "x")], [2], 0, 1.0) as ((lease, _),):
+    with EnvironmentPool({None: World}).acquire([Prompt(0, [1], "x")], [2], 0, 1.0) as (
+        (lease, _),
+    ):
         assert lease.said == "look \ufffd"
 
 

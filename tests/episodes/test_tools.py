@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from rloo.episodes.renderer import Call
-from rloo.episodes.tools import Request, Tools
+from rloo.episodes.renderer import ToolCall
+from rloo.episodes.tools import ToolRequest, ToolSet
 from support.chat import add
 
 
@@ -62,16 +62,16 @@ async def odd() -> None:
 TOOLS = (add, fail, leave, hang, wait, long, odd)
 
 
-def answers(*calls: Call, seconds: float = 10.0, characters: int = 100):
-    requests = [Request(call, seconds) for call in calls]
-    return Tools(TOOLS, characters=characters).call(requests)
+def answers(*calls: ToolCall, seconds: float = 10.0, characters: int = 100):
+    requests = [ToolRequest(call, seconds) for call in calls]
+    return ToolSet(TOOLS, characters=characters).call(requests)
 
 
 def test_answers_come_in_the_order_of_the_calls():
     found = answers(
-        Call("wait", {"seconds": 0.05}),
-        Call("add", {"a": 1, "b": 2}),
-        Call("wait", {"seconds": 0.0}),
+        ToolCall("wait", {"seconds": 0.05}),
+        ToolCall("add", {"a": 1, "b": 2}),
+        ToolCall("wait", {"seconds": 0.0}),
     )
     assert [(a.text, a.is_error) for a in found] == [("0.05", False), ("3", False), ("0.0", False)]
     assert 0.05 <= found[0].seconds < 1.0
@@ -80,14 +80,14 @@ def test_answers_come_in_the_order_of_the_calls():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (Call("multiply", {}), "there is no tool 'multiply'; there are add, fail, leave"),
-        (Call("add", {"a": 1}), "add: missing a required argument: 'b'"),
-        (Call("add", {"a": 1, "b": 2, "c": 3}), "add: got an unexpected keyword argument 'c'"),
-        (Call("add", {"a": 1, "b": "x"}), "TypeError: "),
-        (Call("fail", {"text": "no luck"}), "RuntimeError: no luck"),
-        (Call("leave"), "SystemExit: 3"),
-        (Call("odd"), "Odd: "),
-        (Call("unknown", fault="the call cannot be read: x"), "the call cannot be read: x"),
+        (ToolCall("multiply", {}), "there is no tool 'multiply'; there are add, fail, leave"),
+        (ToolCall("add", {"a": 1}), "add: missing a required argument: 'b'"),
+        (ToolCall("add", {"a": 1, "b": 2, "c": 3}), "add: got an unexpected keyword argument 'c'"),
+        (ToolCall("add", {"a": 1, "b": "x"}), "TypeError: "),
+        (ToolCall("fail", {"text": "no luck"}), "RuntimeError: no luck"),
+        (ToolCall("leave"), "SystemExit: 3"),
+        (ToolCall("odd"), "Odd: "),
+        (ToolCall("unknown", fault="the call cannot be read: x"), "the call cannot be read: x"),
     ],
 )
 def test_the_model_is_told_what_went_wrong(call, text):
@@ -98,7 +98,7 @@ def test_the_model_is_told_what_went_wrong(call, text):
 
 def test_a_function_that_hangs_is_ended_and_has_no_answer():
     began = time.perf_counter()
-    (found,) = answers(Call("hang"), seconds=0.2)
+    (found,) = answers(ToolCall("hang"), seconds=0.2)
     assert time.perf_counter() - began < 5
     assert found.text is None
 
@@ -114,17 +114,17 @@ def test_coroutines_wait_together_and_end_in_time():
         return "met"
 
     began = time.perf_counter()
-    calls = [(Call("meet"), 10.0)] * 3 + [(Call("wait", {"seconds": 60}), 0.5)]
-    requests = [Request(call, seconds) for call, seconds in calls]
-    found = Tools((meet, wait), characters=100).call(requests)
+    calls = [(ToolCall("meet"), 10.0)] * 3 + [(ToolCall("wait", {"seconds": 60}), 0.5)]
+    requests = [ToolRequest(call, seconds) for call, seconds in calls]
+    found = ToolSet((meet, wait), characters=100).call(requests)
     assert time.perf_counter() - began < 5
     assert [a.text for a in found] == ["met", "met", "met", None]
 
 
 def test_of_a_long_answer_head_and_tail_are_kept():
-    (found,) = answers(Call("long", {"count": 5000}), characters=11)
+    (found,) = answers(ToolCall("long", {"count": 5000}), characters=11)
     assert found.text == "aaaaaa\n[... 9,989 characters ...]\nbbbbb"
-    (whole,) = answers(Call("long", {"count": 5}), characters=10)
+    (whole,) = answers(ToolCall("long", {"count": 5}), characters=10)
     assert whole.text == "aaaaabbbbb"
 
 
@@ -142,4 +142,4 @@ def undescribed(x):
 )
 def test_what_is_no_tool_is_refused(functions, reason):
     with pytest.raises(ValueError, match=f"(?s){reason}"):
-        Tools(functions, characters=100)
+        ToolSet(functions, characters=100)

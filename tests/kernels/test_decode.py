@@ -7,11 +7,13 @@ import torch
 from torch.nn import functional as F
 
 from rloo import kernels
-from rloo.kernels.decode import Panels, Wave, columns, to_panels
+from rloo.kernels.decode import DecodingRows, PackedMatrix, columns, to_panels
 from rloo.model.memory_estimate import phase_peaks
 from support.models import CPU
 
-pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
+pytestmark = pytest.mark.skipif(
+    kernels.unavailable_reason() is not None, reason=str(kernels.unavailable_reason())
+)
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def test_products_are_those_of_linear(rows, height, depth, threads):
         limit = 1e-5 * (1 + float(expected.abs().max())) if rows else 0.0
         for b in (None, bias):
             whole = expected if b is None else expected + b
-            panels = Panels(matrix, b)
+            panels = PackedMatrix(matrix, b)
             torch.testing.assert_close(panels.times(x).double(), whole, atol=limit, rtol=0)
             added = panels.added(hidden, x).double()
             torch.testing.assert_close(added, hidden + whole, atol=limit, rtol=0)
@@ -48,7 +50,7 @@ def test_gates():
     weight[0], weight[1] = 50.0, -50.0  # e^x beyond what a float32 holds
     gate, up = F.linear(x.double(), weight.double(), bias.double()).chunk(2, dim=-1)
 
-    found = Panels(weight, bias, gated=True).gated(x)
+    found = PackedMatrix(weight, bias, gated=True).gated(x)
 
     torch.testing.assert_close(found.double(), F.silu(gate) * up, atol=1e-4, rtol=1e-5)
 
@@ -62,7 +64,7 @@ def test_panels_are_filled_up_with_zeros():
 
 
 def test_other_rows_are_refused():
-    panels = Panels(torch.ones(4, 3), None)
+    panels = PackedMatrix(torch.ones(4, 3), None)
     with pytest.raises(AssertionError):
         panels.times(torch.ones(2, 4))
     with pytest.raises(AssertionError):
@@ -83,7 +85,7 @@ def test_each_thread_has_room_for_the_scores_of_heads_that_share_keys(threads):
 
         def work(mark):
             keys, values = (torch.zeros(1, 2, tokens, size) for _ in range(2))
-            wave = Wave(model, [(keys, values)], lengths, prompt_of, drawing)
+            wave = DecodingRows(model, [(keys, values)], lengths, prompt_of, drawing)
             del keys, values
             mark()
             assert wave.rows.tolist() == [0, 1, 2]

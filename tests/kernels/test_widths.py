@@ -26,7 +26,9 @@ def has_avx2():
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.skipif(c_build.why_not() is not None, reason=str(c_build.why_not()))
+@pytest.mark.skipif(
+    c_build.unavailable_reason() is not None, reason=str(c_build.unavailable_reason())
+)
 @pytest.mark.parametrize(("architecture", "columns"), [("x86-64", 8), ("x86-64-v3", 16)])
 def test_its_numbers_are_torch_s(architecture, columns, tmp_path):
     if columns > 8 and not has_avx2():

@@ -6,7 +6,7 @@ import pytest
 
 from rloo.addons.launch.cluster import Cluster, read_cluster
 from rloo.addons.launch.roles import make_job
-from rloo.config.fields import Faults
+from rloo.config.fields import ConfigErrors
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
 
@@ -47,7 +47,7 @@ def test_areals_allocations_are_read(said, trainers, engines):
 def test_every_fault_is_named_at_once(tmp_path):
     file = tmp_path / "cluster.yaml"
     file.write_text("nodes: 2\nslurm: {partitoin: gpu}\n")
-    with pytest.raises(Faults) as caught:
+    with pytest.raises(ConfigErrors) as caught:
         read_cluster(
             ["--cluster", str(file), "--backend", "kubernetes", "--allocation_mode",
              "sglang.d2+d2p2t2", "--scorers", "x", "--threads"]

@@ -14,7 +14,7 @@ from peft import PeftModel
 from rloo import RLOOConfig, RLOOTrainer, cli, kernels
 from rloo.engines import EngineInputs, build_engine
 from rloo.model import lora
-from rloo.model.lora import Adapter, add_adapter, lora_config
+from rloo.model.lora import LoRAAdapter, add_adapter, lora_config
 from rloo.trainer.checkpoint import verify_checkpoint
 from rloo.types import Prompt, Sampling
 from support.adapters import logits_of, make_adapted, make_lora, perturb, trained_weights, wrap
@@ -112,7 +112,7 @@ def test_engines_sample_with_the_adapter(kind, engine):
     policy = make_policy(make_adapted(**KINDS[kind]))
     sampler, note = build_engine(engine, EngineInputs(policy.model, 0, weights=policy.weights))
     sampler.load(policy.weights, policy.version)
-    assert note is None and sampler.facts.name == engine
+    assert note is None and sampler.capabilities.name == engine
     prompts = [Prompt(number, [5, 6, 7 + number], "") for number in range(2)]
     sampling = Sampling(max_tokens=6, stop_token_ids=(), temperature=TEMPERATURE)
     for prompt, group in zip(prompts, sampler.sample(prompts, 3, sampling, 0), strict=True):
@@ -149,7 +149,7 @@ def test_weights_load_into_a_fresh_base_that_computes_the_same(kind):
 def test_weights_have_the_base_s_names_on_other_architectures(name):
     base, wrapped = make_model(name), make_adapted(name, **everywhere(name))
     expected = logits_of(wrapped)
-    loaded = dict(Adapter(wrapped).weights())
+    loaded = dict(LoRAAdapter(wrapped).weights())
     # An adapted parameter of its own (gpt_oss's experts) moves to the end of its module.
     assert sorted(loaded) == sorted(name for name, _ in base.named_parameters())
     base.load_state_dict(loaded, strict=False)  # a tied head has no name of its own
@@ -161,7 +161,7 @@ def test_weights_are_merged_one_at_a_time(monkeypatch):
     merge = lora.merged_layer
     counting = lambda layer: merged.append(layer) or merge(layer)  # noqa: E731
     monkeypatch.setattr(lora, "merged_layer", counting)
-    weights = Adapter(make_adapted(target_modules=["q_proj"])).weights()
+    weights = LoRAAdapter(make_adapted(target_modules=["q_proj"])).weights()
     counts = []
     for name, _ in weights:
         counts.append((name, len(merged)))

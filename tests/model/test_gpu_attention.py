@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rloo.model import flash_gpu
-from rloo.model.attention import Options, attend_part
+from rloo.model.attention import AttentionOptions, attend_part
 from rloo.model.flash_gpu import attend_segments
 from rloo.model.shared_prefix import PackedLayout, Span
 from support.gpu import pretended
@@ -48,7 +48,7 @@ def test_calls_over_segments_equal_the_flash_calls_of_a_cpu(groups, heads, devic
     results = []
     for place in (CUDA, CPU):
         inputs = [x.to(place).requires_grad_() for x in states]
-        output = PackedLayout(spans, 16, place).attend(*inputs, Options(scaling=0.4))
+        output = PackedLayout(spans, 16, place).attend(*inputs, AttentionOptions(scaling=0.4))
         gradients = torch.autograd.grad(output, inputs, weights.to(place))
         results.append([x.detach().cpu() for x in (output, *gradients)])
     for one, other in zip(*results, strict=True):
@@ -72,7 +72,7 @@ def test_only_so_many_keys_of_a_segment_are_seen(device):
     for row, seen in enumerate(used.tolist()):
         states = (x.transpose(0, 1)[None] for x in (query[row : row + 1], key[row], value[row]))
         one = [x[:, :, :seen] for x in states]
-        output, log = attend_part(*one, None, Options(scaling=0.5))
+        output, log = attend_part(*one, None, AttentionOptions(scaling=0.5))
         torch.testing.assert_close(found[row], output[0, :, 0])
         torch.testing.assert_close(normalizer[:, row], log[0, :, 0, 0])
 
@@ -86,7 +86,7 @@ def test_a_packed_row_takes_two_calls_each_way():
         ]
         flash_gpu.has_segments(CUDA, torch.bfloat16, 64)  # what it tries is not counted
         device.forget_counts()
-        output = PackedLayout(spans, 16, CUDA).attend(*states, Options(scaling=0.125))
+        output = PackedLayout(spans, 16, CUDA).attend(*states, AttentionOptions(scaling=0.125))
         output.sum().backward()
         assert output.shape == (1, tokens, 4, 64)
         assert output.dtype == torch.bfloat16
@@ -99,7 +99,7 @@ def test_a_packed_row_takes_two_calls_each_way():
 def test_windows_take_the_masks(device):
     spans, tokens = make_spans([(3, [2])])
     states = [torch.randn(1, 2, tokens, 8, device=CUDA) for _ in range(3)]
-    PackedLayout(spans, 16, CUDA).attend(*states, Options(scaling=1.0, sliding_window=2))
+    PackedLayout(spans, 16, CUDA).attend(*states, AttentionOptions(scaling=1.0, sliding_window=2))
     assert not device.kernels.calls
 
 
@@ -112,11 +112,11 @@ def test_dense_rows_take_one_call_with_an_aligned_mask(masked, keys, device):
     if masked:
         hidden = torch.rand(3, 1, 4, keys) < 0.3
         mask = torch.zeros(3, 1, 4, keys).masked_fill_(hidden, -1e9)
-    expected = attend_part(query, key, value, mask, Options(scaling=0.3))
+    expected = attend_part(query, key, value, mask, AttentionOptions(scaling=0.3))
     inputs = [x if x is None else x.to(CUDA) for x in (query, key, value, mask)]
     assert flash_gpu.has_dense(CUDA, torch.float32, 8)
     device.forget_counts()
-    found = attend_part(*inputs, Options(scaling=0.3))
+    found = attend_part(*inputs, AttentionOptions(scaling=0.3))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.cpu(), other)
     calls = device.operations

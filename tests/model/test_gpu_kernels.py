@@ -154,7 +154,7 @@ def test_on_a_cpu_nothing_is_compiled_and_a_note_says_so(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torch_compiles_them(dtype):
-    assert gpu_kernels.why_not(CPU, dtype, 192, 32) is None
+    assert gpu_kernels.unavailable_reason(CPU, dtype, 192, 32) is None
 
 
 def test_a_compiler_that_fails_or_errs_is_told(monkeypatch):
@@ -166,6 +166,6 @@ def test_a_compiler_that_fails_or_errs_is_told(monkeypatch):
         (lambda f: lambda *x: f(*x) if f is not gpu_kernels._gated_unit else 1.01 * f(*x), "other"),
     ):
         monkeypatch.setattr(gpu_kernels, "_compiled", found)
-        gpu_kernels.why_not.cache_clear()
-        assert reason in gpu_kernels.why_not(CPU, torch.float32, 48, 16)
-    gpu_kernels.why_not.cache_clear()
+        gpu_kernels.unavailable_reason.cache_clear()
+        assert reason in gpu_kernels.unavailable_reason(CPU, torch.float32, 48, 16)
+    gpu_kernels.unavailable_reason.cache_clear()

@@ -14,13 +14,15 @@ from rloo import kernels
 from rloo.kernels import c_build, cpu_matmul, fused_layers, ops, self_test
 from rloo.kernels import cpu_attention as c_attention
 from rloo.kernels.cpu_matmul import matrix_of
-from rloo.kernels.fused_lm_head import Asked, blocked_logprobs, blocked_scores
-from rloo.model.flash_cpu import Calls, attend_packed
+from rloo.kernels.fused_lm_head import LogprobRequest, blocked_logprobs, blocked_scores
+from rloo.model.flash_cpu import CPUAttentionRanges, attend_packed
 from support.adapters import make_adapted
 from support.models import COMMON, make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
 
-pytestmark = pytest.mark.skipif(c_build.why_not() is not None, reason=str(c_build.why_not()))
+pytestmark = pytest.mark.skipif(
+    c_build.unavailable_reason() is not None, reason=str(c_build.unavailable_reason())
+)
 
 FAMILIES = {
     "llama": transformers.LlamaConfig,
@@ -264,7 +266,7 @@ def test_what_is_not_finite_stays_so(value):
     head = nn.Linear(20, 97)
     logprobs, entropy = blocked_logprobs(given, matrix_of(head), asked(torch.tensor([1, 2, 3])))
     assert logprobs.isfinite().tolist() == entropy.isfinite().tolist() == [True, False, True]
-    calls = Calls([slice(0, 3)], [])
+    calls = CPUAttentionRanges([slice(0, 3)], [])
     query = given.view(3, 1, 20).transpose(0, 1)
     out = attend_packed(query, torch.ones(1, 3, 20), torch.ones(1, 3, 20), calls, scaling=1.0)
     assert out.isfinite().all(-1)[:, 0].tolist() == [True, False, True]
@@ -278,7 +280,7 @@ def test_a_second_derivative_is_refused():
 
 
 def asked(targets, temperature=1.0, chunk_elements=2**26):
-    return Asked(targets, temperature, chunk_elements)
+    return LogprobRequest(targets, temperature, chunk_elements)
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
@@ -373,7 +375,7 @@ def test_packed_attention_is_the_definition(groups, size):
     states = [random(heads, start, size) for heads in (6, 2, 2)]
     grad = torch.randn(start, 6, size)
     kernels.use(True)
-    output = attend_packed(*states, Calls(own, shared), scaling=0.3)
+    output = attend_packed(*states, CPUAttentionRanges(own, shared), scaling=0.3)
     output.backward(grad)
     leaves = [x.detach().double().requires_grad_() for x in states]
     query, key, value = (x.repeat_interleave(6 // len(x), 0) for x in leaves)
@@ -386,15 +388,17 @@ def test_packed_attention_is_the_definition(groups, size):
 
 
 def test_spans_that_are_no_groups_are_left_to_torch():
-    assert Calls([slice(0, 3), slice(3, 6)], [(slice(3, 6), slice(1, 3))]).table is None
-    calls = Calls([slice(0, 3), slice(3, 6)], [(slice(3, 6), slice(0, 3))])
+    assert (
+        CPUAttentionRanges([slice(0, 3), slice(3, 6)], [(slice(3, 6), slice(1, 3))]).table is None
+    )
+    calls = CPUAttentionRanges([slice(0, 3), slice(3, 6)], [(slice(3, 6), slice(0, 3))])
     assert calls.table.longest == 6 and calls.table.spans.tolist() == [[0, 3, 0, 0], [3, 6, 0, 3]]
 
 
 def test_the_number_of_threads_changes_no_bit():
     torch.manual_seed(0)
     x, weight, found = torch.randn(300, 40), torch.randn(40), []
-    table = c_attention.Table(
+    table = c_attention.SpanTable(
         torch.tensor([[0, 40, 0, 0], [40, 100, 0, 40]]), torch.tensor([0, 2]), 100
     )
     states = [torch.randn(100, heads, 12) for heads in (4, 2, 2)]
@@ -428,10 +432,10 @@ def test_a_kernel_that_computes_something_else_is_found(name, part, monkeypatch)
 
     self_test.difference.cache_clear()
     try:
-        assert kernels.why_not() is None
+        assert kernels.unavailable_reason() is None
         self_test.difference.cache_clear()
         monkeypatch.setattr(module, function, wrong)
-        assert "differs from torch's" in kernels.why_not()
+        assert "differs from torch's" in kernels.unavailable_reason()
     finally:
         self_test.difference.cache_clear()
 

@@ -38,13 +38,13 @@ def make_both(bias=True, **options):
 def computed(monkeypatch):
     """The shapes of the inputs that were multiplied here."""
     shapes = []
-    forward = fused_lora._Product.forward
+    forward = fused_lora._LoRAProduct.forward
 
     def noted(ctx, rows, *rest):
         shapes.append(tuple(rows.shape))
         return forward(ctx, rows, *rest)
 
-    monkeypatch.setattr(fused_lora._Product, "forward", staticmethod(noted))
+    monkeypatch.setattr(fused_lora._LoRAProduct, "forward", staticmethod(noted))
     return shapes
 
 

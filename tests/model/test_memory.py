@@ -245,13 +245,13 @@ def test_a_budget_that_fits_for_certain_is_not_measured(monkeypatch):
     policy = make_policy(make_model("qwen3"), max_tokens_per_micro_batch=400)
     provide(monkeypatch, 10**10)
     monkeypatch.setattr(token_budget, "predicted_peak_bytes", lambda *_: pytest.fail("measured"))
-    assert fitting_budget(policy, WORKLOAD) == token_budget.Fit(400)
+    assert fitting_budget(policy, WORKLOAD) == token_budget.FittedBudget(400)
 
 
 def test_a_budget_that_just_fits_stays(monkeypatch):
     policy = make_policy(make_model("qwen3"), max_tokens_per_micro_batch=400)
     provide(monkeypatch, share_of_largest(policy, WORKLOAD, 1.05))
-    assert fitting_budget(policy, WORKLOAD) == token_budget.Fit(400)
+    assert fitting_budget(policy, WORKLOAD) == token_budget.FittedBudget(400)
 
 
 def test_the_first_step_makes_gradients_and_the_optimizers_state():
@@ -354,7 +354,7 @@ def test_a_lowered_budget_is_recorded_and_kept_by_a_resumed_run(tmp_path, monkey
     rows = metrics_of(config)
     assert [row.get("update/max_tokens") for row in rows] == [found, None, None, None]
 
-    monkeypatch.setattr(oom_retry, "fitting_budget", lambda *_: token_budget.Fit(found))
+    monkeypatch.setattr(oom_retry, "fitting_budget", lambda *_: token_budget.FittedBudget(found))
     whole = make_trainer(make_config(tmp_path / "w", max_steps=4, max_tokens_per_micro_batch=found))
     whole.train()
     assert equal(weights(whole), weights(resumed))

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.algorithm import update as update_module
-from rloo.algorithm.advantages import assign
+from rloo.algorithm.advantages import compute_advantages
 from rloo.algorithm.update import update
 from rloo.kernels import bf16_rounding, cpu_matmul
 from rloo.model.autocast_cache import casting_once
@@ -61,7 +61,7 @@ def updated(options, make):
     config, policy = make_policy_config(**options), make_policy(make(), **options)
     weights = {p.data_ptr(): name for name, p in policy.model.named_parameters()}
     samples, terms = make_samples(2), terms_of(config)
-    credit = assign(samples, policy, terms)
+    credit = compute_advantages(samples, policy, terms)
     count, backward = Counter(), policy.stepper.backward
     policy.stepper.backward = lambda *given, **how: count.update(n=1) or backward(*given, **how)
     casts, rounded = Counter(), bf16_rounding.rounded

@@ -146,8 +146,8 @@ def test_engines_sample_from_the_policy(folder, kind, engine):
         sampler, _ = build_engine("hf", EngineInputs(policy.model, 0))
     else:
         sampler = make_engine(policy, policy.config)
-        assert sampler.facts.name == "native"
-        assert sampler.facts.copies_weights == (engine == "copy")
+        assert sampler.capabilities.name == "native"
+        assert sampler.capabilities.copies_weights == (engine == "copy")
     told = [note for note in policy.notes if "a dequantised copy of the base" in note]
     assert len(told) == (engine == "module")
     sampler.load(policy.weights, policy.version)

@@ -15,7 +15,7 @@ from rloo.config.validation import OF_LAYERS
 from rloo.engines.native.native_engine import NativeEngine
 from rloo.kernels import bf16_rounding, cpu_matmul
 from rloo.kernels.cpu_matmul import matrix_of
-from rloo.kernels.fused_lm_head import Asked, blocked_logprobs, blocked_scores
+from rloo.kernels.fused_lm_head import LogprobRequest, blocked_logprobs, blocked_scores
 from rloo.types import Prompt, Sampling
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, weights_of
@@ -127,7 +127,7 @@ def test_the_head(chunk_elements, monkeypatch):
 
     def blocked(leaf):
         with torch.autocast("cpu", dtype=HALF):
-            asked = Asked(targets, 0.5, chunk_elements, cpu_matmul.rounds())
+            asked = LogprobRequest(targets, 0.5, chunk_elements, cpu_matmul.rounds())
             return blocked_logprobs(leaf, matrix_of(head), asked)
 
     ours, expected = scored(blocked), scored(lambda leaf: by_table(defined(leaf, head)))
@@ -175,12 +175,12 @@ def test_what_is_kept_is_that_of_the_same_numbers():
 
     def product(x):
         with torch.autocast("cpu", dtype=HALF), torch.no_grad():
-            return cpu_matmul.Linear.forward(layer, x)
+            return cpu_matmul.CPULinear.forward(layer, x)
 
     def expected(x):
         return defined(x, layer).detach()
 
-    layer.__class__ = cpu_matmul.Linear
+    layer.__class__ = cpu_matmul.CPULinear
     with bf16_rounding.keeping():
         for x in (rows, rows.t(), rows, rows.view(8, 8)[:, :]):
             torch.testing.assert_close(product(x), expected(x))

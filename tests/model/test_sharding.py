@@ -6,7 +6,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from rloo import RLOOConfig
-from rloo.distributed.sharded_tensor import divide, full, is_divided, local, whole_copy
+from rloo.distributed.sharded_tensor import (
+    full_tensor,
+    is_sharded,
+    shard_like,
+    to_local,
+    whole_copy,
+)
 from rloo.distributed.world import make_world
 from rloo.model.memory_estimate import phase_peaks
 from rloo.model.model_loading import load_model
@@ -42,9 +48,9 @@ def test_a_divided_parameter_is_the_same_numbers(make):
     before = {n: p.detach().clone() for n, p in make_model("qwen3").named_parameters()}
     policy = make()
     for name, parameter in policy.model.named_parameters():
-        assert is_divided(parameter) and torch.equal(full(parameter), before[name])
-        again = divide(before[name], parameter)
-        assert torch.equal(local(again), local(parameter))
+        assert is_sharded(parameter) and torch.equal(full_tensor(parameter), before[name])
+        again = shard_like(before[name], parameter)
+        assert torch.equal(to_local(again), to_local(parameter))
     assert dict(policy.weights()).keys() == before.keys()
 
 
@@ -63,7 +69,7 @@ def test_it_computes_and_learns_as_if_it_were_whole(make):
             one.score(batch)
             one.stepper.step()
         pairs = zip(policy.model.parameters(), alone.model.parameters(), strict=True)
-        assert all(torch.equal(full(ours), theirs) for ours, theirs in pairs)
+        assert all(torch.equal(full_tensor(ours), theirs) for ours, theirs in pairs)
 
 
 def test_inside_whole_the_model_computes_by_itself(make):
@@ -71,15 +77,15 @@ def test_inside_whole_the_model_computes_by_itself(make):
     with policy.whole(), torch.no_grad():
         logits = policy.model(torch.tensor([[5, 6, 7]]), use_cache=False).logits
     assert torch.equal(logits, make_model("qwen3")(torch.tensor([[5, 6, 7]])).logits)
-    assert all(map(is_divided, policy.model.parameters()))
+    assert all(map(is_sharded, policy.model.parameters()))
 
 
 def test_a_whole_copy_is_another_one(make):
     policy = make()
     copied = whole_copy(policy.model.get_output_embeddings())
     nn.init.zeros_(copied.weight)
-    assert not is_divided(copied.weight)
-    assert full(policy.model.get_output_embeddings().weight).any()
+    assert not is_sharded(copied.weight)
+    assert full_tensor(policy.model.get_output_embeddings().weight).any()
 
 
 @pytest.mark.parametrize("bf16", (False, True))
@@ -101,15 +107,15 @@ def test_a_base_of_few_bits_stays_whole_and_its_adapter_is_divided(make, tmp_pat
         world=make_world(use_cpu=True), num_training_steps=3,
     )  # fmt: skip
     few_bits = [p for p in policy.model.parameters() if not p.is_floating_point()]
-    assert few_bits and not any(map(is_divided, few_bits))
-    assert all(map(is_divided, policy.parameters))
+    assert few_bits and not any(map(is_sharded, few_bits))
+    assert all(map(is_sharded, policy.parameters))
     assert any("few bits stays whole" in note for note in policy.notes)
     for one in (policy, alone):
         batch = one.batch(make_samples())
         one.stepper.backward(one.logprobs(batch).logprobs.sum())
         one.stepper.step()
     assert torch.equal(*(one.reference_logprobs(batch) for one in (policy, alone)))
-    merged, expected = ({n: full(w) for n, w in one.weights()} for one in (policy, alone))
+    merged, expected = ({n: full_tensor(w) for n, w in one.weights()} for one in (policy, alone))
     assert merged.keys() == expected.keys()
     assert all(torch.equal(merged[name], expected[name]) for name in merged)
     with pytest.raises(ValueError, match="parallel is zero3 and the base has few bits"):
@@ -147,7 +153,7 @@ def test_an_engine_is_made_with_one_layer_after_the_other(make):
     largest = max(p.numel() * p.itemsize for p in policy.model.parameters())
     made = []
     (peak,) = phase_peaks(policy.device, lambda _: made.append(make_engine(policy, policy.config)))
-    assert made[0].facts.copies_weights and policy.notes == []
+    assert made[0].capabilities.copies_weights and policy.notes == []
     assert weights < peak < 1.4 * weights and largest < 0.4 * weights
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "available_bytes", lambda device: weights - 1)

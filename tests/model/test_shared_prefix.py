@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.model import attention
-from rloo.model.attention import Options
+from rloo.model.attention import AttentionOptions
 from rloo.model.micro_batch import pack
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
@@ -60,7 +60,7 @@ def test_output_and_gradients_are_those_of_the_definition(groups, heads):
     layout = PackedLayout(spans, 16, CPU)
     weights = torch.randn(1, len(visible), heads[0], 8, dtype=torch.float64)
 
-    output = layout.attend(*inputs, Options(scaling=0.4))
+    output = layout.attend(*inputs, AttentionOptions(scaling=0.4))
 
     expected = attend_densely(*inputs, visible, 0.4)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)

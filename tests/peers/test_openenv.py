@@ -22,10 +22,10 @@ from openenv.core.env_server.types import Action, Observation, State
 from openenv.core.mcp_client import MCPToolClient
 
 from rloo import RLOOTrainer
-from rloo.episodes.environments import Stage, tools_of
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
+from rloo.episodes.environments import EnvironmentPool, environment_tools
+from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
 from rloo.types import Prompt, Sampling
 from support.chat import make_brace_tokenizer, make_chat_tokenizer, make_talkative_model
 from support.episodes import Told
@@ -186,11 +186,11 @@ def call(name, **arguments):
 
 def play(factory, turns, count=2, **columns):
     """Episodes of a model that says `turns(k)[n]` in the turn n of episode k, and their rewards."""
-    stage = Stage({None: factory})
+    stage = EnvironmentPool({None: factory})
     example = stage.examples[None]
-    tools = Tools([], characters=500, example=example, methods=tools_of(example))
+    tools = ToolSet([], characters=500, example=example, methods=environment_tools(example))
     options = {"tools": tools.schemas}
-    cast = Cast(tools, find_dialect(TOKENIZER, [TOKENIZER.eos_token_id], options))
+    cast = EpisodeSetup(tools, find_renderer(TOKENIZER, [TOKENIZER.eos_token_id], options))
 
     def say(prompt, k):
         spoken = TOKENIZER.decode(prompt.token_ids).count("<|im_start|>assistant") - 1
@@ -198,7 +198,7 @@ def play(factory, turns, count=2, **columns):
         return TOKENIZER(said, add_special_tokens=False)["input_ids"]
 
     inner = Told(say, (TOKENIZER.eos_token_id,))
-    engine = EpisodeEngine(inner, {None: cast}, Limits(seconds=20.0), stage)
+    engine = MultiTurnEngine(inner, {None: cast}, EpisodeLimits(seconds=20.0), stage)
     opening = TOKENIZER("<|im_start|>assistant\n")["input_ids"]
     prompt = Prompt(0, opening, [{"role": "user", "content": "Play."}], columns)
     ((*episodes,),) = engine.sample([prompt], count, SAMPLING, 5)
@@ -222,7 +222,7 @@ def test_a_client_with_actions_of_a_class_has_the_tool_step(running):
         return [call("step", number=n) for n in range(10)] if k == 0 else [call("step", number=-1)]
 
     found, scores, stage = play(lambda: GuessingEnv(base_url=running.urls["guessing"]), turns)
-    (schema,) = Tools([], characters=9, example=stage.examples[None], methods=["step"]).schemas
+    (schema,) = ToolSet([], characters=9, example=stage.examples[None], methods=["step"]).schemas
     assert schema["function"]["description"] == "Guess the number."
     assert list(schema["function"]["parameters"]["properties"]) == ["number"]
 
@@ -254,10 +254,10 @@ def test_the_row_and_the_seed_reach_the_server(running):
 
 
 def test_a_group_that_begins_differently_is_refused(running):
-    stage = Stage({None: lambda: GuessingEnv(base_url=running.urls["guessing"])})
+    stage = EnvironmentPool({None: lambda: GuessingEnv(base_url=running.urls["guessing"])})
     prompt = Prompt(0, [1], [{"role": "user", "content": "Play."}], {"high": 17})
     differ = pytest.raises(ValueError, match="different states: what reset returns is")
-    with differ, stage.leased([prompt], [2], 0, 20.0):
+    with differ, stage.acquire([prompt], [2], 0, 20.0):
         pass
     stage.close()
     assert ends_with(0, lambda: running.sessions("guessing"))
@@ -271,8 +271,8 @@ def test_tools_of_an_mcp_server_have_its_schemas(running):
 
     found, scores, stage = play(lambda: MCPToolClient(base_url=running.urls["shop"]), turns)
     example = stage.examples[None]
-    assert tools_of(example) == ["a", "z"]
-    schema = Tools([], characters=9, example=example, methods=["a", "z"]).schemas[0]["function"]
+    assert environment_tools(example) == ["a", "z"]
+    schema = ToolSet([], characters=9, example=example, methods=["a", "z"]).schemas[0]["function"]
     assert schema["description"] == "Buy apples."
     assert schema["parameters"]["properties"]["colour"]["default"] == "red"
     assert scores == [3.0, 1.0]
@@ -331,7 +331,7 @@ def test_an_episode_that_a_server_refuses_to_begin_has_failed(running):
 )
 def test_clients_that_tell_no_tools_are_refused(running, make, reason):
     with pytest.raises(ValueError, match=reason):
-        Stage({None: lambda: make(running.urls["guessing"])})
+        EnvironmentPool({None: lambda: make(running.urls["guessing"])})
     assert ends_with(0, lambda: running.sessions("guessing"))
 
 
@@ -358,7 +358,7 @@ def test_a_run_in_environments_of_a_server_leaves_no_session(running, tmp_path):
         told += bought
     assert told and all(row["episodes/failed"] == 0.0 for row in metrics_of(trainer.args))
     assert running.sessions("shop") == 12
-    trainer.turns.stage.close()
+    trainer.turns.environments.close()
     assert ends_with(0, lambda: running.sessions("shop"))
 
 
@@ -398,11 +398,11 @@ def test_a_class_of_trls_examples_runs_as_it_is(running):
 
 
 def test_a_thousand_episodes_leave_no_session(running):
-    stage = Stage({None: lambda: GuessingEnv(base_url=running.urls["guessing"])})
+    stage = EnvironmentPool({None: lambda: GuessingEnv(base_url=running.urls["guessing"])})
     prompts = [Prompt(n, [1], [{"role": "user", "content": "Play."}]) for n in range(5)]
     unlucky = Prompt(5, [1], [{"role": "user", "content": "Play."}], {"high": 13})
     for noise in range(50):
-        with stage.leased([*prompts, unlucky], [4] * 6, noise, 20.0) as leases:
+        with stage.acquire([*prompts, unlucky], [4] * 6, noise, 20.0) as leases:
             assert [lease.failed is None for own in leases for lease in own] == [True] * 20 + [
                 False
             ] * 4

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
 from support.chat import add, make_chat_tokenizer
 
 pytestmark = [
@@ -48,8 +48,8 @@ def make_dialect(name: str):
     tokenizer = make_chat_tokenizer(template, ("<|im_start|>", KNOWN[name], *special))
     tokenizer.bos_token = "<|endoftext|>"
     end = tokenizer.convert_tokens_to_ids(KNOWN[name])
-    tools = Tools([add], characters=100)
-    return find_dialect(tokenizer, [end], {"tools": tools.schemas})
+    tools = ToolSet([add], characters=100)
+    return find_renderer(tokenizer, [end], {"tools": tools.schemas})
 
 
 @pytest.mark.parametrize("name", KNOWN)

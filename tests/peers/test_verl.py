@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rloo.algorithm.kl_controller import Adaptive
+from rloo.algorithm.kl_controller import KLController
 from rloo.config.config import RLOOConfig
 from support.given_logprobs import (
     MAX_LENGTH,
@@ -193,11 +193,11 @@ def test_the_adaptive_kl_coefficient_is_its_controllers():
     from verl.trainer.ppo.core_algos import AdaptiveKLController
 
     config = RLOOConfig(beta=0.1, kl_target=0.05, kl_horizon=1000)
-    controller, past = AdaptiveKLController(0.1, 0.05, 1000), Adaptive(0.1)
+    controller, past = AdaptiveKLController(0.1, 0.05, 1000), KLController(0.1)
     seen = []
     for kl in (0.2, 0.055, 0.04, 0.0):
         controller.update(kl, 64)
-        past.see_kl(kl, 64, config)
+        past.update_kl(kl, 64, config)
         seen.append(past.beta)
         assert math.isclose(past.beta, controller.value, rel_tol=1e-9)
     assert len(set(seen)) == 4

@@ -20,7 +20,7 @@ from datasets import Dataset
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
 from rloo.config.parser import parse_command_line
-from rloo.engines.vllm.server_process import OwnServer, guarded_environment
+from rloo.engines.vllm.server_process import LocalServer, guarded_environment
 from rloo.trainer.remote_engines import must_untie, serving_of
 from rloo.types import Sampling
 from support import training
@@ -131,7 +131,7 @@ def test_a_given_server_is_given_adapters_and_answers_nobody_without_the_key(tmp
     probe.engine._source.write_base(base)
     serving = serving_of(config, str(base), config.lora_r, tied=must_untie(probe.policy))
     probe.engine.close()
-    server = OwnServer(serving.guarded(), tmp_path / "log")
+    server = LocalServer(serving.guarded(), tmp_path / "log")
     try:
         server.start()
 

@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from rloo.addons.report.live.text_plot import MOST_POINTS, Curve, draw
+from rloo.addons.report.live.text_plot import MOST_POINTS, TextCurve, draw
 
 # Dots of a braille cell as Unicode numbers them: 1 2 3 7 downwards, then 4 5 6 8.
 PLACES = {int(d): (x, y) for x, column in enumerate(("1237", "4568")) for y, d in enumerate(column)}
@@ -67,7 +67,7 @@ def test_without_braille_a_curve_is_of_asterisks():
 
 
 def test_a_long_curve_keeps_its_means_its_end_and_no_more_points_than_can_be_seen():
-    curve = Curve()
+    curve = TextCurve()
     for x in range(10 * MOST_POINTS):
         curve.add(x, 2.0 * x)
     curve.add(7, math.nan)

@@ -18,12 +18,12 @@ from rloo.addons.report.doctor import (
     training_rules,
 )
 from rloo.addons.report.doctor.doctor_command import describe, findings_of, read_run, report
-from rloo.addons.report.doctor.live_rules import Watch
+from rloo.addons.report.doctor.live_rules import LiveDoctor
 from rloo.addons.report.doctor.rules import RULES, diagnose
-from rloo.addons.report.doctor.run_record import Run
-from rloo.tracking.before_after import change_of, sides
-from rloo.tracking.progress_line import figures
-from rloo.tracking.summary_text import headline, training_of, verdict
+from rloo.addons.report.doctor.run_record import RecordedRun
+from rloo.tracking.before_after import change_of, windows
+from rloo.tracking.progress_line import progress_line
+from rloo.tracking.summary_text import headline, summary_text, training_of
 from tools.doctor_page import PAGE, filled
 
 NORMAL = {
@@ -74,7 +74,9 @@ def texts(before=TEXTS, after=TEXTS, number=12, reward=0.4):
 
 
 def names(found_rows=None, written=(), **others):
-    run = Run(rows() if found_rows is None else found_rows, list(written) or texts(), **others)
+    run = RecordedRun(
+        rows() if found_rows is None else found_rows, list(written) or texts(), **others
+    )
     return [finding.name for finding in diagnose(run)]
 
 
@@ -160,7 +162,7 @@ def test_a_model_that_says_nothing_is_named_before_its_rewards():
     assert names(zero, texts(before=["", "b", "c", "a"])) == ["rewards_zero"]
     assert names(rows(reward=(0.2, 0.9)), texts(before=["", ""])) == []  # it says something now
     plain = {"chat_template": "unused", "prompt": "2 + 2"}
-    (finding,) = diagnose(Run(zero, texts(before=["", " "]), facts=plain))
+    (finding,) = diagnose(RecordedRun(zero, texts(before=["", " "]), facts=plain))
     assert finding.name == "chat_template" and "100 % of 8 recorded" in finding.evidence
 
 
@@ -212,13 +214,13 @@ def test_held_out_completions_that_are_the_same_tell_more_than_the_entropy_of_ot
 def test_a_longer_limit_is_advised_as_far_as_the_context_allows(room, options, words):
     config = {"max_completion_length": 32}
     facts = {} if room is None else {"longest_completion": room}
-    (finding,) = diagnose(Run(SICK["cut"][1], texts(), config=config, facts=facts))
+    (finding,) = diagnose(RecordedRun(SICK["cut"][1], texts(), config=config, facts=facts))
     assert finding.name == "truncation" and dict(finding.options) == options
     assert finding.change.startswith(words)
 
 
 def test_the_room_of_completions_makes_no_alarm_early():
-    watch = Watch({})
+    watch = LiveDoctor({})
     watch.facts = {"longest_completion": 100}
     for row in rows(1, **{"completions/clipped_ratio": 0.9}):
         watch.add(row)
@@ -234,7 +236,7 @@ def test_every_rule_is_seen_to_hold():
 
 def test_what_is_missing_is_told_as_none_nan_or_failed():
     def said(**changes):
-        run = Run(rows(reward=math.nan, **{"rewards/right/mean": math.nan, **changes}))
+        run = RecordedRun(rows(reward=math.nan, **{"rewards/right/mean": math.nan, **changes}))
         return diagnose(run)[0].evidence
 
     assert "right returned None" in said()
@@ -271,18 +273,18 @@ def test_hacking_is_judged_by_what_is_not_trained():
     assert names(rows(), evaluations=evaluations(0.8, 0.2)) == []  # nothing was gained either
     grown = {"completions/mean_length": (20.0, 60.0), "completions/clipped_ratio": (0.0, 0.9)}
     longer = rows(reward=(0.2, 0.9), **grown)
-    (finding,) = diagnose(Run(longer, texts(), evaluations(0.8, 0.75)))
+    (finding,) = diagnose(RecordedRun(longer, texts(), evaluations(0.8, 0.75)))
     assert finding.name == "hacking" and finding.options == {"missing_eos_penalty": 1.0}
     assert names(longer, evaluations=evaluations(0.5, 0.8)) == ["length_explosion"]
     lost = evaluations(0.5, 0.5)
     lost[1] |= {"rewards/judge/win_rate": 0.3, "rewards/judge/win_rate_interval": [0.2, 0.4]}
-    (finding,) = diagnose(Run(rising, texts(), lost, {"beta": 0.01}))
+    (finding,) = diagnose(RecordedRun(rising, texts(), lost, {"beta": 0.01}))
     assert "win only 30.0 % [20.0, 40.0] of comparisons" in finding.evidence
     assert finding.command == "RLOOConfig(beta=0.1)"
 
 
 def test_a_finding_has_the_command_that_changes_one_thing():
-    run = Run(rows(reward=(0.4, 0.1), kl=(0.0, 9.0)), source=("runs/a/config.yaml",),
+    run = RecordedRun(rows(reward=(0.4, 0.1), kl=(0.0, 9.0)), source=("runs/a/config.yaml",),
         config={"output_dir": "runs/a b"})  # fmt: skip
     assert diagnose(run)[0].command == (
         "rloo train runs/a/config.yaml --learning_rate 1e-06 --output_dir 'runs/a b-again'"
@@ -302,7 +304,7 @@ def test_the_hacking_of_a_real_run_is_named():
         },
     )
     finding = diagnose(
-        Run(run, texts(number=40, after=["#### 3", "#### 4", "#### 12", "#### 30"]))
+        RecordedRun(run, texts(number=40, after=["#### 3", "#### 4", "#### 12", "#### 30"]))
     )[0]
     assert finding.name == "only_form" and finding.voids
     assert "gsm8k_format_reward rose from 0.771 to 0.959" in finding.evidence
@@ -316,7 +318,7 @@ def test_a_command_can_be_given_as_it_stands(case, tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text("model: countdown\ndataset: countdown\nreward: [a.py:f, b.py:g]\n")
     _, found_rows, others = SICK[case]
-    for finding in diagnose(Run(found_rows, texts(), **others, source=(str(path),))):
+    for finding in diagnose(RecordedRun(found_rows, texts(), **others, source=(str(path),))):
         if finding.command:
             program, command, *arguments = shlex.split(finding.command)
             assert (program, command) == ("rloo", "train")
@@ -336,7 +338,7 @@ def test_a_folder_is_examined_without_torch():
 
 
 def test_an_alarm_comes_once_and_after_four_rollouts():
-    watch, told = Watch({}), {}
+    watch, told = LiveDoctor({}), {}
     for row in rows(9, reward=0.0, reward_std=0.0):
         watch.add(row)
         told[row["step"]] = [finding.name for finding in watch.news()]
@@ -345,7 +347,7 @@ def test_an_alarm_comes_once_and_after_four_rollouts():
 
 
 def test_a_long_run_is_watched_by_its_first_and_last_rollouts():
-    watch = Watch({})
+    watch = LiveDoctor({})
     for row in rows(400):
         watch.add(row)
         assert not watch.news()
@@ -386,7 +388,7 @@ def test_a_run_that_died_is_read_from_what_it_left(tmp_path):
 
 def test_what_was_found_before_the_first_step_stays_found(tmp_path):
     folder = write(tmp_path / "a", rows())
-    (finding,) = diagnose(Run(rows(), facts={"shared_prompts": {"": (3, 9, "a")}}))
+    (finding,) = diagnose(RecordedRun(rows(), facts={"shared_prompts": {"": (3, 9, "a")}}))
     row = {"step": 0, "finding": asdict(finding)}
     (folder / "alarms.jsonl").write_text(json.dumps(row) + "\n")
     assert [found.name for found in findings_of(folder)] == ["held_out_trained"]
@@ -401,8 +403,8 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def judged(found_rows, start=None, end=None):
-    findings = [asdict(finding) for finding in diagnose(Run(found_rows, texts()))]
-    return verdict({
+    findings = [asdict(finding) for finding in diagnose(RecordedRun(found_rows, texts()))]
+    return summary_text({
         "status": "finished", "steps": len(found_rows), "max_steps": len(found_rows),
         "start": start or {}, "end": end or {}, "wall_seconds": 5.0,
         "training": training_of(found_rows), "findings": findings,
@@ -415,7 +417,7 @@ def test_what_voids_a_run_is_never_praised(case):
     better = {"pass@1": 0.9, "pass@1_interval": [0.8, 0.95], "num_prompts": 64}
     worse = {"pass@1": 0.2, "pass@1_interval": [0.1, 0.3], "num_prompts": 64}
     text = judged(found_rows, worse, better)
-    findings = diagnose(Run(found_rows, texts()))
+    findings = diagnose(RecordedRun(found_rows, texts()))
     praised = "pass@1 rose" in text and "larger than chance" in text
     assert praised != any(finding.voids for finding in findings)
     if not praised:
@@ -452,13 +454,13 @@ def test_rewards_are_told_one_by_one_where_there_are_several():
 
 
 def test_start_and_end_never_overlap_and_what_lies_between_is_left_out():
-    assert [tuple(map(list, sides(range(n)))) for n in (2, 3, 7)] == [
+    assert [tuple(map(list, windows(range(n)))) for n in (2, 3, 7)] == [
         ([0], [1]), ([0], [2]), ([0, 1], [5, 6])
     ]  # fmt: skip
-    first, last = sides(range(100))
+    first, last = windows(range(100))
     assert (list(first), list(last)) == (list(range(8)), list(range(92, 100)))
     for number in range(2, 40):
-        first, last = sides(range(number))
+        first, last = windows(range(number))
         assert len(first) == len(last) and max(first) < min(last)
 
 
@@ -468,7 +470,7 @@ def test_progress_and_verdict_have_one_comparison():
     change = change_of(found_rows, "reward")
     text = judged(found_rows)
     assert f"rose from {change.before:.3f} ± 0.012 to {change.after:.3f} ± 0.012" in text
-    shown = figures(10, 10, scored=found_rows, recent=found_rows[-8:]).reward
+    shown = progress_line(10, 10, scored=found_rows, recent=found_rows[-8:]).reward
     assert f"{change.after - change.before:+.3f} ± 0.016 since the start" in shown
 
 
@@ -482,7 +484,7 @@ def test_no_record_breaks_a_rule():
         made = [{n: v for n, v in row.items() if v is not None} for row in made]
         written = [{**row, "completion": None, "reward": None} for row in texts(number=2)]
         config = {name: draw.choice((None, 0, 2, 16)) for name in OPTIONS}
-        run = Run([{"step": 1, **row} for row in made], written, config=config)
+        run = RecordedRun([{"step": 1, **row} for row in made], written, config=config)
         told |= {finding.name for finding in diagnose(run)}
         assert list(describe(diagnose(run)))
     assert len(told) > 10

@@ -8,10 +8,10 @@ import pytest
 
 from rloo.addons.report.doctor.causes import EXPLAINS, causes_of
 from rloo.addons.report.doctor.rules import RULES, diagnose
-from rloo.addons.report.doctor.run_record import Found, Rule, Run
+from rloo.addons.report.doctor.run_record import RecordedRun, Rule, RuleResult
 from rloo.addons.report.doctor.training_rules import leap, noise_of_baselines
 from rloo.tracking.before_after import since_first
-from rloo.tracking.summary_text import training_of, verdict
+from rloo.tracking.summary_text import summary_text, training_of
 
 GROUP = {"groups/signal": 0.8, "baseline/variance": 0.1}
 WELL = {
@@ -30,7 +30,7 @@ def run(number=12, *, evaluations=(), config=None, over=True, facts=None, **colu
         row = {"step": at + 1, **WELL}
         row |= {n: v[at] if isinstance(v, list) else v for n, v in columns.items()}
         rows.append({name: value for name, value in row.items() if value is not None})
-    return Run(rows, (), list(evaluations), config or {}, facts or {}, over=over)
+    return RecordedRun(rows, (), list(evaluations), config or {}, facts or {}, over=over)
 
 
 def names(of):
@@ -60,10 +60,12 @@ def test_what_follows_from_an_effect_follows_from_its_cause():
 def test_no_two_findings_change_one_option():
     """Here of rules that contradict each other, of which none follows from another."""
     rules = [
-        Rule(name, "", "", "", "", lambda run, v=value: Found("", "", {"beta": v}))
+        Rule(name, "", "", "", "", lambda run, v=value: RuleResult("", "", {"beta": v}))
         for name, value in (("held_out_trained", 1.0), ("mismatch", 0.1), ("truncation", 3.0))
     ]
-    assert [finding.name for finding in diagnose(Run([]), rules=rules)] == ["held_out_trained"]
+    assert [finding.name for finding in diagnose(RecordedRun([]), rules=rules)] == [
+        "held_out_trained"
+    ]
 
 
 def test_no_two_findings_of_random_runs_contradict_each_other():
@@ -157,11 +159,11 @@ def test_the_verdict_does_not_praise_a_training_reward_where_a_judge_fell():
         "status": "finished", "steps": 12, "max_steps": 12, "start": start, "end": end,
         "wall_seconds": 5.0, "training": training_of(run().rows), "findings": [],
     }  # fmt: skip
-    first, second, *_ = verdict(told).split("\n")
+    first, second, *_ = summary_text(told).split("\n")
     assert first == "judge, which only judges, fell from 0.5 to 0.1."
     assert second.startswith("So this is no progress: pass@1 was 19.0 % ")
-    assert "larger than chance" not in verdict(told)
-    kept = verdict(told | {"end": measured((0.63, 0.45))[0]})
+    assert "larger than chance" not in summary_text(told)
+    kept = summary_text(told | {"end": measured((0.63, 0.45))[0]})
     assert kept.startswith("pass@1 rose from 19.0 %")
 
 

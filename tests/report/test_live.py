@@ -25,7 +25,7 @@ from rloo.addons.report.live.live_display import make_console, region_of
 from rloo.addons.report.live.screen import Screen
 from rloo.tracking.console import evaluation_phrases, is_graded
 from rloo.tracking.metrics import rollout_metrics
-from rloo.tracking.progress_line import figures
+from rloo.tracking.progress_line import progress_line
 from rloo.trainer.evaluate import kind_of
 from rloo.types import Completion, Group, Prompt
 
@@ -129,7 +129,7 @@ def run(console, steps=12, logging=5, max_steps=12, **options):
 
 def figures_of(steps=12):
     rows = [make_metrics(0.2 + step / 50) for step in range(1, steps + 1)]
-    return figures(steps, 12, scored=rows, recent=rows[-8:])
+    return progress_line(steps, 12, scored=rows, recent=rows[-8:])
 
 
 @pytest.mark.parametrize("height", [10, 30])
@@ -248,9 +248,9 @@ def test_elsewhere_there_are_plain_lines_with_rewards_and_clipped_share():
 def test_values_say_over_how_many_steps_they_are_means():
     row = make_metrics()
     bare = {"step_time": 1.0}  # a further step on the same rollout
-    assert figures(1, 9, scored=[row], recent=[row]).span == "of 1 step"
-    assert figures(9, 9, scored=[row] * 9, recent=[row] * 8).span == "means of 8 steps"
-    assert figures(8, 9, scored=[row] * 2, recent=[row, bare, bare, bare] * 2).span == (
+    assert progress_line(1, 9, scored=[row], recent=[row]).span == "of 1 step"
+    assert progress_line(9, 9, scored=[row] * 9, recent=[row] * 8).span == "means of 8 steps"
+    assert progress_line(8, 9, scored=[row] * 2, recent=[row, bare, bare, bare] * 2).span == (
         "reward: mean of 2 rollouts, others of 8 steps"
     )
 

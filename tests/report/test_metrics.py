@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rloo.rewards.running_norm import Normalized
-from rloo.tracking.metric_registry import Band, find
+from rloo.rewards.running_norm import RunningNormReward
+from rloo.tracking.metric_registry import HealthyRange, find
 from support.models import make_model
 from support.training import ROWS, count_words, make_config, make_trainer
 from tools.metrics_page import filled
@@ -60,8 +60,14 @@ def test_names_of_a_file_are_found_in_the_table():
 
 
 def test_a_band_holds_what_lies_in_it():
-    assert [Band(0.5, 2).holds(v) for v in (0.4, 0.5, 2, 2.1, float("nan"))] == [0, 1, 1, 0, 0]
-    relative = Band(0.1, 3, of_start=True)
+    assert [HealthyRange(0.5, 2).holds(v) for v in (0.4, 0.5, 2, 2.1, float("nan"))] == [
+        0,
+        1,
+        1,
+        0,
+        0,
+    ]
+    relative = HealthyRange(0.1, 3, of_start=True)
     assert [relative.holds(v, start=2.0) for v in (0.1, 0.2, 6.0, 6.1)] == [0, 1, 1, 0]
     assert relative.holds(1e9), "nothing is said before the start is known"
     assert str(relative) == "0.1 to 3 times the start"
@@ -109,7 +115,11 @@ def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):
         "reward_on_error": "missing",
         "eval_reward": ["length(target_max=3)"],
     }
-    rewards = [Normalized(score), count_words, lambda completions: [math.nan] * len(completions)]
+    rewards = [
+        RunningNormReward(score),
+        count_words,
+        lambda completions: [math.nan] * len(completions),
+    ]
     names = logged(tmp_path / "a", rewards, "qwen3_moe", **everything)
     names |= logged(tmp_path / "b", lambda completions: [1.0] * len(completions), "qwen3", beta=0.0)
     assert {n for n in names if not any(p.fullmatch(n) for p in documented().values())} == set()

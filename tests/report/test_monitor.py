@@ -21,8 +21,8 @@ from rloo.tracking import console
 from rloo.tracking.before_after import direction
 from rloo.tracking.jsonl import strict, versions
 from rloo.tracking.monitor import Monitor
-from rloo.tracking.progress_line import figures
-from rloo.tracking.summary_text import verdict
+from rloo.tracking.progress_line import progress_line
+from rloo.tracking.summary_text import summary_text
 from rloo.trainer.evaluate import flatten
 from rloo.types import Completion, Group, Prompt
 
@@ -188,20 +188,20 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
 
 def test_progress_averages_over_the_last_eight_steps():
     rows = [make_metrics(0.0, 0.0)] * 4 + [make_metrics(1.0, 0.0)] * 8
-    told = figures(12, 12, scored=rows, recent=rows[-8:])
+    told = progress_line(12, 12, scored=rows, recent=rows[-8:])
     assert told.progress == ["step 12/12", "2 s a step"]
     assert told.reward == ["reward 1.000 ± 0.000", "+1.000 ± 0.000 since the start"]
 
 
 def test_progress_of_a_run_with_tools_tells_of_their_calls():
     row = {"reward": 0.5, "tools/call_frequency": 1.25, "tools/failure_frequency": 0.1}
-    told = figures(1, 9, scored=[row], recent=[row, row | {"tools/failure_frequency": 0.3}])
+    told = progress_line(1, 9, scored=[row], recent=[row, row | {"tools/failure_frequency": 0.3}])
     assert told.rows["rollout"] == ["tool calls 1.2", "of them failed 20 %"]
 
 
 def test_progress_leaves_out_what_is_not_known():
     row = {"reward": 0.5, "reward/standard_error": math.nan, "kl": math.nan}
-    told = figures(1, 9, scored=[row], recent=[row])
+    told = progress_line(1, 9, scored=[row], recent=[row])
     assert told.line() == "step 1/9  reward 0.500 | of 1 step"
 
 
@@ -449,7 +449,7 @@ def test_verdict_rose():
     summary = make_summary(
         make_accuracy(0.241, 0.21, 0.275) | greedy, make_accuracy(0.913, 0.889, 0.932) | later
     )
-    assert verdict(summary) == (
+    assert summary_text(summary) == (
         "pass@1 rose from 24.1 % [21.0, 27.5] to 91.3 % [88.9, 93.2] on 512 evaluation problems in "
         "1 min 52 s; greedy pass@1 went from 30.0 % [26.0, 34.0] to 92.0 % [90.0, 94.0]. "
         "The difference is larger than chance explains."
@@ -458,12 +458,12 @@ def test_verdict_rose():
 
 def test_verdict_fell():
     summary = make_summary(make_accuracy(0.9, 0.87, 0.92), make_accuracy(0.5, 0.46, 0.54))
-    assert verdict(summary).startswith("pass@1 fell from 90.0 % [87.0, 92.0] to 50.0 %")
+    assert summary_text(summary).startswith("pass@1 fell from 90.0 % [87.0, 92.0] to 50.0 %")
 
 
 def test_verdict_unchanged():
     summary = make_summary(make_accuracy(0.24, 0.21, 0.27), make_accuracy(0.25, 0.22, 0.28))
-    assert verdict(summary) == (
+    assert summary_text(summary) == (
         "pass@1 shows no change beyond chance: 24.0 % [21.0, 27.0] before, 25.0 % [22.0, 28.0] "
         "after on 512 evaluation problems in 1 min 52 s."
     )
@@ -478,19 +478,19 @@ def make_training(before, after, **drift):
 
 def test_without_evaluation_the_verdict_judges_training_reward_and_says_so():
     rose = make_summary(training=make_training((0.2, 0.01), (0.3, 0.01)))
-    assert verdict(rose) == (
+    assert summary_text(rose) == (
         "The training reward rose from 0.200 ± 0.010 to 0.300 ± 0.010 (first and last 4 rollouts) "
         "in 1 min 52 s. The difference is larger than chance explains. There was no evaluation "
         "before and after training."
     )
     same = make_summary(training=make_training((0.2, 0.05), (0.3, 0.05)))
-    assert "shows no change beyond chance" in verdict(same)
+    assert "shows no change beyond chance" in summary_text(same)
     unknown = make_summary(training=make_training((0.2, math.nan), (0.3, 0.05)))
-    assert "error is unknown" in verdict(unknown)
+    assert "error is unknown" in summary_text(unknown)
     unscored = make_summary(training=make_training((math.nan, math.nan), (0.3, 0.05)))
-    assert verdict(unscored).startswith("The training reward cannot be compared")
+    assert summary_text(unscored).startswith("The training reward cannot be compared")
     few = make_summary(training=make_training((0.2, 0.0), (0.3, 0.0)) | {"num_steps": 2})
-    assert "with so few steps this may be chance" in verdict(few)
+    assert "with so few steps this may be chance" in summary_text(few)
 
 
 def test_the_verdict_tells_of_drift_refused_steps_notes_and_interruption():
@@ -498,7 +498,7 @@ def test_the_verdict_tells_of_drift_refused_steps_notes_and_interruption():
     summary = make_summary(
         status="interrupted", steps=12, training=training, refused_steps=2, notes=["x"]
     )
-    lines = verdict(summary).split("\n")
+    lines = summary_text(summary).split("\n")
     assert lines[0] == "Stopped after 12 of 60 steps."
     assert lines[2:] == [
         "In training, KL to the reference per token went from 0 to 0.02, entropy from 1.5 to 0.5.",
@@ -520,7 +520,7 @@ def test_chance_is_judged_by_the_interval_of_the_difference(after, expected):
 
 def make_policy():
     stepper = SimpleNamespace(optimizer=None, scheduler=None)
-    world = SimpleNamespace(links=None)
+    world = SimpleNamespace(collectives=None)
     return SimpleNamespace(model=None, processing_class=None, stepper=stepper, world=world)
 
 
@@ -644,7 +644,7 @@ def test_what_is_one_is_told_in_the_singular_and_what_took_no_time_is_not_told()
     assert told.startswith("1 prompt x 2 generations = 2 completions")
     times = {"time/sample": 1.0, "time/credit": 0.004, "time/update": 1.0}
     split = " ".join(
-        map(str, vars_of(figures(1, 5, scored=[], recent=[make_metrics(0.5, **times)])))
+        map(str, vars_of(progress_line(1, 5, scored=[], recent=[make_metrics(0.5, **times)])))
     )
     assert "update 48 %" in split and "credit" not in split
 

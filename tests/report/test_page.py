@@ -89,7 +89,7 @@ def test_scripts_and_styles_are_in_a_wheel():
     settings = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())
     patterns = settings["tool"]["setuptools"]["package-data"]["rloo"]
     package = SOURCE / "rloo"
-    inside = [p.relative_to(package) for p in (package / "report").rglob("*.*s") if p.is_file()]
+    inside = [p.relative_to(package) for p in (package / "addons" / "report").rglob("*.*s") if p.is_file()]
     assert len(inside) == 5
     assert all(any(fnmatch(str(path), pattern) for pattern in patterns) for path in inside)
 

@@ -11,11 +11,11 @@ import torch
 
 from rloo.addons.graders.code import sandbox_pool
 from rloo.addons.graders.code.code_reward import make_code
-from rloo.addons.graders.code.isolation import WALLS
-from rloo.addons.graders.code.sandbox_pool import why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
+from rloo.addons.graders.code.sandbox_pool import unavailable_reason
 from rloo.rewards import load_reward
 from rloo.rewards.reward_set import RewardSet
-from rloo.rewards.reward_workers import Scorers
+from rloo.rewards.reward_workers import RewardWorkerPool
 from support.cases.attacks import by_name, with_before
 from support.cases.hacks import HACKS
 from support.cases.honest import HONEST
@@ -27,12 +27,12 @@ RIGHT, WRONG = "def add(a, b):\n    return a + b", "def add(a, b):\n    return a
 
 
 def need(wall: str) -> str:
-    if (reason := why_not(wall)) is not None:
+    if (reason := unavailable_reason(wall)) is not None:
         pytest.skip(f"the wall {wall} does not hold here: {reason}")
     return wall
 
 
-@pytest.fixture(scope="module", params=WALLS)
+@pytest.fixture(scope="module", params=ISOLATION_BACKENDS)
 def wall(request):
     return need(request.param)
 
@@ -153,7 +153,7 @@ def test_columns_and_walls_are_checked_before_the_first_sample(monkeypatch):
     with pytest.raises(ValueError, match="needs the columns 'inputs' and 'outputs'"):
         other.check_columns(["tests"])
     monkeypatch.setattr(
-        "rloo.addons.graders.code.sandbox_pool.why_not", lambda wall: f"{wall} is broken"
+        "rloo.addons.graders.code.sandbox_pool.unavailable_reason", lambda wall: f"{wall} is broken"
     )
     with pytest.raises(ValueError, match=r"no wall .* holds .*bwrap is broken; landlock: landlock"):
         RewardSet([reward]).check(["tests"])
@@ -162,8 +162,10 @@ def test_columns_and_walls_are_checked_before_the_first_sample(monkeypatch):
 
 
 def test_a_wall_with_a_hole_is_not_used(wall, monkeypatch):
-    monkeypatch.setattr(f"{why_not.__module__}.walls.PROBE", "print('a hole')\nprint('probed')")
-    assert why_not.__wrapped__(wall) == "it does not hold: a hole; probed"
+    monkeypatch.setattr(
+        f"{unavailable_reason.__module__}.walls.PROBE", "print('a hole')\nprint('probed')"
+    )
+    assert unavailable_reason.__wrapped__(wall) == "it does not hold: a hole; probed"
 
 
 @pytest.mark.parametrize(
@@ -281,13 +283,13 @@ def test_equal_programs_are_judged_once(reward, monkeypatch):
 def test_sampling_goes_on_while_programs_run(wall):
     spec = f"code(wall={wall!r}, workers=1)"
     rewards = RewardSet([load_reward(spec)], sources=[spec])
-    scorers = Scorers(rewards, 1)
+    scorers = RewardWorkerPool(rewards, 1)
     model, ids = make_model("qwen3"), torch.ones(2, 3, dtype=torch.long)
     sleeps = "import time\ntime.sleep(0.7)\nprint(input())"
     columns = {"inputs": [["7"]] * 2, "outputs": [["7"], ["8"]]}
     try:
         texts = [sleeps, sleeps]
-        begun = scorers.begin(0, lambda: (["p"] * 2, texts, [[1]] * 2, columns))
+        begun = scorers.submit(0, lambda: (["p"] * 2, texts, [[1]] * 2, columns))
         sampled = 0
         while not begun.done():
             model.generate(ids, max_new_tokens=4, do_sample=True, pad_token_id=0)

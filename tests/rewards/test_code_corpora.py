@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from rloo.addons.graders.code.code_reward import make_code
-from rloo.addons.graders.code.isolation import WALLS, find_python
-from rloo.addons.graders.code.sandbox_pool import why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS, find_python
+from rloo.addons.graders.code.sandbox_pool import unavailable_reason
 from support.cases.attacks import ATTACKS
 from support.cases.hacks import HACKS
 from support.cases.honest import HONEST
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=WALLS)
+@pytest.fixture(scope="module", params=ISOLATION_BACKENDS)
 def wall(request):
-    if (reason := why_not(request.param)) is not None:
+    if (reason := unavailable_reason(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
     return request.param
 

@@ -3,15 +3,18 @@ tests are what their authors mean by them."""
 
 import pytest
 
-from rloo.addons.graders.code.isolation import WALLS
-from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
+from rloo.addons.graders.code.sandbox_pool import ResourceLimits, SandboxPool, unavailable_reason
 
 
-@pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[ISOLATION_BACKENDS[0], pytest.param(ISOLATION_BACKENDS[1], marks=pytest.mark.slow)],
+)
 def staff(request):
-    if (reason := why_not(request.param)) is not None:
+    if (reason := unavailable_reason(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
-    staff = Staff(request.param, 1, Limits(seconds=2, total_seconds=6))
+    staff = SandboxPool(request.param, 1, ResourceLimits(seconds=2, total_seconds=6))
     yield staff
     staff.close()
 

@@ -8,22 +8,25 @@ import time
 import pytest
 
 from rloo.addons.graders.code.guest import resource_limits
-from rloo.addons.graders.code.isolation import WALLS
-from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
+from rloo.addons.graders.code.sandbox_pool import ResourceLimits, SandboxPool, unavailable_reason
 
 MEMORY = 1 << 28
 
 
-@pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[ISOLATION_BACKENDS[0], pytest.param(ISOLATION_BACKENDS[1], marks=pytest.mark.slow)],
+)
 def wall(request):
-    if (reason := why_not(request.param)) is not None:
+    if (reason := unavailable_reason(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
     return request.param
 
 
 @pytest.fixture(scope="module")
 def staff(wall):
-    staff = Staff(wall, 1, Limits(seconds=4, total_seconds=8, memory=MEMORY))
+    staff = SandboxPool(wall, 1, ResourceLimits(seconds=4, total_seconds=8, memory=MEMORY))
     yield staff
     staff.close()
 
@@ -206,11 +209,11 @@ print(os.read(reads, 99), len(os.sched_getaffinity(0)))
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor")
 def test_workers_have_different_processors(wall):
-    staff = Staff(wall, 2, Limits())
+    staff = SandboxPool(wall, 2, ResourceLimits())
     program = "import os, time; print(sorted(os.sched_getaffinity(0))); time.sleep(0.5)"
     try:
         asked = {"kind": "run", "program": program, "given": ""}
-        said = [begun.result(60)["output"] for begun in [staff.begin(asked), staff.begin(asked)]]
+        said = [begun.result(60)["output"] for begun in [staff.submit(asked), staff.submit(asked)]]
     finally:
         staff.close()
     assert len(set(said)) == 2
@@ -219,7 +222,7 @@ def test_workers_have_different_processors(wall):
 @pytest.mark.slow
 def test_a_saboteur_takes_no_time_from_other_programs(wall):
     """55 busy children with sessions of their own beside a program that needs most of its time."""
-    staff = Staff(wall, 2, Limits(seconds=2, total_seconds=4))
+    staff = SandboxPool(wall, 2, ResourceLimits(seconds=2, total_seconds=4))
     sabotage = """
 import os
 for _ in range(55):
@@ -237,7 +240,7 @@ print("done")
 """
     try:
         for _ in range(3):
-            begun = [staff.begin({"kind": "run", "program": p, "given": ""})
+            begun = [staff.submit({"kind": "run", "program": p, "given": ""})
                      for p in (sabotage, honest)]  # fmt: skip
             first, second = (one.result(120) for one in begun)
             assert second == {"output": "done\n", "status": 0}
@@ -261,15 +264,15 @@ while True: pass
 
 
 def family(*members, waited=0.0):
-    made = [resource_limits.Process(f"/proc/{pid}", 0, state, own, reaped, 0, 0, *slept)
+    made = [resource_limits.ProcessUsage(f"/proc/{pid}", 0, state, own, reaped, 0, 0, *slept)
             for pid, state, own, reaped, *slept in members]  # fmt: skip
-    return resource_limits.Family(made, waited)
+    return resource_limits.ProcessFamily(made, waited)
 
 
 def test_time_is_counted_that_is_used_or_that_nobody_wants(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(resource_limits.time, "monotonic", lambda: now[0])
-    clock = resource_limits.Clock({"seconds": 1.0, "total_seconds": 2.0})
+    clock = resource_limits.ProgramClock({"seconds": 1.0, "total_seconds": 2.0})
 
     def look(*members, waited=0.0, after=0.05):
         now[0] += after
@@ -289,10 +292,10 @@ def test_time_is_counted_that_is_used_or_that_nobody_wants(monkeypatch):
     assert look((1, "R", 0.5, 0.6)) == (False, False)
     assert look((1, "R", 0.6, 0.6), waited=0.5) == (False, True) or clock.is_over
     # One that was woken just now has slept before.
-    clock = resource_limits.Clock({"seconds": 1.0, "total_seconds": 2.0})
+    clock = resource_limits.ProgramClock({"seconds": 1.0, "total_seconds": 2.0})
     states = [look((1, "R", 0.0, 0.0, step))[0] for step in range(24)]
     assert states.index(True) in (20, 21)
     # By the clock it ends anyway.
-    clock = resource_limits.Clock({"seconds": 1.0, "total_seconds": 2.0})
+    clock = resource_limits.ProgramClock({"seconds": 1.0, "total_seconds": 2.0})
     now[0] += resource_limits.wall_seconds(1.0)
     assert clock.is_over and not clock.is_all_over

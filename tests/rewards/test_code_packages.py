@@ -3,15 +3,18 @@
 import pytest
 
 from rloo.addons.graders.code.code_reward import make_code
-from rloo.addons.graders.code.isolation import WALLS
-from rloo.addons.graders.code.sandbox_pool import why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
+from rloo.addons.graders.code.sandbox_pool import unavailable_reason
 from rloo.rewards import load_reward
 from support.walls import require_a_wall
 
 
-@pytest.fixture(scope="module", params=[WALLS[0], pytest.param(WALLS[1], marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[ISOLATION_BACKENDS[0], pytest.param(ISOLATION_BACKENDS[1], marks=pytest.mark.slow)],
+)
 def reward(request):
-    if (reason := why_not(request.param)) is not None:
+    if (reason := unavailable_reason(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
     reward = make_code(wall=request.param, workers=1, packages=["numpy"], seconds=3)
     try:

@@ -176,7 +176,7 @@ class Runs:
 def test_a_pickle_of_anything_but_a_text_is_refused_and_not_run(capsys):
     evil = base64.b64encode(zlib.compress(pickle.dumps(Runs()))).decode()
     row = {**LCB, "public_test_cases": "[]", "private_test_cases": evil, "metadata": "{}"}
-    with pytest.raises(problem_formats.Unreadable, match="the pickle has"):
+    with pytest.raises(problem_formats.UnreadableRow, match="the pickle has"):
         problem_formats.read(row)
     assert capsys.readouterr().out == ""
     for protocol in range(6):

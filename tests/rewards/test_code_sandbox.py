@@ -20,17 +20,17 @@ import pytest
 
 from rloo.addons.graders.code.guest import codec
 from rloo.addons.graders.code.guest import seccomp as calls
-from rloo.addons.graders.code.isolation import WALLS
-from rloo.addons.graders.code.sandbox_pool import Limits, Staff, why_not
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
+from rloo.addons.graders.code.sandbox_pool import ResourceLimits, SandboxPool, unavailable_reason
 
 Point = namedtuple("Point", "x y")
 
 
-@pytest.fixture(scope="module", params=WALLS)
+@pytest.fixture(scope="module", params=ISOLATION_BACKENDS)
 def staff(request):
-    if (reason := why_not(request.param)) is not None:
+    if (reason := unavailable_reason(request.param)) is not None:
         pytest.skip(f"the wall {request.param} does not hold here: {reason}")
-    staff = Staff(request.param, 1, Limits(seconds=2, total_seconds=5))
+    staff = SandboxPool(request.param, 1, ResourceLimits(seconds=2, total_seconds=5))
     yield staff
     staff.close()
 
@@ -72,7 +72,7 @@ def test_subclasses_come_as_the_plain_types_that_they_extend():
 
     for value, plain in ((Number(3), 3), (Counter("aab"), {"a": 2, "b": 1}), (OrderedDict(), {})):
         assert type(there_and_back(value)) is type(plain) and there_and_back(value) == plain
-    with pytest.raises(codec.NotPlain, match="a object is no plain value"):
+    with pytest.raises(codec.NotSerializable, match="a object is no plain value"):
         codec.encode([object()])
 
 
@@ -147,10 +147,10 @@ def test_a_wall_that_finds_what_it_needs_holds():
     """Else all that is tested behind it would be skipped."""
     landlock = ctypes.CDLL(None).syscall(444, None, ctypes.c_size_t(0), 1)
     if landlock >= 6:
-        assert why_not("landlock") is None
+        assert unavailable_reason("landlock") is None
     bubblewrap = ["bwrap", "--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "true"]
     if shutil.which("bwrap") and subprocess.run(bubblewrap, capture_output=True).returncode == 0:
-        assert why_not("bwrap") is None
+        assert unavailable_reason("bwrap") is None
 
 
 # -- programs --------------------------------------------------------------------------------------
@@ -210,7 +210,11 @@ def own_folder(monkeypatch):
 
 
 def test_processes_and_folders_are_gone_when_the_staff_is(staff, own_folder):
-    wall = Staff("landlock", 1, Limits()) if why_not("landlock") is None else None
+    wall = (
+        SandboxPool("landlock", 1, ResourceLimits())
+        if unavailable_reason("landlock") is None
+        else None
+    )
     if wall is None:
         pytest.skip("Landlock does not hold here")
 
@@ -226,7 +230,7 @@ if os.fork() == 0:
     time.sleep(600)
 time.sleep(600)
 """
-    begun = wall.begin({"kind": "run", "program": program, "given": ""})
+    begun = wall.submit({"kind": "run", "program": program, "given": ""})
     while sum(name in comm(pid) for pid in pids()) < 2:
         time.sleep(0.02)
     assert folders()
@@ -413,11 +417,11 @@ def test_what_a_program_returns_cannot_have_the_judge_take_all_memory(staff):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wall", WALLS)
+@pytest.mark.parametrize("wall", ISOLATION_BACKENDS)
 def test_what_a_program_returns_cannot_have_the_judge_go_on_for_ever(wall):
-    if why_not(wall) is not None:
+    if unavailable_reason(wall) is not None:
         pytest.skip(f"the wall {wall} does not hold here")
-    staff = Staff(wall, 1, Limits(seconds=0.5, total_seconds=1))
+    staff = SandboxPool(wall, 1, ResourceLimits(seconds=0.5, total_seconds=1))
     try:
         for _ in range(2):  # the worker goes on
             program, test = "def f(x): return range(10**14)", "assert sum(f(1)) == 3"

@@ -18,7 +18,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.user_functions import NotAllowed
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.rewards import RewardSet, load_reward
-from rloo.rewards.timeout import DeadlinePassed, call_within_reward_timeout
+from rloo.rewards.timeout import RewardTimeout, call_with_timeout
 from rloo.trainer.build import make_rewards
 
 
@@ -86,7 +86,7 @@ def test_a_closed_stream_of_errors_ends_no_call(monkeypatch):
     gone = open(os.devnull, "w")  # noqa: SIM115 - closed here
     monkeypatch.setattr(sys, "__stderr__", gone)
     gone.close()
-    assert call_within_reward_timeout(5.0, lambda: 3) == 3
+    assert call_with_timeout(5.0, lambda: 3) == 3
 
 
 def test_a_result_that_comes_too_late_is_no_result():
@@ -107,11 +107,11 @@ def test_without_the_main_thread_the_function_is_left_behind_in_another():
     found, free = [], threading.Event()
 
     def work():
-        with pytest.raises(DeadlinePassed):
-            call_within_reward_timeout(0.1, free.wait)
-        found.append(call_within_reward_timeout(60, lambda: 7))
+        with pytest.raises(RewardTimeout):
+            call_with_timeout(0.1, free.wait)
+        found.append(call_with_timeout(60, lambda: 7))
         with pytest.raises(KeyError):
-            call_within_reward_timeout(60, lambda: {}[0])
+            call_with_timeout(60, lambda: {}[0])
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -244,7 +244,10 @@ def test_a_reward_cannot_end_the_run_as_if_it_were_finished(function, raised):
         score(function, timeout=30)
     with pytest.warns(UserWarning, match=message):
         assert score(lengths, function, on_error="missing").totals == [1.0, 2.0, 3.0]
-    with futures.ThreadPoolExecutor() as pool, pytest.raises(NotAllowed, match=message):
+    with (
+        futures.ThreadPoolExecutor() as pool,
+        pytest.raises(NotAllowed, match=message),
+    ):
         pool.submit(score, function, timeout=30).result()
 
 
@@ -404,7 +407,7 @@ def test_the_options_reach_the_rewards():
 def test_a_reward_that_takes_the_last_timer_and_catches_everything_is_ended_and_shown():
     code = (
         "import faulthandler, time\n"
-        "from rloo.rewards.timeout import call_within_reward_timeout\n"
+        "from rloo.rewards.timeout import call_with_timeout\n"
         "def hangs():\n"
         "    faulthandler.cancel_dump_traceback_later()\n"
         "    while True:\n        try:\n            time.sleep(0.01)\n"

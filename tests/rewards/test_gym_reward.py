@@ -7,7 +7,7 @@ import pytest
 
 from rloo import RLOOConfig
 from rloo.addons.graders.code import packages
-from rloo.addons.graders.code.sandbox_pool import Library
+from rloo.addons.graders.code.sandbox_pool import AllowedModules
 from rloo.addons.integrations.reasoning_gym import gym_reward as module
 from rloo.addons.integrations.reasoning_gym import gym_tasks
 from rloo.addons.integrations.reasoning_gym.gym_reward import answer_of, make_gym
@@ -138,7 +138,7 @@ def test_a_score_that_is_none_is_told(monkeypatch):
 @needs_wall
 def test_what_the_wall_does_not_let_through_is_said(monkeypatch):
     monkeypatch.setattr(module, "_MAIN", "raise SystemExit('it is not here')")
-    monkeypatch.setattr(module, "library_here", Library)
+    monkeypatch.setattr(module, "library_here", AllowedModules)
     with pytest.raises(ValueError, match="which failed: it is not here"):
         make_gym(workers=1).check_columns(["entry"])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from rloo.addons.graders.math.answer_extraction import Answer, boxed_answer, read_answer
+from rloo.addons.graders.math.answer_extraction import ExtractedAnswer, boxed_answer, read_answer
 from rloo.addons.graders.math.denial import denies_after, denies_before
 from rloo.addons.graders.math.equation_sides import last_side, value_side
 from rloo.addons.graders.math.normal_form import clean
@@ -156,19 +156,19 @@ def test_gsm8k_gives_what_math_gives_to_numbers():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (r"\boxed{1} and \boxed{2}", Answer("1, 2", ("1", "2"))),
-        (r"$\boxed{1}$ papers and $\boxed{2}$ bins", Answer("1, 2", ("1", "2"))),
-        (r"\boxed{1}, no: \boxed{2}", Answer("2")),
-        (r"\boxed{1}. \boxed{2}", Answer("2")),
-        (r"It is \boxed{1}, not \boxed{2}.", Answer("1")),
-        (r"It is not \boxed{1}.", Answer("")),
-        (r"\boxed{1", Answer("")),
-        (r"\boxed{\frac{1}{2}} \fbox{3}", Answer("3")),
-        (r"\boxed{1}\boxed{2}", Answer("1, 2", ("1", "2"))),
-        ("- \\boxed{1}\n- \\boxed{2}", Answer("1, 2", ("1", "2"))),
-        (r"\boxed{1} or 2", Answer("")),
-        (r"\boxed{\frac{1}{2}} or 0.5", Answer(r"\frac{1}{2}")),
-        (r"$\boxed{1$", Answer("1")),
+        (r"\boxed{1} and \boxed{2}", ExtractedAnswer("1, 2", ("1", "2"))),
+        (r"$\boxed{1}$ papers and $\boxed{2}$ bins", ExtractedAnswer("1, 2", ("1", "2"))),
+        (r"\boxed{1}, no: \boxed{2}", ExtractedAnswer("2")),
+        (r"\boxed{1}. \boxed{2}", ExtractedAnswer("2")),
+        (r"It is \boxed{1}, not \boxed{2}.", ExtractedAnswer("1")),
+        (r"It is not \boxed{1}.", ExtractedAnswer("")),
+        (r"\boxed{1", ExtractedAnswer("")),
+        (r"\boxed{\frac{1}{2}} \fbox{3}", ExtractedAnswer("3")),
+        (r"\boxed{1}\boxed{2}", ExtractedAnswer("1, 2", ("1", "2"))),
+        ("- \\boxed{1}\n- \\boxed{2}", ExtractedAnswer("1, 2", ("1", "2"))),
+        (r"\boxed{1} or 2", ExtractedAnswer("")),
+        (r"\boxed{\frac{1}{2}} or 0.5", ExtractedAnswer(r"\frac{1}{2}")),
+        (r"$\boxed{1$", ExtractedAnswer("1")),
         ("1", None),
     ],
 )
@@ -240,7 +240,7 @@ def test_an_answer_ends_where_its_tags_its_line_or_its_box_end():
         "It is 6.\n5",
         "**5**",
     ):
-        assert read_answer(text) == Answer("5"), text
+        assert read_answer(text) == ExtractedAnswer("5"), text
     assert read_answer("I do not know.") is None
 
 

@@ -9,14 +9,14 @@ import transformers
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.rank_rollout import Judge
+from rloo.algorithm.rank_rollout import RewardScorer
 from rloo.config.parser import parse_command_line
 from rloo.distributed import World
 from rloo.rewards import RewardSet
 from rloo.rewards.reward_model import RewardModel, as_reward
-from rloo.rewards.running_norm import Normalized
+from rloo.rewards.running_norm import RunningNormReward
 from rloo.trainer.build import make_rewards
-from rloo.trainer.evaluate import Settings, evaluate
+from rloo.trainer.evaluate import EvaluationSettings, evaluate
 from rloo.trainer.preflight import check_inputs
 from rloo.types import Completion, Prompt, Sampling
 from support.models import CPU, make_model
@@ -281,7 +281,7 @@ def given(prompts, completions):
 
 
 def test_the_running_scale_by_hand():
-    rewards = RewardSet([Normalized(given)])
+    rewards = RewardSet([RunningNormReward(given)])
 
     def score(*values, **options):
         texts = [str(v) for v in values]
@@ -300,7 +300,7 @@ def test_the_running_scale_by_hand():
     assert evaluated.totals == [7.0] and evaluated.metrics == {}
     assert rewards.state_dict() == state
 
-    resumed = RewardSet([short, Normalized(given)])
+    resumed = RewardSet([short, RunningNormReward(given)])
     resumed.load_state_dict({**state, "gone": {"count": 1}})
     assert resumed.state_dict() == state
     later = resumed.score(["p"], ["5"], [[1]], {}, None)
@@ -308,7 +308,7 @@ def test_the_running_scale_by_hand():
 
 
 def test_equal_scores_and_a_single_one_have_no_scale():
-    scores = Normalized(given)
+    scores = RunningNormReward(given)
     assert scores.normalize([2.0]) == [2.0]
     assert scores.normalize([2.0, 5.0]) == [0.0, 3.0]
 
@@ -324,8 +324,8 @@ def test_evaluation_does_not_move_the_running_scale(folder):
     rewards = make_rewards({"name": folder, "normalize": True}, RLOOConfig(), device=CPU)
     rewards.score(["w1", "w2"], [" w1", " w3"], [[1]] * 2, {}, None)
     before = rewards.state_dict()
-    judge = Judge(rewards, make_tokenizer(), World(CPU))
-    settings = Settings(Sampling(4, (2,)), 2, noise=0, pass_threshold=1.0)
+    judge = RewardScorer(rewards, make_tokenizer(), World(CPU))
+    settings = EvaluationSettings(Sampling(4, (2,)), 2, noise=0, pass_threshold=1.0)
     report, _ = evaluate(Fixed(), [Prompt(0, [4], "w1 ")], judge, settings)
     assert rewards.state_dict() == before and before["tiny-rm"]["count"] == 2
     raw = alone(make_reward_model(), make_reward_tokenizer(), ["w1 w1"])  # token 5 is w1

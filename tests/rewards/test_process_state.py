@@ -71,7 +71,10 @@ def seen():
 )
 def test_what_a_call_leaves_is_named_and_undone(name, change):
     before = seen()
-    with pytest.raises(NotAllowed, match=f"'f' changed .*{name} from "), keep_state("'f'"):
+    with (
+        pytest.raises(NotAllowed, match=f"'f' changed .*{name} from "),
+        keep_state("'f'"),
+    ):
         change()
     assert seen() == before
     with keep_state("'f'"):

@@ -11,7 +11,7 @@ import pytest
 
 from rloo.config.user_functions import NotAllowed
 from rloo.rewards import RewardSet, load_reward
-from rloo.rewards.reward_workers import Scorers, why_not, written
+from rloo.rewards.reward_workers import RewardWorkerPool, unavailable_reason, written
 
 COLUMNS = {"answer": ["4", "5"]}
 ARGUMENTS = (["p", "p"], ["is 4", "is 4"], [[1, 2], [3]], COLUMNS)
@@ -54,8 +54,8 @@ def call_of(text: str):
 def scorers_of():
     made = []
 
-    def make(functions, size=1, **options) -> Scorers:
-        made.append(Scorers(RewardSet(functions, **options), size))
+    def make(functions, size=1, **options) -> RewardWorkerPool:
+        made.append(RewardWorkerPool(RewardSet(functions, **options), size))
         return made[-1]
 
     yield make
@@ -159,12 +159,14 @@ def test_what_cannot_travel_is_scored_here_and_the_reason_is_told():
             raise TypeError("a connection")
 
     closed, large = Closed(), bytes(2**26)
-    assert "'Judge' is an object" in why_not(RewardSet([Judge()]))
+    assert "'Judge' is an object" in unavailable_reason(RewardSet([Judge()]))
     named = RewardSet([Judge()], sources=["file.py:judge"])  # it may keep a state all the same
-    assert "'Judge' is an object" in why_not(named)
-    assert why_not(RewardSet([load_reward("math")], sources=["math"])) is None
-    assert "cannot be sent to another process" in why_not(RewardSet([lambda completions: closed]))
-    assert "67,1" in why_not(RewardSet([lambda completions: large]))
+    assert "'Judge' is an object" in unavailable_reason(named)
+    assert unavailable_reason(RewardSet([load_reward("math")], sources=["math"])) is None
+    assert "cannot be sent to another process" in unavailable_reason(
+        RewardSet([lambda completions: closed])
+    )
+    assert "67,1" in unavailable_reason(RewardSet([lambda completions: large]))
     with pytest.raises(ValueError, match="is an object"):
-        Scorers(RewardSet([Judge()]), 1)
-    assert why_not(RewardSet([graded, waiting])) is None
+        RewardWorkerPool(RewardSet([Judge()]), 1)
+    assert unavailable_reason(RewardSet([graded, waiting])) is None

@@ -106,7 +106,7 @@ def test_workers_that_others_start_change_no_bit_also_where_one_is_killed(tmp_pa
                 workers[number].kill()
                 workers.append(placed(("sample", "score")[number // 2], folder))
             if state.global_step == 7:  # who comes when all is over waits for another run
-                wait_until(lambda: len(there.world.hub.members()) == 4)
+                wait_until(lambda: len(there.world.worker_registry.members()) == 4)
 
     config = make_config(
         tmp_path / "there", logging_steps=1, save_strategy="no", remote_workers="both", **options
@@ -115,5 +115,5 @@ def test_workers_that_others_start_change_no_bit_also_where_one_is_killed(tmp_pa
     there.train()
     assert equal(weights(here), weights(there))
     assert computed(one) == computed(config)
-    there.world.hub.close()
+    there.world.worker_registry.close()
     assert [worker.wait(60) for worker in workers] == [-9, 0, -9, 0, 0, 0]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from rloo import cli
-from rloo.algorithm.estimator_registry import chosen_estimator
+from rloo.algorithm.estimator_registry import load_estimator
 from rloo.config.config import RLOOConfig
 from rloo.tools import check_estimator
-from rloo.tools.exact_gradient import Bandit, logits_table, measure
+from rloo.tools.exact_gradient import TabularPolicy, logits_table, measure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
 MINE = """
@@ -51,10 +51,12 @@ def mine(tmp_path):
     return path
 
 
-def bandit_of(number: int, num_tokens: int = 3) -> Bandit:
+def bandit_of(number: int, num_tokens: int = 3) -> TabularPolicy:
     sequences = 1 + num_tokens * (num_tokens - 1)
     rewards = torch.cos(torch.arange(sequences, dtype=torch.float64) * (1 + number))
-    return Bandit(logits_table(number, num_tokens), logits_table(number + 1, num_tokens), rewards)
+    return TabularPolicy(
+        logits_table(number, num_tokens), logits_table(number + 1, num_tokens), rewards
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
@@ -73,7 +75,7 @@ def test_the_variance_of_leave_one_out_is_that_of_theory(beta):
     given = [sum(p[j] * kernel[i, j] for j in range(len(p))) for i in range(len(p))]
     z1 = sum(p[i] * given[i].square().sum() for i in range(len(p))) - mean.square().sum()
     assert torch.allclose(mean, bandit.exact_gradient(beta).flatten(), atol=1e-12)
-    estimator = chosen_estimator(RLOOConfig(estimator="rloo"))
+    estimator = load_estimator(RLOOConfig(estimator="rloo"))
     for size in (2, 3, 4):
         (found,) = measure(estimator, [bandit], size, beta)
         expected = (4 * (size - 2) * z1 + 2 * z2) / (size * (size - 1))
@@ -84,9 +86,9 @@ def test_the_variance_of_leave_one_out_is_that_of_theory(beta):
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_an_estimator_of_the_batch_is_enumerated_over_all_prompts_together(mine, beta):
     bandits = [bandit_of(0, 2), bandit_of(2, 2)]
-    exact = chosen_estimator(RLOOConfig(estimator=f"{mine}:other_prompts"))
+    exact = load_estimator(RLOOConfig(estimator=f"{mine}:other_prompts"))
     # Its own part in the baseline takes a quarter of four completions off.
-    shorter = chosen_estimator(RLOOConfig(estimator=f"{mine}:all_prompts"))
+    shorter = load_estimator(RLOOConfig(estimator=f"{mine}:all_prompts"))
     for found in measure(exact, bandits, 2, beta):
         assert found.error < 1e-12 and found.scale == pytest.approx(1, abs=1e-12)
     for found in measure(shorter, bandits, 2, beta):

@@ -22,7 +22,7 @@ from rloo.trainer.checkpoint import (
     save_model,
     verify_checkpoint,
 )
-from rloo.trainer.run_dir import Start, clear
+from rloo.trainer.run_dir import StartPoint, clear
 from support.checkpoints import make_checkpoint, names, save, write_model
 from support.optimizers import load_state, make_optimizer, state_of, take_step
 from support.training import identical
@@ -187,7 +187,7 @@ def test_a_kill_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path, monkey
         survivors.append(load_checkpoint(found).step)
         for path in directory.glob("checkpoint-*"):
             verify_checkpoint(path)
-        clear(directory, RLOOConfig(str(directory)), start=Start(found), resume=True)
+        clear(directory, RLOOConfig(str(directory)), start=StartPoint(found), resume=True)
         assert not list(directory.glob("tmp-*"))
         assert (save(directory, 2, keep=1), []) == find_checkpoint(directory)
         assert names(directory) == ["checkpoint-2"]

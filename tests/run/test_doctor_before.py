@@ -7,7 +7,7 @@ import pytest
 from rloo.addons.report.doctor.dataset_stats import answered_prompts, facts_of
 from rloo.addons.report.doctor.dry_run import dry_run, examine
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import Run
+from rloo.addons.report.doctor.run_record import RecordedRun
 from rloo.cli import main
 from rloo.rewards import RewardSet
 from rloo.types import Prompt
@@ -88,7 +88,7 @@ def test_templates_are_examined(tmp_path):
     found = facts(trainer)
     assert found["chat_template"] == "turn not opened"
     assert found["end_of_turn"] == "<unk>" and found["end_of_turn_id"] == 3
-    named = [finding.name for finding in diagnose(Run([], facts=found))]
+    named = [finding.name for finding in diagnose(RecordedRun([], facts=found))]
     assert named == ["chat_template"]  # what follows from it is not told beside it
 
 

@@ -8,9 +8,9 @@ import torch
 
 from rloo.addons.report.doctor.dataset_stats import facts_of_error, of_template
 from rloo.addons.report.doctor.doctor_command import report
-from rloo.addons.report.doctor.live_rules import Watch
+from rloo.addons.report.doctor.live_rules import LiveDoctor
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import Run
+from rloo.addons.report.doctor.run_record import RecordedRun
 from rloo.tracking.guarded import attempt
 from rloo.types import Prompt
 from support.text import make_tokenizer
@@ -53,7 +53,7 @@ def test_what_a_diagnosis_raises_is_a_note_in_one_line():
 
 def test_a_rule_that_cannot_be_judged_leaves_the_others():
     told = []
-    run = Run([{**ONE, "reward": math.nan}] * 4, facts=Broken())
+    run = RecordedRun([{**ONE, "reward": math.nan}] * 4, facts=Broken())
     assert [finding.name for finding in diagnose(run, told.append)] == ["rewards_missing"]
     assert all("ZeroDivisionError" in note for note in told) and len(told) == 5
     with pytest.warns(UserWarning, match="whether [a-z_]+ holds: ZeroDivisionError"):
@@ -62,7 +62,7 @@ def test_a_rule_that_cannot_be_judged_leaves_the_others():
 
 def test_no_record_at_all_ends_the_watch():
     told = []
-    watch = Watch({}, told.append)
+    watch = LiveDoctor({}, told.append)
     watch.add({**ONE, "step": None})
     watch.add_completions([{"no": "step"}, {"step": 1, "completion": None}])
     watch.facts = Unclear()

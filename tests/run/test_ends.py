@@ -19,7 +19,7 @@ from same_folders import compare_folders
 from same_words import SPOKEN, Words
 
 import rloo
-from rloo.algorithm.stop_signals import ForcedInterrupt, Stop
+from rloo.algorithm.stop_signals import ForcedInterrupt, StopSignals
 from rloo.tracking import jsonl
 from support.marks import every_second
 from support.training import count_words, make_config, make_trainer
@@ -177,16 +177,16 @@ def test_sigusr1_saves_between_the_steps_of_a_rollout(tmp_path):
     trip(trainer.policy.stepper, "step", 2, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     trainer.train()
     assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
-    stop = Stop(usr1_saves=True)
-    with stop.listening(), stop.ending():  # while nothing is there to be saved
+    stop = StopSignals(usr1_saves=True)
+    with stop.handling(), stop.ending():  # while nothing is there to be saved
         os.kill(os.getpid(), signal.SIGUSR1)
     assert stop.save_wanted
 
 
 def test_a_second_signal_of_a_kind_ends_at_once_also_after_another_kind():
-    stop = Stop()
+    stop = StopSignals()
     stop.hold()
-    with stop.listening():
+    with stop.handling():
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert stop.received == signal.SIGTERM

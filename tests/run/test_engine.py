@@ -32,7 +32,7 @@ def test_a_run_gives_each_version_of_the_weights_once(tmp_path, monkeypatch):
     # For the rehearsal, the evaluation at the start and the first rollout; then by each evaluation
     # that comes after a step, and by no rollout that comes after it.
     assert len(given) == 1 + 3
-    assert trainer.engine.facts.copies_weights
+    assert trainer.engine.capabilities.copies_weights
     trainer.evaluate()
     assert len(given) == 1 + 3
 
@@ -76,7 +76,7 @@ class Third(HFEngine):
 
     def __init__(self, model, **options):
         super().__init__(model, **options)
-        self.facts = replace(self.facts, name="third")
+        self.capabilities = replace(self.capabilities, name="third")
 
 
 @pytest.fixture

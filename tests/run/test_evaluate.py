@@ -3,11 +3,11 @@ import math
 
 import pytest
 
-from rloo.algorithm.rank_rollout import Judge
+from rloo.algorithm.rank_rollout import RewardScorer
 from rloo.distributed import World
 from rloo.rewards import RewardSet
 from rloo.tracking.metrics import deviation, rollout_metrics, standard_error, window_mean
-from rloo.trainer.evaluate import Settings, evaluate, interval, pass_at_k
+from rloo.trainer.evaluate import EvaluationSettings, evaluate, interval, pass_at_k
 from rloo.types import Completion, Group, Prompt, Sampling
 from support.models import CPU
 
@@ -33,8 +33,8 @@ class Words:
         return [" ".join(map(str, row)) for row in rows]
 
 
-def judge(reward) -> Judge:
-    return Judge(RewardSet([reward]), Words(), World(CPU))
+def judge(reward) -> RewardScorer:
+    return RewardScorer(RewardSet([reward]), Words(), World(CPU))
 
 
 def test_evaluation_by_hand():
@@ -44,7 +44,7 @@ def test_evaluation_by_hand():
         ScriptedEngine(script),
         [Prompt(i, [9], "p") for i in range(3)],
         judge(lambda completions: [float("1" in c) for c in completions]),
-        Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[1, 2, 4]),
+        EvaluationSettings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[1, 2, 4]),
     )
     assert report["pass@1"] == pytest.approx((0.5 + 0 + 1) / 3)
     # Two of four, drawn twice: both wrong in 1 of 6 cases.
@@ -70,7 +70,7 @@ def test_too_large_a_k_is_refused():
             ScriptedEngine([]),
             [],
             judge(lambda completions: []),
-            Settings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[8]),
+            EvaluationSettings(Sampling(4, (2,)), 4, noise=0, pass_threshold=1.0, pass_k=[8]),
         )
 
 

@@ -9,14 +9,14 @@ import pytest
 
 from rloo import RLOOConfig
 from rloo.config.show import render_resolved
-from rloo.trainer.run_dir import MARK, Start, claimed, clear, find_start
+from rloo.trainer.run_dir import MARK, StartPoint, acquire_run_dir, clear, find_start_point
 from rloo.trainer.run_lock import LOCK, locked
 from support.checkpoints import names, save
 from support.training import make_config
 
 
 def claim(folder, *, overwrite, resuming):
-    start = Start(folder / "checkpoint-1" if resuming else None)
+    start = StartPoint(folder / "checkpoint-1" if resuming else None)
     config = RLOOConfig(str(folder), overwrite_output_dir=overwrite)
     clear(folder, config, start=start, resume=resuming)
     return start.notes
@@ -24,23 +24,23 @@ def claim(folder, *, overwrite, resuming):
 
 def test_what_to_resume_from(tmp_path):
     for nothing in (None, False, "auto"):
-        assert find_start(tmp_path, nothing).checkpoint is None
+        assert find_start_point(tmp_path, nothing).checkpoint is None
     with pytest.raises(ValueError, match="has no checkpoint to resume from"):
-        find_start(tmp_path, True)
+        find_start_point(tmp_path, True)
     one, two = save(tmp_path, 1), save(tmp_path, 2)
     for newest in (True, "auto", str(two)):
-        assert find_start(tmp_path, newest).checkpoint == two
-    assert find_start(tmp_path, str(one)).checkpoint == one
+        assert find_start_point(tmp_path, newest).checkpoint == two
+    assert find_start_point(tmp_path, str(one)).checkpoint == one
     with pytest.raises(ValueError, match="checkpoint-3 does not exist"):
-        find_start(tmp_path, str(tmp_path / "checkpoint-3"))
+        find_start_point(tmp_path, str(tmp_path / "checkpoint-3"))
     with pytest.raises(ValueError, match=r"has no manifest\.json"):
-        find_start(tmp_path, str(tmp_path))
+        find_start_point(tmp_path, str(tmp_path))
 
 
 def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
     folder = tmp_path / "a" / "b"
     for _ in range(2):
-        with claimed(make_config(tmp_path, output_dir=str(folder)), None) as start:
+        with acquire_run_dir(make_config(tmp_path, output_dir=str(folder)), None) as start:
             assert start.checkpoint is None
         (folder / "notes.txt").write_text("mine")
     assert names(folder) == [LOCK, "notes.txt"]
@@ -51,7 +51,7 @@ def test_a_fresh_folder_is_made_and_other_files_are_no_concern(tmp_path):
     ):
         with (
             pytest.raises(ValueError, match=fault),
-            claimed(make_config(tmp_path, output_dir=str(name)), None),
+            acquire_run_dir(make_config(tmp_path, output_dir=str(name)), None),
         ):
             pass
 
@@ -131,7 +131,7 @@ def test_a_run_that_had_not_finished_is_told_how_it_goes_on(tmp_path, status):
     place = tmp_path / "earlier" / "1"
     assert note.endswith(f"goes on with --output_dir {place} --resume_from_checkpoint auto")
     again = make_config(tmp_path, output_dir=str(place))
-    with claimed(again, "auto") as start:
+    with acquire_run_dir(again, "auto") as start:
         assert start.checkpoint == place / "checkpoint-1"
 
 
@@ -152,11 +152,11 @@ def test_a_move_that_is_killed_at_any_file_is_finished_by_the_next_run(tmp_path,
         with monkeypatch.context() as patch:
             patch.setattr(Path, "rename", count)
             try:
-                with claimed(config, None):
+                with acquire_run_dir(config, None):
                     kept = kills
             except KeyboardInterrupt:
                 kills += 1
-        with claimed(config, None) as start:
+        with acquire_run_dir(config, None) as start:
             place = folder / "earlier" / "1"
             assert kept or not start.notes or str(place) in start.notes[-1]
         assert all((place / name).is_file() for name in own) and names(place.parent) == ["1"]
@@ -167,7 +167,7 @@ def test_a_folder_that_is_held_is_not_touched(tmp_path):
     own = leave_a_run(tmp_path)
     config = make_config(tmp_path, output_dir=str(tmp_path))
     with locked(tmp_path), pytest.raises(ValueError, match="a run that is going on"):
-        claimed(config, None).__enter__()
+        acquire_run_dir(config, None).__enter__()
     assert all((tmp_path / name).is_file() for name in own)
 
 
@@ -176,7 +176,7 @@ def test_a_run_whose_checkpoint_is_the_model_is_not_moved(tmp_path):
     model = str(tmp_path / "checkpoint-1")
     config = make_config(tmp_path, output_dir=str(tmp_path), model=model)
     with pytest.raises(ValueError, match="whose run would be moved to earlier/; name another"):
-        claimed(config, None).__enter__()
+        acquire_run_dir(config, None).__enter__()
     assert (tmp_path / "checkpoint-1").is_dir()
 
 
@@ -191,7 +191,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again_by_itself(tmp_pat
     config = make_config(tmp_path, output_dir=str(tmp_path))
     for resume in ("auto", True):
         (tmp_path / "metrics.jsonl").write_text("{}")
-        with claimed(config, resume) as start:
+        with acquire_run_dir(config, resume) as start:
             assert start.checkpoint is None and "before its first checkpoint" in start.notes[0]
             assert names(tmp_path) == [LOCK]
 
@@ -207,24 +207,24 @@ def test_going_back_sets_later_checkpoints_aside(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "summary.json").write_text('{"status": "finished"}')
     for _ in range(2):
-        with claimed(config, str(one)) as start:
+        with acquire_run_dir(config, str(one)) as start:
             (note,) = start.notes
             assert note.endswith("checkpoint-2 is now superseded-checkpoint-2")
-        assert find_start(tmp_path, "auto") == Start(one, same_options=True)
+        assert find_start_point(tmp_path, "auto") == StartPoint(one, same_options=True)
         two.mkdir()
     two.rmdir()
     other = make_config(tmp_path, output_dir=str(tmp_path / "other"))
     save(tmp_path / "other", 3)
     with pytest.raises(ValueError, match=r"holds another run than .*checkpoint-1 is of"):
-        claimed(other, str(one)).__enter__()
+        acquire_run_dir(other, str(one)).__enter__()
 
 
 def test_a_finished_run_without_checkpoints_is_not_made_again(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "summary.json").write_text('{"status": "finished"}')
     with pytest.raises(ValueError, match="a finished run and no checkpoint to resume from: auto"):
-        find_start(tmp_path, True)
-    assert not find_start(tmp_path, "auto").finished  # which does not say what it was
+        find_start_point(tmp_path, True)
+    assert not find_start_point(tmp_path, "auto").finished  # which does not say what it was
 
 
 def test_auto_does_not_start_another_run_in_place_of_one_without_checkpoints(tmp_path):
@@ -233,8 +233,8 @@ def test_auto_does_not_start_another_run_in_place_of_one_without_checkpoints(tmp
     (tmp_path / "metrics.jsonl").write_text("")
     other = make_config(tmp_path, output_dir=str(tmp_path), learning_rate=0.5)
     with pytest.raises(ValueError, match=r"other options, .*: learning_rate 0.01 -> 0.5; start"):
-        claimed(other, "auto").__enter__()
-    with claimed(config, "auto") as start:
+        acquire_run_dir(other, "auto").__enter__()
+    with acquire_run_dir(config, "auto") as start:
         assert start.checkpoint is None
     assert names(tmp_path) == [LOCK]
 
@@ -246,5 +246,5 @@ def test_a_folder_behind_a_link_that_leads_nowhere_is_refused(tmp_path, place):
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
     config = make_config(tmp_path, output_dir=str(tmp_path / place), model=str(tmp_path / "ring"))
     with pytest.raises(ValueError, match=r"is a link to .*, which is not there, or leads back"):
-        claimed(config, None).__enter__()
+        acquire_run_dir(config, None).__enter__()
     assert names(tmp_path) == ["loop", "nowhere", "ring"]

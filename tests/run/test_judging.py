@@ -8,7 +8,7 @@ import pytest
 from rloo.addons.report.doctor.doctor_command import findings_of
 from rloo.rewards import RewardSet
 from rloo.tracking.jsonl import START
-from rloo.trainer.eval_rewards import Judging
+from rloo.trainer.eval_rewards import EvalRewards
 from rloo.types import Completion, Group, Prompt
 from support.training import ROWS, count_words, make_config, make_trainer
 
@@ -53,9 +53,9 @@ class Longest:
 
 
 def measure(judging, texts, step):
-    from rloo.algorithm.rank_rollout import Judge
+    from rloo.algorithm.rank_rollout import RewardScorer
 
-    judge = Judge(judging.rewards, Words(texts), World())
+    judge = RewardScorer(judging.rewards, Words(texts), World())
     return judging.measure("", groups_of(*texts), judge, step)
 
 
@@ -65,12 +65,12 @@ def size(completions):
 
 def test_win_rates_by_hand(tmp_path):
     longest = Longest()
-    judging = Judging(RewardSet([size]), {"longest": longest}, tmp_path)
+    judging = EvalRewards(RewardSet([size]), {"longest": longest}, tmp_path)
     first = measure(judging, [("aa", "bbb"), ("c", "d")], 0)
     assert first["rewards/size/mean"] == pytest.approx(7 / 4)
     assert not any("win_rate" in name for name in first) and not longest.seen
     # By length: better, equal (half); better, worse: (0.75 + 0.5) / 2. The judge leaves out equals.
-    again = Judging(RewardSet([size]), {"longest": longest}, tmp_path)  # of a run that goes on
+    again = EvalRewards(RewardSet([size]), {"longest": longest}, tmp_path)  # of a run that goes on
     after = measure(again, [("aaa", "bbb"), ("cc", "")], 5)
     assert after["rewards/size/win_rate"] == pytest.approx(0.625)
     assert after["rewards/longest/win_rate"] == pytest.approx((1.0 + 0.5) / 2)

@@ -24,7 +24,9 @@ def told(trainer) -> list[str]:
     return [note for note in trainer.policy.notes if "cpu_kernels" in note]
 
 
-@pytest.mark.skipif(c_build.why_not() is not None, reason=str(c_build.why_not()))
+@pytest.mark.skipif(
+    c_build.unavailable_reason() is not None, reason=str(c_build.unavailable_reason())
+)
 def test_a_run_with_kernels_is_the_run_without_to_rounding(tmp_path):
     runs = {}
     for name, asked in (("torch", False), ("kernels", None)):
@@ -39,7 +41,9 @@ def test_a_run_with_kernels_is_the_run_without_to_rounding(tmp_path):
     assert max(float((one[n] - other[n]).abs().max()) for n in one) < 1e-3
 
 
-@pytest.mark.skipif(c_build.why_not() is not None, reason=str(c_build.why_not()))
+@pytest.mark.skipif(
+    c_build.unavailable_reason() is not None, reason=str(c_build.unavailable_reason())
+)
 def test_a_run_without_stays_one_and_another_choice_is_told(tmp_path):
     make(tmp_path, cpu_kernels=False, max_steps=1).train()
     resumed = make(tmp_path, cpu_kernels=None, max_steps=2, resume_from_checkpoint="auto")

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from rloo.distributed.atomic_io import discard
+from rloo.distributed.atomic_io import remove_tree
 from rloo.trainer.checkpoint import find_checkpoint, list_checkpoints
-from rloo.trainer.run_dir import claimed, find_start
+from rloo.trainer.run_dir import acquire_run_dir, find_start_point
 from support.checkpoints import names, save
 from support.training import make_config
 
@@ -26,7 +26,7 @@ def run(tmp_path):
 
 
 def start_of(run, resume, **options):
-    with claimed(make_config(run, output_dir=str(run), **options), resume) as start:
+    with acquire_run_dir(make_config(run, output_dir=str(run), **options), resume) as start:
         return start
 
 
@@ -78,9 +78,9 @@ def test_a_link_that_leads_nowhere_is_told_and_no_run_begins_anew(run):
     newest, told = find_checkpoint(run)
     assert newest == run / "checkpoint-1"
     assert "checkpoint-2 is damaged: it leads to ../disk/moved, which is not there" in told[0]
-    discard(run / "checkpoint-1")
+    remove_tree(run / "checkpoint-1")
     with pytest.raises(ValueError, match=r"none of the 1 checkpoints .* which is not there"):
-        find_start(run, "auto")
+        find_start_point(run, "auto")
 
 
 def test_a_linked_checkpoint_that_is_the_model_is_not_moved(run):

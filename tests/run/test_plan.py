@@ -151,7 +151,7 @@ def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeyp
 
     def make(inputs):
         engine, note = build(inputs)
-        engine.facts = replace(engine.facts, prompt_token_bytes=0, **memory)
+        engine.capabilities = replace(engine.capabilities, prompt_token_bytes=0, **memory)
         return engine, note
 
     monkeypatch.setitem(MAKERS, "native", make)

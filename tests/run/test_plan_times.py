@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from rloo.addons.planner import update_timing
-from rloo.addons.planner.rollout_timing import SamplingCost, made_up, share_alive
+from rloo.addons.planner.rollout_timing import RolloutTimer, made_up, share_alive
 from rloo.addons.planner.stopwatch import Stopwatch
-from rloo.addons.planner.time_estimate import Case, Times, _draw
-from rloo.addons.planner.update_timing import LearningCost, Measured, unsampled
+from rloo.addons.planner.time_estimate import RunTimes, StepTimes, _draw
+from rloo.addons.planner.update_timing import MeasuredStep, UpdateTimer, unsampled
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.trainer.build import make_state
-from rloo.trainer.schedule import count_due, never_due, writing_seconds
-from rloo.types import Completion, EngineFacts, Sampling
+from rloo.trainer.schedule import count_evaluations_and_saves, unused_intervals, writing_seconds
+from rloo.types import Completion, EngineCapabilities, Sampling
 
 CPU = torch.device("cpu")
 PROMPT, STEP, ROW, CONTEXT = 0.002, 0.05, 0.003, 0.00001
@@ -48,7 +48,7 @@ class KnownEngine:
         self.clock, self.lengths, self.wave, self.slower = clock, lengths, wave, slower
         self.squared = squared
         cache = {"row_bytes": 1, "cache_bytes": wave} if wave else {}
-        self.facts = EngineFacts(
+        self.capabilities = EngineCapabilities(
             "known",
             copies_weights=False,
             shares_memory=True,
@@ -75,7 +75,7 @@ class KnownEngine:
         seconds = PROMPT * sum(length for length, _ in rows[::size])
         for position in range(1, max(end for _, end in rows)):
             alive = [length for length, end in rows if end > position]
-            alive = [length for length, _ in rows] if self.facts.keeps_finished else alive
+            alive = [length for length, _ in rows] if self.capabilities.keeps_finished else alive
             contexts = sum(length + position for length in alive)
             seconds += STEP + ROW * len(alive) + CONTEXT * contexts
             seconds += self.squared * sum((length + position) ** 2 for length in alive)
@@ -90,7 +90,7 @@ class KnownEngine:
 def known(lengths=(), limit=60.0, **options):
     clock = Clock()
     engine = KnownEngine(clock, lengths, **options)
-    return SamplingCost(engine, Stopwatch(limit, CPU, clock), 0), clock
+    return RolloutTimer(engine, Stopwatch(limit, CPU, clock), 0), clock
 
 
 def sampling(max_tokens):
@@ -224,7 +224,7 @@ def test_made_up_completions_have_the_lengths_that_are_expected():
 
 
 class KnownSteps:
-    """`LearningCost` where a step of n completions of 10 tokens takes `cost(n)` seconds for its
+    """`UpdateTimer` where a step of n completions of 10 tokens takes `cost(n)` seconds for its
     credit, as many for its update, and half a second for the optimizer."""
 
     def __init__(self, monkeypatch, cost):
@@ -234,14 +234,14 @@ class KnownSteps:
             self.sizes.append(len(samples))
             seconds = cost(len(samples))
             self.clock.spend(2 * seconds + 0.5)
-            return Measured(10 * len(samples), seconds, seconds, 0.5, True)
+            return MeasuredStep(10 * len(samples), seconds, seconds, 0.5, True)
 
         monkeypatch.setattr(update_timing, "_learn", learn)
         monkeypatch.setattr(update_timing, "exceeds", lambda *_, **__: False)
         monkeypatch.setattr(update_timing, "count_tokens", lambda policy, some: 10 * len(some))
         policy = SimpleNamespace(max_tokens=100, packed=True)
         parts = SimpleNamespace(policy=policy, batches=SimpleNamespace(num_iterations=2))
-        self.cost = LearningCost(parts, SimpleNamespace(terms=lambda _: None))
+        self.cost = UpdateTimer(parts, SimpleNamespace(terms=lambda _: None))
 
     def measure(self, number, seconds):
         watch = Stopwatch(seconds, CPU, self.clock)
@@ -294,7 +294,7 @@ def test_evaluations_and_checkpoints_are_counted(options, evaluations, checkpoin
     )
     batches = batches_of(config, 1)
     state = make_state(None, config, batches)
-    assert count_due(config, state, batches, 12) == (evaluations, checkpoints)
+    assert count_evaluations_and_saves(config, state, batches, 12) == (evaluations, checkpoints)
     assert state.global_step == 0
 
 
@@ -309,13 +309,13 @@ def test_evaluations_and_checkpoints_are_counted(options, evaluations, checkpoin
     ids=str,
 )
 def test_an_interval_without_its_strategy_is_noted(options, named):
-    notes = never_due(RLOOConfig("run", report_to="none", **options))
+    notes = unused_intervals(RLOOConfig("run", report_to="none", **options))
     assert [note[: len(start)] for note, start in zip(notes, named, strict=True)] == named
 
 
 def test_the_end_is_steps_evaluations_and_writing_away():
-    expected, worst = Case(1, 2, 3, 4, evaluation=50), Case(0, 5, 0, 4, evaluation=70)
-    times = Times(
+    expected, worst = StepTimes(1, 2, 3, 4, evaluation=50), StepTimes(0, 5, 0, 4, evaluation=70)
+    times = RunTimes(
         steps=7, expected=expected, worst=worst.at_least(expected), expected_length=1,
         whole_groups=True, evaluations=2, checkpoints=3, checkpoint=0.5, result=0.25, start=20,
     )  # fmt: skip

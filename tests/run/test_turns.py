@@ -15,7 +15,7 @@ from rloo import RLOOConfig, RLOOTrainer
 from rloo.addons.planner.plan import make_plan
 from rloo.cli import main
 from rloo.rewards import RewardSet
-from rloo.trainer.multi_turn import Turns
+from rloo.trainer.multi_turn import MultiTurnSetup
 from support.chat import (
     add,
     make_brace_tokenizer,
@@ -170,11 +170,23 @@ class Keeping:
 @pytest.mark.parametrize(
     ("turns", "judging", "reason"),
     [
-        (Turns(own=print), False, "keeps a state .* what rollout_func returns in another process"),
-        (Turns(own=print), True, "keeps a state"),
-        (Turns(stage=object()), False, "keeps a state .* what environments have in another"),
-        (Turns(), False, None),  # tools alone: what it needs is sent to the main process
-        (Turns(stage=object()), True, None),  # those have no environments in any case
+        (
+            MultiTurnSetup(rollout_func=print),
+            False,
+            "keeps a state .* what rollout_func returns in another process",
+        ),
+        (MultiTurnSetup(rollout_func=print), True, "keeps a state"),
+        (
+            MultiTurnSetup(environments=object()),
+            False,
+            "keeps a state .* what environments have in another",
+        ),
+        (MultiTurnSetup(), False, None),  # tools alone: what it needs is sent to the main process
+        (
+            MultiTurnSetup(environments=object()),
+            True,
+            None,
+        ),  # those have no environments in any case
     ],
 )
 def test_what_cannot_be_in_several_processes_is_refused(turns, judging, reason):
@@ -185,7 +197,7 @@ def test_what_cannot_be_in_several_processes_is_refused(turns, judging, reason):
         judging=SimpleNamespace(rewards=stateful if judging else None),
         policy=SimpleNamespace(parameters=[torch.zeros(1)]),
     )
-    engine = SimpleNamespace(facts=FACTS)
+    engine = SimpleNamespace(capabilities=FACTS)
     with pytest.raises(ValueError, match=reason) if reason else nullcontext():
         turns._check_processes(engine, trainer)
     trainer.world.size = 1
@@ -201,9 +213,9 @@ def test_an_engine_that_gathers_weights_at_each_turn_is_refused():
         policy=SimpleNamespace(parameters=[part]),
     )
     for copies in (True, False):
-        engine = SimpleNamespace(facts=replace(FACTS, copies_weights=copies))
+        engine = SimpleNamespace(capabilities=replace(FACTS, copies_weights=copies))
         with nullcontext() if copies else pytest.raises(ValueError, match="told gathers divided"):
-            Turns()._check_processes(engine, trainer)
+            MultiTurnSetup()._check_processes(engine, trainer)
 
 
 def test_options_about_tools_without_tools_are_refused(tmp_path):

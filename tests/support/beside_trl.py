@@ -5,10 +5,10 @@ import random
 import torch
 from datasets import Dataset
 
-from rloo.algorithm.advantages import assign
+from rloo.algorithm.advantages import compute_advantages
 from rloo.algorithm.loss import loss_denominator
-from rloo.algorithm.reward_shaping import shape
-from rloo.algorithm.update import micro_loss
+from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.update import micro_batch_loss
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.model.policy import Policy
@@ -124,10 +124,10 @@ def judge(model, rollout, change, **options):
                 rewards[part],
             )
         )
-    samples = shape(rollout_of(groups), config)
-    given = assign(samples, policy, terms_of(config))
+    samples = make_training_samples(rollout_of(groups), config)
+    given = compute_advantages(samples, policy, terms_of(config))
     if not given.old_logprobs:
-        _, parts = micro_loss(policy, policy.batch(samples), given, terms_of(config), 1.0)
+        _, parts = micro_batch_loss(policy, policy.batch(samples), given, terms_of(config), 1.0)
         given = given.after_first_step(parts)
     change(policy, 3)
     batch = policy.batch(samples)
@@ -137,10 +137,10 @@ def judge(model, rollout, change, **options):
         num_tokens=sum(map(len, completions)),
         constant=config.loss_constant,
     )
-    loss, _ = micro_loss(policy, batch, given, terms_of(config), denominator=denominator)
+    loss, _ = micro_batch_loss(policy, batch, given, terms_of(config), denominator=denominator)
     loss.backward()
     advantages = torch.zeros(len(completions), dtype=torch.float64)
-    for (group, index), value in given.known.items():
+    for (group, index), value in given.by_completion.items():
         advantages[group * K + index] = value[0]
     trained = {n: p for n, p in policy.model.named_parameters() if p.requires_grad}
     return advantages, loss.item(), {name: p.grad for name, p in trained.items()}

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from rloo.addons.graders.code.code_reward import CodeReward
-from rloo.addons.graders.code.sandbox_pool import Limits, Staff
+from rloo.addons.graders.code.sandbox_pool import ResourceLimits, SandboxPool
 from support.cases import Attack, Case
 from support.cases.attack_host import Host
 
@@ -14,7 +14,9 @@ SECONDS = 1.0
 # Time is that of processors; an attack that nothing ends takes 14 s by the clock.
 SLACK = 12.0
 # Looked at every 50 ms: what is allocated meanwhile comes on top.
-ATTACK_LIMITS = Limits(seconds=SECONDS, total_seconds=SECONDS, memory=1 << 28, output=1 << 20)
+ATTACK_LIMITS = ResourceLimits(
+    seconds=SECONDS, total_seconds=SECONDS, memory=1 << 28, output=1 << 20
+)
 MOST_MEMORY = 3 << 28
 
 
@@ -33,12 +35,12 @@ def escapes(wall: str, attacks: Iterable[Attack]) -> dict[str, list[str]]:
     with Host(
         seconds=SECONDS, slack=SLACK, memory=MOST_MEMORY, processes=limits.processes + 8, **room
     ) as host:
-        staff = Staff(wall, 1, limits)
+        staff = SandboxPool(wall, 1, limits)
         try:
-            staff.begin({"kind": "run", "program": "", "given": ""}).result(60)  # it starts
+            staff.submit({"kind": "run", "program": "", "given": ""}).result(60)  # it starts
             for attack in attacks:
                 program = host.begin(attack)
-                begun = staff.begin({"kind": "run", "program": program, "given": ""})
+                begun = staff.submit({"kind": "run", "program": program, "given": ""})
                 found[attack.name] = host.escapes(attack.name, begun.result(60)["output"])
         finally:
             staff.close()

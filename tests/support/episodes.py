@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-from rloo.engines.sampling import numbers_of
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.renderer import Call, Said
-from rloo.episodes.tools import Tools
-from rloo.types import Completion, EngineFacts, Prompt, Sampling
+from rloo.engines.sampling import sample_indices
+from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+from rloo.episodes.renderer import ParsedTurn, ToolCall
+from rloo.episodes.tools import ToolSet
+from rloo.types import Completion, EngineCapabilities, Prompt, Sampling
 
-FACTS = EngineFacts(
+FACTS = EngineCapabilities(
     "told", copies_weights=False, shares_memory=True, exact_noise=True, filters=True
 )
 END, CALL, ANSWER = 0, 1, 2
@@ -17,7 +17,7 @@ END, CALL, ANSWER = 0, 1, 2
 class Told:
     """An engine that draws what `say(prompt, k)` returns: the tokens of one turn."""
 
-    facts, version = FACTS, 0
+    capabilities, version = FACTS, 0
 
     def __init__(self, say: Callable[[Prompt, int], Sequence[int]], ends: Sequence[int]) -> None:
         self._say, self._ends = say, ends
@@ -30,7 +30,7 @@ class Told:
         return {}
 
     def sample(self, prompts, samples, sampling, noise):
-        numbers = numbers_of(samples, prompts)
+        numbers = sample_indices(samples, prompts)
         rows = zip(prompts, numbers, strict=True)
         self.asked.append([(prompt, k) for prompt, own in rows for k in own])
         drawn = []
@@ -51,8 +51,8 @@ class ThreeTokens:
     answer is one ANSWER."""
 
     def read(self, token_ids):
-        calls = [Call("ask")] if CALL in token_ids else []
-        return Said({"role": "assistant", "content": str(token_ids)}, calls)
+        calls = [ToolCall("ask")] if CALL in token_ids else []
+        return ParsedTurn({"role": "assistant", "content": str(token_ids)}, calls)
 
     def answer(self, said, messages):
         return [ANSWER] * len(messages)
@@ -72,7 +72,7 @@ def every_episode(max_tokens: int) -> list[Completion]:
     found: list[Completion] = []
     open_ends: list[tuple[int, ...]] = [()]
     prompt = Prompt(0, [1, 2], [{"role": "user", "content": "x"}])
-    tools = Tools([ask], characters=100)
+    tools = ToolSet([ask], characters=100)
     while open_ends:
         tape = open_ends.pop(0)
         left = iter(tape)
@@ -85,7 +85,9 @@ def every_episode(max_tokens: int) -> list[Completion]:
                 turn.append(token)
             return turn
 
-        engine = EpisodeEngine(Told(say, (END,)), {None: Cast(tools, ThreeTokens())}, Limits())
+        engine = MultiTurnEngine(
+            Told(say, (END,)), {None: EpisodeSetup(tools, ThreeTokens())}, EpisodeLimits()
+        )
         try:
             ((episode,),) = engine.sample([prompt], 1, Sampling(max_tokens, (END,)), 0)
             found.append(episode)

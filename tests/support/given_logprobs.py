@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from rloo.algorithm.advantages import assign
-from rloo.algorithm.reward_shaping import shape
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.model.logprobs import TokenScores
 from rloo.model.micro_batch import pack
-from rloo.model.policy import Turn
+from rloo.model.policy import ScheduledMicroBatch
 from rloo.types import Completion, Group, Prompt
 from support.terms import rollout_of, terms_of
 
@@ -113,7 +113,7 @@ class GivenPolicy:
         return nullcontext()
 
     def micro_batches(self, dealt, *, whole_groups):
-        return [Turn(self.batch(dealt[0]), True, True)] if dealt[0] else []
+        return [ScheduledMicroBatch(self.batch(dealt[0]), True, True)] if dealt[0] else []
 
     def batch(self, samples):
         return pack(samples, torch.device("cpu"))
@@ -157,15 +157,15 @@ def ours(rollout: Rollout, **options) -> Result:
         **options,
     )
     policy = GivenPolicy(rollout)
-    samples = shape(rollout_of(_groups(rollout)), config)
-    given = assign(samples, policy, terms_of(config))
+    samples = make_training_samples(rollout_of(_groups(rollout)), config)
+    given = compute_advantages(samples, policy, terms_of(config))
     if not given.old_logprobs:
         given = given.after_first_step(update(policy, samples, given, terms_of(config)))
     policy.current = policy.now
     metrics = update(policy, samples, given, terms_of(config))
     advantages = []
     for key, row in policy.rows.items():
-        values = given.known[key].double()
+        values = given.by_completion[key].double()
         advantages.append(values.expand(rollout.lengths[row]))
     gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.now]
     return Result(pad(advantages), metrics["loss"], pad(gradient), metrics)

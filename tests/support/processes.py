@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.addons.planner.plan import lasting_bytes
-from rloo.distributed.sharded_tensor import full, shape_of
+from rloo.distributed.sharded_tensor import full_tensor, shape_of
 from rloo.model.memory_estimate import phase_peaks
 from rloo.trainer.build import make_engine
 from rloo.trainer.remote_engines import exported
@@ -232,7 +232,7 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
             (folder / name / "loading.json").write_text(json.dumps([peak, max(sizes)]))
         known = trainer.state.log_history, output.training_loss, output.metrics
         (folder / name / f"rank-{trainer.world.rank}.json").write_text(json.dumps(known))
-        weights = {n: full(p).clone() for n, p in trainer.model.named_parameters()}
+        weights = {n: full_tensor(p).clone() for n, p in trainer.model.named_parameters()}
         if trainer.world.is_main:
             save_file(weights, folder / name / "weights.safetensors")
 

@@ -14,9 +14,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from rloo.algorithm.advantages import assign
-from rloo.algorithm.kl_controller import Adaptive
-from rloo.algorithm.reward_shaping import shape
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
@@ -62,7 +62,7 @@ class Production:
     longest: int = 2
     seed: int = 0
     sampler: transformers.PreTrainedModel | None = None
-    past: Adaptive | None = None
+    past: KLController | None = None
 
     @cached_property
     def policy(self) -> Policy:
@@ -160,8 +160,8 @@ class Production:
 
         policy.stepper.step = policy.stepper.skip = step  # type: ignore[method-assign]
         for chance, groups in self.rollouts() if rollouts is None else rollouts:
-            samples = shape(rollout_of(groups), self.config, self.past)
-            update(policy, samples, assign(samples, policy, terms), terms)
+            samples = make_training_samples(rollout_of(groups), self.config, self.past)
+            update(policy, samples, compute_advantages(samples, policy, terms), terms)
             mass += chance
         return total / mass
 

@@ -2,14 +2,14 @@
 
 import torch
 
-from rloo.algorithm.advantages import Terms
-from rloo.algorithm.estimators import Returns
+from rloo.algorithm.advantages import LossContext
+from rloo.algorithm.estimators import EstimatorInput
 from rloo.config.batch_sizes import batches_of
 from rloo.types import Rollout
 
 
 def terms_of(config):
-    return Terms(config, batches_of(config, world_size=1), config.beta)
+    return LossContext(config, batches_of(config, world_size=1), config.beta)
 
 
 def advantages(returns, config):
@@ -23,7 +23,7 @@ def rollout_of(groups):
 def two_groups(rewards, lengths):
     """Returns of two groups of four completions without penalties, all of them ended."""
     sequence_T = torch.repeat_interleave(torch.arange(8), torch.tensor(lengths))
-    return Returns(
+    return EstimatorInput(
         torch.tensor(rewards, dtype=torch.float64),
         torch.zeros(len(sequence_T), dtype=torch.float64),
         sequence_T,

@@ -6,9 +6,9 @@ import torch
 
 from rloo.distributed import World
 from rloo.engines import EngineInputs, build_engine
-from rloo.engines.vllm.server_process import Serving
-from rloo.engines.vllm.vllm_engine import Settings, VLLMEngine
-from rloo.model.export import Exported
+from rloo.engines.vllm.server_process import ServerConfig
+from rloo.engines.vllm.vllm_engine import VLLMEngine, VLLMSettings
+from rloo.model.export import PolicyExport
 from rloo.model.micro_batch import make_sample
 from rloo.model.policy import Policy
 from rloo.types import Sampling
@@ -41,11 +41,11 @@ def made_on_fakes():
         for server in found:
             server.routes += routes
         said = []
-        source = Exported(policy, torch.float32)
-        serving = serving or Serving("m", lora_rank=source.adapter_rank)
+        source = PolicyExport(policy, torch.float32)
+        serving = serving or ServerConfig("m", lora_rank=source.adapter_rank)
         defaults = {"deadline": 60.0, "restarts": 0}
         urls = tuple(server.url for server in found)
-        settings = Settings(serving, urls=urls, **{**defaults, **settings})
+        settings = VLLMSettings(serving, urls=urls, **{**defaults, **settings})
         inputs = EngineInputs(policy.model, 0, servers=(settings, source, said.append))
         engine, note = build_engine("vllm_server", inputs)
         assert isinstance(engine, VLLMEngine)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from rloo.addons.graders.code.sandbox_pool import choose_wall
+from rloo.addons.graders.code.sandbox_pool import choose_isolation
 
 
 def require_a_wall() -> str:
     """The first wall that holds here; skips the test, with the reasons, where none does."""
     try:
-        return choose_wall()
+        return choose_isolation()
     except ValueError as error:
         pytest.skip(str(error))

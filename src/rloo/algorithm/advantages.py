@@ -1,7 +1,7 @@
 """Scored completions to advantages: KL penalty, baseline, scale, in that order.
 
-Credit comes in two forms with one interface: `Stored`, where advantages are known before the
-update, and `FromThisPass`, the default with a KL penalty, where the update's own forward pass gives
+Credit comes in two forms with one interface: `PrecomputedAdvantages`, where advantages are known before the
+update, and `FusedAdvantages`, the default with a KL penalty, where the update's own forward pass gives
 the log-probs that they follow from, so that no other pass over the policy is made.
 """
 
@@ -16,11 +16,19 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import loss
-from rloo.algorithm.completion_exchange import holders_of, with_tokens
-from rloo.algorithm.estimator_registry import Chosen, chosen_estimator
-from rloo.algorithm.estimators import Returns
-from rloo.algorithm.update_metrics import Sums, Tally, add, gather, on_host, read, watched_sum
-from rloo.config.batch_sizes import Batches
+from rloo.algorithm.completion_exchange import owner_ranks_of, with_own_tokens
+from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
+from rloo.algorithm.estimators import EstimatorInput
+from rloo.algorithm.update_metrics import (
+    MetricSums,
+    MetricTotals,
+    add,
+    gather,
+    read,
+    recorded_sum,
+    to_cpu,
+)
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.model.micro_batch import MicroBatch, deal, exceeds
 from rloo.model.offload import send
@@ -31,12 +39,12 @@ Key = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Terms:
+class LossContext:
     """The inputs of a rollout's loss: the options, the batch arithmetic, and `beta`, the present KL
     coefficient (which `kl_target` adapts)."""
 
     config: RLOOConfig
-    batches: Batches
+    batches: BatchSizes
     beta: float
 
     @property
@@ -50,9 +58,9 @@ class Terms:
         return self.beta != 0 and self.config.kl_placement == "loss"
 
     @cached_property
-    def estimator(self) -> Chosen:
+    def estimator(self) -> LoadedEstimator:
         """Looked up once, since it may be a user's. Raises ValueError as `chosen_estimator`."""
-        return chosen_estimator(self.config)
+        return load_estimator(self.config)
 
     def watched(self, truncated_N: Tensor) -> Tensor:
         """bool (N,): which completions the metrics kl and entropy are means over. All, but where
@@ -60,7 +68,7 @@ class Terms:
         pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
         return ~truncated_N | (pay or not self.config.mask_truncated_completions)
 
-    def advantages(self, returns: Returns, *, all_scored: bool = False) -> Tensor:
+    def advantages(self, returns: EstimatorInput, *, all_scored: bool = False) -> Tensor:
         """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated and for
         those without a reward (NaN), which no estimator sees, unless `all_scored`. Groups are
         whole. Raises ValueError for an estimator that fails or returns what is no advantage."""
@@ -69,7 +77,7 @@ class Terms:
             scored = scored_N[returns.sequence_T] if level == "token" else scored_N
             found = torch.zeros(scored.shape, dtype=torch.float64, device=scored.device)
             if scored.any():
-                found[scored] = self.advantages(returns.only(scored_N))
+                found[scored] = self.advantages(returns.select(scored_N))
             return found
         values = self.estimator(returns)
         masked = returns.truncated_N & self.config.mask_truncated_completions
@@ -85,13 +93,13 @@ class Terms:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Seen:
-    """Log-probs that completions had when they were first seen, and metrics of that. `holders`: of
+class _OldLogprobs:
+    """Log-probs that completions had when they were first seen, and metrics of that. `owner_ranks`: of
     each completion whose log-probs one process alone has, that process."""
 
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
-    holders: dict[Key, int] = field(default_factory=dict)
+    owner_ranks: dict[Key, int] = field(default_factory=dict)
 
     def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
         """(T,): the log-probs that each completion had when it was first seen."""
@@ -101,84 +109,93 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Stored(_Seen):
+class PrecomputedAdvantages(_OldLogprobs):
     """Advantages that are known before the update: of each completion one number, or with token
     ratios one for each token. `old_logprobs` and `stats`, metrics, are at first those of a pass of
     its own, if any."""
 
-    known: dict[Key, Tensor]
+    by_completion: dict[Key, Tensor]
     # Whether the update gives it micro-batches of whole groups, and log-probs of the reference.
     from_update: ClassVar[bool] = False
 
-    def has_signal(self, key: Key) -> bool:
+    def has_reward_variance(self, key: Key) -> bool:
         """False where the advantages are exactly 0."""
-        return bool(self.known[key].any())
+        return bool(self.by_completion[key].any())
 
     def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
         """Those of a batch, (N,) or (T,), with device and dtype of its log-probs `now` (T,)."""
-        return send(torch.cat([self.known[key] for key in batch.keys]), now.device).to(now.dtype)
+        return send(torch.cat([self.by_completion[key] for key in batch.keys]), now.device).to(
+            now.dtype
+        )
 
-    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+    def after_first_step(self, metrics: Mapping[str, float]) -> PrecomputedAdvantages:
         """The credit for the other steps on the same rollout."""
         return self
 
 
 @dataclass(slots=True)
-class FromThisPass(_Seen):
+class FusedAdvantages(_OldLogprobs):
     """Advantages that follow from the update's own forward pass: its first step sees the whole
     rollout in micro-batches of whole groups, and old is now."""
 
-    terms: Terms
-    known: dict[Key, Tensor] = field(default_factory=dict)
+    terms: LossContext
+    by_completion: dict[Key, Tensor] = field(default_factory=dict)
     from_update: ClassVar[bool] = True
 
-    def has_signal(self, key: Key) -> bool:
+    def has_reward_variance(self, key: Key) -> bool:
         """True: nothing is known yet."""
         return True
 
     def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
-        """As `Stored.advantages`, made of `now` and `reference` (T,)."""
+        """As `PrecomputedAdvantages.advantages`, made of `now` and `reference` (T,)."""
         assert reference is not None, "from_update"
         values = batch_advantages(batch, now, reference, self.terms)
-        self.known.update(_by_key(batch.keys, batch.lengths, values))
+        self.by_completion.update(_by_key(batch.keys, batch.lengths, values))
         return values
 
-    def after_first_step(self, metrics: Mapping[str, float]) -> Stored:
+    def after_first_step(self, metrics: Mapping[str, float]) -> PrecomputedAdvantages:
         """What was seen in passing, with the KL among the first step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return Stored(self.known, old_logprobs=self.old_logprobs, stats=stats, holders=self.holders)
+        return PrecomputedAdvantages(
+            self.by_completion,
+            old_logprobs=self.old_logprobs,
+            stats=stats,
+            owner_ranks=self.owner_ranks,
+        )
 
 
-Credit = Stored | FromThisPass
+Advantages = PrecomputedAdvantages | FusedAdvantages
 
 
-def assign(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Credit:
+def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
     """Compute the advantages and log-probs that must be known before the first step. Without a KL
     penalty in the reward, advantages follow from the rewards alone. With one they need log-probs:
     from a pass of their own if the first step is on a part of the rollout, a statistic runs over
     the batch, or a group exceeds the token budget, else from the update's."""
     if not samples:
-        return Stored({})
+        return PrecomputedAdvantages({})
     in_parts = terms.batches.parts_per_rollout > 1
     if not terms.kl_in_reward and not in_parts:
-        return Stored(_sample_advantages(samples, {}, terms))
+        return PrecomputedAdvantages(_sample_advantages(samples, {}, terms))
     needs_pass = (
         in_parts
         or terms.estimator.over_rollout
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
-    return _from_own_pass(samples, policy, terms) if needs_pass else FromThisPass(terms)
+    return _from_own_pass(samples, policy, terms) if needs_pass else FusedAdvantages(terms)
 
 
-def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> Stored:
+def _from_own_pass(
+    samples: Sequence[Sample], policy: Policy, terms: LossContext
+) -> PrecomputedAdvantages:
     dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
-    dealt = with_tokens(dealt, policy.world)
-    holders = holders_of(dealt)
+    dealt = with_own_tokens(dealt, policy.world)
+    holders = owner_ranks_of(dealt)
     old: dict[Key, Tensor] = {}
 
-    def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], Tally]:
+    def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], MetricTotals]:
         penalties: dict[Key, Tensor] = {}
-        sums: Sums = {}
+        sums: MetricSums = {}
         for batch, is_ours, _ in policy.micro_batches(dealt, whole_groups=False):
             logprobs = policy.score(batch)
             reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
@@ -190,13 +207,13 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
                 penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
                 watched_N = terms.watched(batch.truncated_N)
                 watched_T = watched_N[batch.sequence_T]
-                kl = watched_sum(logprobs - reference, watched_T)
+                kl = recorded_sum(logprobs - reference, watched_T)
                 gather(sums, {"kl": kl, "tokens": watched_T.sum(), "sequences": watched_N.sum()})
-        return {} if holders else old, on_host(penalties), read(sums)
+        return {} if holders else old, to_cpu(penalties), read(sums)
 
     with policy.in_step():
-        parts = policy.world.attempt(compute)
-    sums, stats = Tally(), {}
+        parts = policy.world.run_on_all_ranks(compute)
+    sums, stats = MetricTotals(), {}
     penalties: dict[Key, Tensor] = {}
     for seen, paid, some in parts:
         old.update({key: values.to(policy.world.device) for key, values in seen.items()})
@@ -206,17 +223,21 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: Terms) -> S
         tokens, sequences = (max(sums.get(of, 0.0), 1.0) for of in ("tokens", "sequences"))
         stats = {"kl": sums.get("kl", 0.0) / tokens, "kl/sequence": sums.get("kl", 0.0) / sequences}
     known = _sample_advantages(samples, penalties, terms)
-    return Stored(known, old_logprobs=old, stats=stats, holders=holders)
+    return PrecomputedAdvantages(known, old_logprobs=old, stats=stats, owner_ranks=holders)
 
 
-def batch_advantages(batch: MicroBatch, now: Tensor, reference: Tensor, terms: Terms) -> Tensor:
+def batch_advantages(
+    batch: MicroBatch, now: Tensor, reference: Tensor, terms: LossContext
+) -> Tensor:
     """Those of a micro-batch of whole groups, from its own forward pass: (N,), or (T,) by token."""
     penalty = token_penalty(now, reference, terms)
-    returns = Returns(batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N)
+    returns = EstimatorInput(
+        batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N
+    )
     return terms.advantages(returns, all_scored=batch.all_scored).to(now.dtype)
 
 
-def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
+def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Tensor:
     """The KL penalty of each token: beta times its KL estimate, (T,), float64, detached."""
     estimate = loss.kl_estimate(
         logprobs.detach().double(),
@@ -228,14 +249,14 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: Terms) -> Tensor:
 
 
 def _sample_advantages(
-    samples: Sequence[Sample], penalties: Mapping[Key, Tensor], terms: Terms
+    samples: Sequence[Sample], penalties: Mapping[Key, Tensor], terms: LossContext
 ) -> dict[Key, Tensor]:
     """The advantages of a whole rollout; without `penalties` there is no KL penalty."""
     keys, lengths = [s.key for s in samples], [s.num_trained for s in samples]
     penalty = torch.zeros(sum(lengths), dtype=torch.float64)
     if penalties:
         penalty = torch.cat([penalties[key] for key in keys])
-    returns = Returns(
+    returns = EstimatorInput(
         torch.tensor([s.reward for s in samples], dtype=torch.float64),
         penalty,
         torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),

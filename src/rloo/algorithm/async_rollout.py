@@ -21,28 +21,28 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from rloo.algorithm.rank_rollout import (
     Called,
-    Judge,
+    RewardScorer,
+    all_gather_completions,
     arguments_of,
     column_names,
-    completions_of_all,
 )
-from rloo.algorithm.rollout import SyncRollouts
+from rloo.algorithm.rollout import SyncRolloutGenerator
 from rloo.distributed.platform_info import num_processors
-from rloo.distributed.worker_pool import follow, result_of
+from rloo.distributed.worker_pool import chain_future, wait_result
 from rloo.engines.counter_rng import noise_key
-from rloo.rewards.reward_workers import Scorers, why_not, written
+from rloo.rewards.reward_workers import RewardWorkerPool, unavailable_reason, written
 from rloo.types import Completion, Engine, Group, Prompt, Sampling
 
 
-class BesideEngine(Engine, Protocol):
+class AsyncEngine(Engine, Protocol):
     """An engine that samples while this process does something else."""
 
-    def begin(
+    def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """As `sample`, in the main process, and does not wait for it."""
 
-    def forget(self) -> None:
+    def cancel_pending(self) -> None:
         """Give up what was begun and waits."""
 
     def busy_seconds(self) -> float:
@@ -50,7 +50,7 @@ class BesideEngine(Engine, Protocol):
 
 
 @dataclass(slots=True)
-class _Begun:
+class _PendingRollout:
     """A rollout that was begun: the number of its first group, what its noise is keyed by, where
     the data stands after it; and in the main process what becomes of each group."""
 
@@ -69,36 +69,36 @@ class _Begun:
 
 
 @dataclass(slots=True)
-class AsyncRollouts(SyncRollouts):
+class AsyncRolloutGenerator(SyncRolloutGenerator):
     """Rollouts that an engine in another process samples, each with weights of at most
     `max_staleness` rollouts before those that it trains. Reward functions are called in processes
     of their own, the main one's `scorers`; where that cannot be, `why_here` says why, and they are
     called here when their rollout is trained."""
 
     why_here: str | None = None
-    scorers: Scorers | None = None
-    _begun: deque[_Begun] = field(default_factory=deque)
+    scorers: RewardWorkerPool | None = None
+    _pending: deque[_PendingRollout] = field(default_factory=deque)
     _trained: int = 0
     _after: dict[str, Any] = field(default_factory=dict)
     _epoch: float = 0.0
     _decoder: Any = None
     # Of each version that may still be sampled with: how many rollouts it was trained on.
-    _trained_of: dict[int, int] = field(default_factory=dict)
-    _told: dict[str, float] = field(default_factory=dict)
-    _pace: _Pace | None = None
+    _rollouts_trained_at_version: dict[int, int] = field(default_factory=dict)
+    _async_metrics: dict[str, float] = field(default_factory=dict)
+    _pace: _Timings | None = None
     # Seconds that sampling took since the last rollout.
     _sampling: float = 0.0
 
     def __post_init__(self) -> None:
         self._after, self._epoch = self.prompts.state_dict(), self.prompts.epoch
-        self.why_here = why_not(self.rewards)
+        self.why_here = unavailable_reason(self.rewards)
         if self.why_here is None and self.world.is_main:
             some = self.config.reward_workers or min(
                 self.batches.prompts_per_rollout, num_processors(), 8
             )
             placed = self.config.remote_workers in ("score", "both")
-            hub = self.world.hub if placed else None
-            self.scorers = Scorers(self.rewards, some, hub)
+            hub = self.world.worker_registry if placed else None
+            self.scorers = RewardWorkerPool(self.rewards, some, hub)
             # Other threads use it, beside this one.
             self._decoder = copy.deepcopy(self.tokenizer)
 
@@ -108,16 +108,16 @@ class AsyncRollouts(SyncRollouts):
         return self._epoch
 
     def describe(self) -> dict[str, Any]:
-        """As `SyncRollouts`, and how it goes on beside training."""
-        told = SyncRollouts.describe(self) | {"max_staleness": self.config.max_staleness}
+        """As `SyncRolloutGenerator`, and how it goes on beside training."""
+        told = SyncRolloutGenerator.describe(self) | {"max_staleness": self.config.max_staleness}
         if self.scorers is not None:
             return told | {"rewards_in": f"{self.scorers.size} processes"}
         return told | {"rewards_in": f"this process, since {self.why_here}"}
 
     def close(self) -> None:
         """Give up what was begun, as if it had not been drawn, and end the scoring processes."""
-        self._begun.clear()
-        self._beside.forget()
+        self._pending.clear()
+        self._beside.cancel_pending()
         if self.scorers is not None:
             self.scorers.close()
         self.prompts.load_state_dict(self._after)
@@ -128,42 +128,44 @@ class AsyncRollouts(SyncRollouts):
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
         """Go on from what `state_dict` returned; what was begun is given up."""
-        self._begun.clear()
-        self._beside.forget()
+        self._pending.clear()
+        self._beside.cancel_pending()
         if self.scorers is not None:
-            self.scorers.forget()
+            self.scorers.cancel_pending()
         self.prompts.load_state_dict(state["prompts"])
         self.rewards.load_state_dict(state["rewards"])
         self._after, self._epoch = state["prompts"], self.prompts.epoch
         self.step, self._pace = step, None
 
     @property
-    def _beside(self) -> BesideEngine:
-        return cast(BesideEngine, self.engine)
+    def _beside(self) -> AsyncEngine:
+        return cast(AsyncEngine, self.engine)
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
         """The groups of the next rollout, once all of them are done."""
-        self._trained_of[self.engine.version] = self._trained
+        self._rollouts_trained_at_version[self.engine.version] = self._trained
         self._begin(num_prompts)
-        begun = self._begun[0]
-        done = sum(other.num_done for other in self._begun)
-        in_flight = sum(len(other.prompts) for other in self._begun) - done
+        begun = self._pending[0]
+        done = sum(other.num_done for other in self._pending)
+        in_flight = sum(len(other.prompts) for other in self._pending) - done
         came = time.monotonic()
         with self.clock.phase("sample"):
-            drawn = [result_of(each) for each in begun.sampled]
+            drawn = [wait_result(each) for each in begun.sampled]
             count = self.config.num_generations
-            sampled = completions_of_all(drawn, begun.prompts, count, self.sampling, self.world)
+            sampled = all_gather_completions(drawn, begun.prompts, count, self.sampling, self.world)
         with self.clock.phase("reward"):
-            called = None if self.why_here else [result_of(each) for each in begun.scored]
+            called = None if self.why_here else [wait_result(each) for each in begun.scored]
             waited = time.monotonic() - came
-            judge = Judge(self.rewards, self.tokenizer, self.world, self.trainer, begun.noise)
+            judge = RewardScorer(
+                self.rewards, self.tokenizer, self.world, self.trainer, begun.noise
+            )
             groups, logged = judge.score(begun.prompts, sampled, called=called)
-        self._begun.popleft()
+        self._pending.popleft()
         self._after, self._epoch = begun.position, begun.epoch
-        self.prompts.see(groups)
-        if not self._begun:  # what is drawn next may go by these rewards
+        self.prompts.update(groups)
+        if not self._pending:  # what is drawn next may go by these rewards
             self._after = self.prompts.state_dict()
-        self._told = {
+        self._async_metrics = {
             "groups/first": float(begun.number),
             "queue/done": float(done),
             "queue/in_flight": float(in_flight),
@@ -176,26 +178,26 @@ class AsyncRollouts(SyncRollouts):
     def _begin(self, num_prompts: int) -> None:
         """Begin what the gate lets through, but nothing that the run will not train."""
         per_rollout = self.batches.steps_per_rollout
-        while len(self._begun) <= self.config.max_staleness:
-            step = self.step + len(self._begun) * per_rollout
-            if self._begun and step >= self.trainer.max_steps:
+        while len(self._pending) <= self.config.max_staleness:
+            step = self.step + len(self._pending) * per_rollout
+            if self._pending and step >= self.trainer.max_steps:
                 return
             prompts = self.prompts.next(num_prompts)
-            begun = _Begun(
+            begun = _PendingRollout(
                 step // per_rollout * num_prompts,
                 prompts,
                 noise_key(self.config.seed, "train", step),
                 self.prompts.state_dict(),
                 self.prompts.epoch,
             )
-            self._begun.append(begun)
+            self._pending.append(begun)
             if self.world.is_main:
                 count = self.config.num_generations
-                begun.sampled = self._beside.begin(prompts, count, self.sampling, begun.noise)
+                begun.sampled = self._beside.submit(prompts, count, self.sampling, begun.noise)
                 if self.scorers is not None:
                     self._score_when_sampled(begun, self.scorers)
 
-    def _score_when_sampled(self, begun: _Begun, scorers: Scorers) -> None:
+    def _score_when_sampled(self, begun: _PendingRollout, scorers: RewardWorkerPool) -> None:
         names, state = column_names(begun.prompts), b""
         if self.rewards.reads_state:
             # Its values alone: the class would bring torch along, and what is here may change.
@@ -210,7 +212,7 @@ class AsyncRollouts(SyncRollouts):
             def make(prompt: Prompt = prompt, sampled: Any = sampled) -> Any:
                 return arguments_of([(prompt, sampled.result())], names, self._decoder)
 
-            begin = partial(scorers.begin, seed, make, state)
+            begin = partial(scorers.submit, seed, make, state)
             sampled.add_done_callback(partial(_then, begin, scored))
 
     def _staleness(self, first: int, groups: Sequence[Group]) -> dict[str, float]:
@@ -218,7 +220,7 @@ class AsyncRollouts(SyncRollouts):
         Raises RuntimeError for more than max_staleness."""
         tokens: Counter[int] = Counter()
         for number, group in enumerate(groups, start=first):
-            for version, count in (span for c in group.completions for span in c.versions):
+            for version, count in (span for c in group.completions for span in c.weight_versions):
                 age = self._trained - self._trained_on(version)
                 if not 0 <= age <= self.config.max_staleness:
                     raise RuntimeError(
@@ -227,7 +229,9 @@ class AsyncRollouts(SyncRollouts):
                     )
                 tokens[age] += count
         oldest = self._trained - self.config.max_staleness
-        self._trained_of = {v: n for v, n in self._trained_of.items() if n >= oldest}
+        self._rollouts_trained_at_version = {
+            v: n for v, n in self._rollouts_trained_at_version.items() if n >= oldest
+        }
         total = sum(age * count for age, count in tokens.items())
         return {
             "staleness/mean": total / max(tokens.total(), 1),
@@ -240,13 +244,16 @@ class AsyncRollouts(SyncRollouts):
         never = self.config.max_staleness + 1
         if version > self.engine.version:
             return self._trained + 1
-        return max((n for v, n in self._trained_of.items() if v <= version), default=-never)
+        return max(
+            (n for v, n in self._rollouts_trained_at_version.items() if v <= version),
+            default=-never,
+        )
 
     def _idle(self, waited: float) -> dict[str, float]:
         """Which share of the time since the last rollout each role had nothing to do."""
         scorers = self.scorers
         scored = scorers.busy_seconds() / scorers.size if scorers is not None else 0.0
-        before, now = self._pace, _Pace(time.monotonic(), self._beside.busy_seconds(), scored)
+        before, now = self._pace, _Timings(time.monotonic(), self._beside.busy_seconds(), scored)
         self._pace, self._sampling = now, now.sampled - (before.sampled if before else 0.0)
         if before is None:
             return {}
@@ -264,10 +271,10 @@ class AsyncRollouts(SyncRollouts):
 
     def _stats(self) -> dict[str, float]:
         lost = {"scorers/lost": float(self.scorers.lost)} if self.scorers is not None else {}
-        return self.engine.stats() | self._told | lost
+        return self.engine.stats() | self._async_metrics | lost
 
 
-class _Pace(NamedTuple):
+class _Timings(NamedTuple):
     """When a rollout was handed out, and the seconds that sampling and scoring had taken then."""
 
     clock: float
@@ -285,11 +292,11 @@ def _then(
     except BaseException as error:  # told to who waits for it
         scored.set_exception(error)
         return
-    follow(scored, begun, lambda called: called)
+    chain_future(scored, begun, lambda called: called)
 
 
-def make_rollouts(*parts: Any) -> SyncRollouts:
-    """Rollouts made of the parts of `SyncRollouts`, in their order: beside training where its
+def make_rollouts(*parts: Any) -> SyncRolloutGenerator:
+    """Rollouts made of the parts of `SyncRolloutGenerator`, in their order: beside training where its
     engine samples in another process and the options ask for it."""
-    rollouts = SyncRollouts(*parts)
-    return AsyncRollouts(*parts) if rollouts.config.samples_beside else rollouts
+    rollouts = SyncRolloutGenerator(*parts)
+    return AsyncRolloutGenerator(*parts) if rollouts.config.samples_beside else rollouts

@@ -16,7 +16,7 @@ from rloo.algorithm.loss import sum_by
 Level = Literal["none", "group", "batch"]
 
 
-def centred(
+def subtract_baseline(
     values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
 ) -> Tensor:
     """Values minus their baseline, with the shape (E,) of `values`. The baseline is the mean over
@@ -30,10 +30,10 @@ def centred(
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
     index = group if mean_level == "group" else torch.zeros_like(group)
-    return _centre(values, index, leave_one_out=mean_leave1out)
+    return _subtract_mean(values, index, leave_one_out=mean_leave1out)
 
 
-def scale(
+def inverse_std(
     rewards_N: Tensor,
     group_N: Tensor,
     *,
@@ -52,14 +52,12 @@ def scale(
     return _inverse_deviation(variance, epsilon, epsilon_in_variance)
 
 
-def standardise(
-    values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False
-) -> Tensor:
+def whiten(values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False) -> Tensor:
     """Scale all values to mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens,
     AReaL's `adv_norm` and verl's `masked_whiten`). NaN is left out and becomes 0."""
     whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
     factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
-    return _centre(values, whole, leave_one_out=False) * factor
+    return _subtract_mean(values, whole, leave_one_out=False) * factor
 
 
 def _group_sum(values: Tensor, index: Tensor) -> Tensor:
@@ -69,7 +67,7 @@ def _group_sum(values: Tensor, index: Tensor) -> Tensor:
     return sum_by(values, index, size)
 
 
-def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
+def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
     """Values less their bin's mean. NaN is left out and becomes 0, as does a value alone in it."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
@@ -88,7 +86,7 @@ def _centre(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
 
 def _variance(values: Tensor, index: Tensor) -> Tensor:
     """Of each value's bin, with Bessel's correction, ignoring NaN; 0 for fewer than two values."""
-    deviations = _centre(values, index, leave_one_out=False)
+    deviations = _subtract_mean(values, index, leave_one_out=False)
     counts = _group_sum((~values.isnan()).to(values.dtype), index)
     return (_group_sum(deviations**2, index) / (counts - 1).clamp(min=1))[index]
 
@@ -98,7 +96,7 @@ def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
     than two others. If S is the sum of squares about the bin's mean m, that of the others about
     their own mean is S - n / (n - 1) * (x - m)^2."""
     counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
-    deviations = _centre(values, index, leave_one_out=False)
+    deviations = _subtract_mean(values, index, leave_one_out=False)
     squares = _group_sum(deviations**2, index)[index]
     others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
     # A remainder from rounding equal values does not count as variance.

@@ -12,28 +12,28 @@ from torch import Tensor
 
 from rloo.distributed import World
 from rloo.engines.serialization import pack, pack_episodes, unpack, unpack_episodes
-from rloo.types import Completion, Elsewhere, FinishReason, Sample
+from rloo.types import Completion, FinishReason, RemoteTokens, Sample
 
 C = TypeVar("C", Completion, Sample)
 Key = tuple[int, int]
 
 
-def bring(wanted: Sequence[Sequence[C]], world: World) -> list[C]:
+def fetch_tokens(wanted: Sequence[Sequence[C]], world: World) -> list[C]:
     """Of what each process wants of completions (or samples), what this one does, with tokens. All
     processes call this with the same."""
-    if all(each.home is None for part in wanted for each in part):
+    if all(each.owner_rank is None for part in wanted for each in part):
         return list(wanted[world.rank])
-    got = world.exchange(
+    got = world.all_to_all_object(
         [
-            pack([each for each in part if each.home == world.rank and rank != world.rank])
+            pack([each for each in part if each.owner_rank == world.rank and rank != world.rank])
             for rank, part in enumerate(wanted)
         ]
     )
     arrived = [iter(unpack(packed)) for packed in got]
     mine = []
     for each in wanted[world.rank]:
-        if each.home not in (None, world.rank):
-            c = next(arrived[each.home])
+        if each.owner_rank not in (None, world.rank):
+            c = next(arrived[each.owner_rank])
             each = replace(
                 each,
                 token_ids=c.token_ids,
@@ -47,27 +47,27 @@ def bring(wanted: Sequence[Sequence[C]], world: World) -> list[C]:
     return mine
 
 
-def with_tokens(dealt: Sequence[list[Sample]], world: World) -> list[list[Sample]]:
+def with_own_tokens(dealt: Sequence[list[Sample]], world: World) -> list[list[Sample]]:
     """What was dealt, this process's part with tokens."""
-    return [*dealt[: world.rank], bring(dealt, world), *dealt[world.rank + 1 :]]
+    return [*dealt[: world.rank], fetch_tokens(dealt, world), *dealt[world.rank + 1 :]]
 
 
-def of_all(seen: dict[Key, Tensor], world: World) -> dict[Key, Tensor]:
+def all_gather_by_key(seen: dict[Key, Tensor], world: World) -> dict[Key, Tensor]:
     """What any process has seen of completions, by their keys, on this one's device."""
-    if world.links is None:
+    if world.collectives is None:
         return seen
-    parts = world.gather({key: values.cpu() for key, values in seen.items()})
+    parts = world.all_gather_object({key: values.cpu() for key, values in seen.items()})
     return {key: values.to(world.device) for part in parts for key, values in part.items()}
 
 
-def holders_of(dealt: Sequence[Sequence[Sample]]) -> dict[Key, int]:
+def owner_ranks_of(dealt: Sequence[Sequence[Sample]]) -> dict[Key, int]:
     """To whom each sample was dealt, where tokens travel to those alone: else empty."""
-    if all(s.home is None for part in dealt for s in part):
+    if all(s.owner_rank is None for part in dealt for s in part):
         return {}
     return {s.key: rank for rank, part in enumerate(dealt) for s in part}
 
 
-def bring_seen(
+def fetch_old_logprobs(
     seen: dict[Key, Tensor],
     holders: Mapping[Key, int],
     wanted: Sequence[Sequence[Sample]],
@@ -81,11 +81,11 @@ def bring_seen(
         {s.key: seen[s.key].cpu() for s in part if rank != world.rank == holders.get(s.key)}
         for rank, part in enumerate(wanted)
     ]
-    for part in world.exchange(sent):
+    for part in world.all_to_all_object(sent):
         seen.update({key: values.to(world.device) for key, values in part.items()})
 
 
-def heads(completions: Sequence[Completion]) -> dict[str, Any]:
+def completion_headers(completions: Sequence[Completion]) -> dict[str, Any]:
     """What all processes know of completions that one has: lengths, sums of log-probs, and what
     happened in episodes, without what was said."""
     kinds = [(c.policy_logprobs, c.behavior_logprobs) for c in completions]
@@ -94,13 +94,13 @@ def heads(completions: Sequence[Completion]) -> dict[str, Any]:
         "stopped": torch.tensor([c.finish == "stop" for c in completions], dtype=torch.bool),
         "sums": torch.tensor([[math.fsum(x) for x in pair] for pair in kinds], dtype=torch.float64),
         "same": torch.tensor([policy == behavior for policy, behavior in kinds], dtype=torch.bool),
-        "versions": [c.versions for c in completions],
+        "versions": [c.weight_versions for c in completions],
         **pack_episodes(completions, messages=False),
     }
 
 
-def elsewhere(heads: dict[str, Any], rank: int) -> list[Completion]:
-    """The completions of `heads`, which process `rank` has."""
+def remote_completions(heads: dict[str, Any], rank: int) -> list[Completion]:
+    """The completions of `completion_headers`, which process `rank` has."""
     found = []
     policy: Any
     behavior: Any
@@ -110,8 +110,8 @@ def elsewhere(heads: dict[str, Any], rank: int) -> list[Completion]:
     known = zip(*columns, heads["versions"], episodes, strict=True)
     for length, stopped, sums, same, versions, (trained, episode) in known:
         finish: FinishReason = "stop" if stopped else "length"
-        policy = Elsewhere(length, sums[0])
-        behavior = policy if same else Elsewhere(length, sums[1])
-        tokens: Any = Elsewhere(length)
+        policy = RemoteTokens(length, sums[0])
+        behavior = policy if same else RemoteTokens(length, sums[1])
+        tokens: Any = RemoteTokens(length)
         found.append(Completion(tokens, finish, policy, behavior, rank, versions, trained, episode))
     return found

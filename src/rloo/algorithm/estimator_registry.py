@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rloo.algorithm.estimators import ESTIMATORS, Estimator, Returns, composed
+from rloo.algorithm.estimators import ESTIMATORS, Estimator, EstimatorInput, composed
 from rloo.config.config import RLOOConfig
-from rloo.config.estimator_config import composition_of
+from rloo.config.estimator_config import estimator_config_of
 from rloo.config.user_functions import load_function
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class LoadedEstimator:
     """An estimator with its arguments. `over_rollout` says whether it is given the whole rollout or
     one group at a time, `smallest_group` how many scored completions a group must have to count."""
 
@@ -31,7 +31,7 @@ class Chosen:
     over_rollout: bool
     smallest_group: int
 
-    def __call__(self, returns: Returns) -> Tensor:
+    def __call__(self, returns: EstimatorInput) -> Tensor:
         """Advantages, (N,) or (T,). Raises ValueError if a user's function or its result fails."""
         if self.name in ESTIMATORS:
             return self.function(returns)
@@ -44,7 +44,7 @@ class Chosen:
     def __str__(self) -> str:
         return f"the estimator {self.name}{_place(self.function)}"
 
-    def _checked(self, returns: Returns) -> Tensor:
+    def _checked(self, returns: EstimatorInput) -> Tensor:
         try:
             values = self.function(returns)
         except torch.OutOfMemoryError:
@@ -76,13 +76,15 @@ class Chosen:
         return values.to(returns.reward_N)
 
 
-def chosen_estimator(config: RLOOConfig) -> Chosen:
+def load_estimator(config: RLOOConfig) -> LoadedEstimator:
     """The estimator of `config`. Raises ValueError for a function that is not there, arguments that
     it does not take, and groups that are too small for it."""
     name, arguments = config.estimator, config.estimator_kwargs or {}
     if name == "composed":
-        form = composition_of(config)
-        return Chosen(name, partial(composed, form=form), form.over_rollout, form.smallest_group)
+        form = estimator_config_of(config)
+        return LoadedEstimator(
+            name, partial(composed, form=form), form.over_rollout, form.smallest_group
+        )
     function = ESTIMATORS[name] if name in ESTIMATORS else load_function(name, "estimator")
     _check_arguments(name, function, arguments)
     scope = getattr(function, "scope", "group")
@@ -98,7 +100,7 @@ def chosen_estimator(config: RLOOConfig) -> Chosen:
             "group; it needs at least 2 completions per prompt (num_generations, or an estimator "
             "of the scope 'batch')"
         )
-    return Chosen(name, partial(function, **arguments), scope == "batch", smallest)
+    return LoadedEstimator(name, partial(function, **arguments), scope == "batch", smallest)
 
 
 def _check_arguments(name: str, function: Estimator, arguments: dict[str, Any]) -> None:

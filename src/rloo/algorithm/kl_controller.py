@@ -8,18 +8,18 @@ from statistics import fmean
 from typing import Any
 
 from rloo.config.config import RLOOConfig
-from rloo.rewards.running_norm import Moments
+from rloo.rewards.running_norm import RunningMoments
 
 
 @dataclass
-class Adaptive:
+class KLController:
     """`beta` is the KL coefficient now, `used_beta` that of the last rollout. `decayed_mean`
     follows the rollouts' mean rewards; `past` are all rewards of earlier rollouts."""
 
     beta: float
     used_beta: float = field(init=False)
     decayed_mean: float | None = None
-    past: Moments = field(default_factory=Moments)
+    past: RunningMoments = field(default_factory=RunningMoments)
 
     def __post_init__(self) -> None:
         self.used_beta = self.beta
@@ -36,15 +36,15 @@ class Adaptive:
         self.decayed_mean = state["decayed_mean"]
         self.past.load_state_dict(state["past"])
 
-    def see_rewards(self, rewards: Sequence[float], decay: float) -> None:
+    def update_reward_stats(self, rewards: Sequence[float], decay: float) -> None:
         """Add a rollout's rewards, once they were used: none is part of its own baseline."""
         if rewards:
             average = fmean(rewards)
             before = average if self.decayed_mean is None else self.decayed_mean
             self.decayed_mean = decay * before + (1 - decay) * average
-            self.past.see(rewards)
+            self.past.update(rewards)
 
-    def see_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
+    def update_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
         """Adapt `beta` so that the KL approaches `kl_target`, by at most 20 % per `kl_horizon`
         completions (Ziegler et al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per
         token."""

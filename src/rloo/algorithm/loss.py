@@ -59,7 +59,7 @@ def kl_estimate(
     return estimate if clip is None else estimate.clamp(-clip, clip)
 
 
-def return_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
+def reward_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
     """The sum of each token's value and the values of all later tokens of its completion: (T,).
     Completions lie one after another, with their tokens in order."""
     summed = values_T.double().cumsum(0)
@@ -100,7 +100,7 @@ def importance_weights(
 
 
 @dataclass(frozen=True, slots=True)
-class Surrogate:
+class PolicyLossConfig:
     """The form of the clipped surrogate: what has a ratio, where the ratio is clipped, how terms
     are summed. Options of the same names, `epsilon_low` being `epsilon`, say it."""
 
@@ -111,7 +111,7 @@ class Surrogate:
     delta: float | None = None
 
 
-PAPER = Surrogate()
+PAPER = PolicyLossConfig()
 
 
 class PolicyLoss(NamedTuple):
@@ -142,7 +142,7 @@ def policy_loss(
     old_T: Tensor,
     advantages: Tensor,
     completions: Completions,
-    form: Surrogate = PAPER,
+    form: PolicyLossConfig = PAPER,
     weights_T: Tensor | None = None,
 ) -> PolicyLoss:
     """The clipped surrogate, to be minimised, as a sum over this micro-batch.

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from rloo.algorithm.advantages import Credit, assign
-from rloo.algorithm.completion_exchange import bring, bring_seen, of_all
-from rloo.algorithm.state import InHand, Parts, RunState
+from rloo.algorithm.advantages import Advantages, compute_advantages
+from rloo.algorithm.completion_exchange import all_gather_by_key, fetch_old_logprobs, fetch_tokens
+from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
 from rloo.algorithm.update import update
 from rloo.distributed.process_group import AllOutOfMemory
 from rloo.model.memory_estimate import count_tokens
@@ -25,7 +25,7 @@ from rloo.types import Sample
 T = TypeVar("T")
 
 
-def rehearse(parts: Parts, state: RunState) -> None:
+def fit_token_budget(parts: TrainerComponents, state: TrainState) -> None:
     """Before the first sample, lower the token budget if the largest micro-batch does not fit into
     memory. A resumed run keeps its earlier budget. Raises ValueError if none suffices."""
     changes, policy = state.budget_changes, parts.policy
@@ -55,7 +55,9 @@ def _try_packing(policy: Policy) -> None:
         policy.packed = False
 
 
-def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> None:
+def verify_packed_forward(
+    parts: TrainerComponents, state: TrainState, samples: Sequence[Sample]
+) -> None:
     """Compare training's forward passes with the model's own, on a run's first few samples."""
     policy = parts.policy
     if not samples or policy.checked:
@@ -63,49 +65,55 @@ def check_first(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Non
     packed = policy.packed
     groups = groupby(samples, key=lambda sample: sample.key[0])
     few = [s for _, members in groups for s in islice(members, 2)][:4]
-    few = bring([few] * parts.world.size, parts.world)
+    few = fetch_tokens([few] * parts.world.size, parts.world)
     _settle_packing(parts, partial(policy.check_forward, few))
     if policy.packed != packed:  # other sizes fit now
-        rehearse(parts, state)
-    tell_notes(parts)
+        fit_token_budget(parts, state)
+    report_notes(parts)
 
 
-def _settle_packing(parts: Parts, trial: Callable[[], object]) -> None:
+def _settle_packing(parts: TrainerComponents, trial: Callable[[], object]) -> None:
     """Have all processes pad where the trial of one says so."""
     with parts.policy.in_step():
         trial()
-    parts.policy.packed = not parts.world.any(not parts.policy.packed)
+    parts.policy.packed = not parts.world.any_rank(not parts.policy.packed)
 
 
-def credit_that_fits(parts: Parts, state: RunState, samples: Sequence[Sample]) -> Credit:
+def advantages_with_oom_retry(
+    parts: TrainerComponents, state: TrainState, samples: Sequence[Sample]
+) -> Advantages:
     """The credit of a rollout, with smaller micro-batches where memory did not suffice."""
 
-    def work() -> Credit:
+    def work() -> Advantages:
         with parts.clock.phase("credit"):
-            return assign(samples, parts.policy, state.terms(parts))
+            return compute_advantages(samples, parts.policy, state.loss_context(parts))
 
-    return _attempt(parts, state, samples, work) or work()
+    return _retry_on_oom(parts, state, samples, work) or work()
 
 
-def update_that_fits(
-    parts: Parts, state: RunState, hand: InHand, minibatch: Sequence[Sample]
+def update_with_oom_retry(
+    parts: TrainerComponents, state: TrainState, hand: ActiveRollout, minibatch: Sequence[Sample]
 ) -> dict[str, float]:
     """One optimizer step on a part of the rollout's samples, again with smaller micro-batches
     where memory did not suffice; then the credit is assigned for these, too, unless the weights
     have moved since it was. Keeps the credit for the steps that follow; returns the metrics."""
-    first_of_several = hand.done == 0 and parts.batches.steps_per_rollout > 1
+    first_of_several = hand.steps_done == 0 and parts.batches.steps_per_rollout > 1
 
     def before_step() -> None:
         if first_of_several:  # the others need all that any process has seen in passing
             credit, world = hand.credit, parts.world
-            if credit.holders:  # the main process saves them, perhaps when nobody answers
+            if credit.owner_ranks:  # the main process saves them, perhaps when nobody answers
                 to_main = [hand.samples if rank == 0 else [] for rank in range(world.size)]
-                brought = bring(to_main, world)
+                brought = fetch_tokens(to_main, world)
                 hand.samples = brought if world.is_main else hand.samples
-                bring_seen(credit.old_logprobs, credit.holders, to_main, world)
+                fetch_old_logprobs(credit.old_logprobs, credit.owner_ranks, to_main, world)
             else:
-                credit.old_logprobs = of_all(credit.old_logprobs, world)
-            credit.known = of_all(credit.known, world) if credit.from_update else credit.known
+                credit.old_logprobs = all_gather_by_key(credit.old_logprobs, world)
+            credit.by_completion = (
+                all_gather_by_key(credit.by_completion, world)
+                if credit.from_update
+                else credit.by_completion
+            )
         parts.stop.hold()
 
     if parts.policy.divides:
@@ -114,15 +122,17 @@ def update_that_fits(
 
     def work() -> dict[str, float]:
         with parts.clock.phase("update"):
-            return update(parts.policy, minibatch, hand.credit, state.terms(parts), before_step)
+            return update(
+                parts.policy, minibatch, hand.credit, state.loss_context(parts), before_step
+            )
 
     optimizer = parts.policy.stepper.optimizer
     watch = optimizer.register_step_pre_hook(lambda *_: setattr(state, "moved", True))
     try:
-        metrics = _attempt(parts, state, minibatch, work)
+        metrics = _retry_on_oom(parts, state, minibatch, work)
         if metrics is None:
-            if hand.done == 0:
-                hand.credit = credit_that_fits(parts, state, hand.samples)
+            if hand.steps_done == 0:
+                hand.credit = advantages_with_oom_retry(parts, state, hand.samples)
             metrics = work()
     finally:
         watch.remove()
@@ -131,15 +141,15 @@ def update_that_fits(
     return metrics
 
 
-def tell_notes(parts: Parts) -> None:
+def report_notes(parts: TrainerComponents) -> None:
     """Have the monitor tell what the policy has noted since it last did."""
     for note in parts.policy.notes:
         if note not in parts.monitor.notes:
             parts.monitor.note(note)
 
 
-def _attempt(
-    parts: Parts, state: RunState, samples: Sequence[Sample], work: Callable[[], T]
+def _retry_on_oom(
+    parts: TrainerComponents, state: TrainState, samples: Sequence[Sample], work: Callable[[], T]
 ) -> T | None:
     """Run `work` on `samples`. Where memory does not suffice, halve the token budget, clear the
     gradients and return None, so that the caller tries again: once in a run. Raises
@@ -148,9 +158,9 @@ def _attempt(
     try:
         return work()
     except torch.OutOfMemoryError as error:
-        alone = parts.world.links is not None and not isinstance(error, AllOutOfMemory)
+        alone = parts.world.collectives is not None and not isinstance(error, AllOutOfMemory)
         again = any(change["cause"] == "update" for change in state.budget_changes)
-        if alone or again or state.moved:
+        if alone or again or state.weights_ahead_of_record:
             error.add_note(
                 "the token budget was lowered before and is not lowered again; lower "
                 "max_tokens_per_micro_batch or max_completion_length, or turn on "
@@ -163,11 +173,13 @@ def _attempt(
         torch.cuda.empty_cache()
     size = max(1, min(policy.max_tokens, count_tokens(policy, samples)) // 2)
     _lower_budget(parts, state, size, "memory did not suffice for an update", cause="update")
-    tell_notes(parts)
+    report_notes(parts)
     return None
 
 
-def _lower_budget(parts: Parts, state: RunState, size: int, reason: str, *, cause: str) -> None:
+def _lower_budget(
+    parts: TrainerComponents, state: TrainState, size: int, reason: str, *, cause: str
+) -> None:
     """Make micro-batches smaller from the next step on, and record it."""
     step, before = state.step + 1, parts.policy.max_tokens
     parts.policy.max_tokens = size

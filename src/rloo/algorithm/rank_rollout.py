@@ -11,19 +11,19 @@ from typing import Any
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from rloo.algorithm.completion_exchange import bring, elsewhere, heads
+from rloo.algorithm.completion_exchange import completion_headers, fetch_tokens, remote_completions
 from rloo.distributed import World
 from rloo.engines.counter_rng import noise_key
 from rloo.engines.serialization import pack, unpack
 from rloo.episodes.consistency import beginnings_of, require_alike, with_prompt
 from rloo.rewards import RewardSet, Scores
-from rloo.rewards.reward_function import Log
-from rloo.rewards.reward_set import Raw
+from rloo.rewards.reward_function import RewardLog
+from rloo.rewards.reward_set import RawScores
 from rloo.tracking.jsonl import strict
 from rloo.types import (
     Completion,
     Engine,
-    EngineFacts,
+    EngineCapabilities,
     Group,
     Prompt,
     Sampling,
@@ -35,7 +35,7 @@ from rloo.types import (
 _TOKEN_BYTES = 8
 
 
-def sample(
+def generate_on_ranks(
     engine: Engine,
     prompts: Sequence[Prompt],
     count: int,
@@ -45,9 +45,9 @@ def sample(
 ) -> list[list[Completion]]:
     """`engine.sample`, of which each process does an equal part, unless the engine is `central`.
     Where processes are more than prompts, several sample one group."""
-    if world.links is None:
+    if world.collectives is None:
         return engine.sample(prompts, count, sampling, noise)
-    mine = _part(engine.facts, len(prompts), count, world)
+    mine = _part(engine.capabilities, len(prompts), count, world)
     _reseed(noise, prompts, world)  # tools may draw
     numbers = [
         range(max(mine.start - first, 0), min(mine.stop - first, count))
@@ -57,14 +57,14 @@ def sample(
     drawn = engine.sample(
         [prompts[index] for index in here], [numbers[index] for index in here], sampling, noise
     )
-    return completions_of_all(drawn, prompts, count, sampling, world)
+    return all_gather_completions(drawn, prompts, count, sampling, world)
 
 
-def _part(facts: EngineFacts, prompts: int, count: int, world: World) -> range:
+def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: World) -> range:
     """Of all completions the places of those that this process samples."""
-    if facts.central:
+    if capabilities.central:
         return range(prompts * count if world.is_main else 0)
-    if facts.whole_groups and prompts >= world.size:
+    if capabilities.whole_groups and prompts >= world.size:
         groups = world.share(prompts)
         return range(groups.start * count, groups.stop * count)
     return world.share(prompts * count)
@@ -78,7 +78,7 @@ def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
         transformers.set_seed(noise_key(noise, f"rank {world.rank}", first) >> 32)
 
 
-def completions_of_all(
+def all_gather_completions(
     drawn: list[list[Completion]],
     prompts: Sequence[Prompt],
     count: int,
@@ -88,14 +88,16 @@ def completions_of_all(
     """The `count` completions of each prompt, where this process has drawn a part, in their order.
     Raises ValueError where the processes have drawn for other prompts, or where the episodes of a
     prompt began differently."""
-    if world.links is None:
+    if world.collectives is None:
         return drawn
     drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
     own = [completion for group in drawn for completion in group]
     most = len(prompts) * count * sampling.max_tokens * _TOKEN_BYTES
     small = most <= world.gather_limit
     began = beginnings_of(own, prompts)
-    parts = world.gather((drew, began, _stays(own), pack(own) if small else heads(own)))
+    parts = world.all_gather_object(
+        (drew, began, _is_bound_to_process(own), pack(own) if small else completion_headers(own))
+    )
     for rank, (other, *_) in enumerate(parts):
         if other != drew:
             raise ValueError(
@@ -104,7 +106,7 @@ def completions_of_all(
             )
     begun = require_alike([began for _, began, _, _ in parts], own, prompts, world)
     told = [part for *_, part in parts]
-    known = [unpack(p) if small else elsewhere(p, rank) for rank, p in enumerate(told)]
+    known = [unpack(p) if small else remote_completions(p, rank) for rank, p in enumerate(told)]
     by_rank = _with_tokens(known, own, world, small=small)
     if any(stays for _, _, stays, _ in parts):
         by_rank = [[_of_rank(c, rank) for c in some] for rank, some in enumerate(by_rank)]
@@ -122,12 +124,12 @@ def _with_tokens(
     tokens where all have them (`small`), or where all tokens are of `gather_limit` bytes."""
     tokens = sum(len(c.token_ids) for part in known for c in part)
     if not small and tokens * _TOKEN_BYTES <= world.gather_limit:
-        known, small = [unpack(part) for part in world.gather(pack(own))], True
-    here = own if small else [replace(completion, home=world.rank) for completion in own]
+        known, small = [unpack(part) for part in world.all_gather_object(pack(own))], True
+    here = own if small else [replace(completion, owner_rank=world.rank) for completion in own]
     return [*known[: world.rank], here, *known[world.rank + 1 :]]
 
 
-def _stays(own: Sequence[Completion]) -> bool:
+def _is_bound_to_process(own: Sequence[Completion]) -> bool:
     """Whether these have what reward functions may ask for and other processes cannot be sent."""
     episodes = [c.episode for c in own if c.episode is not None]
     return any(e.environment is not None or e.columns for e in episodes)
@@ -139,7 +141,7 @@ def _of_rank(completion: Completion, rank: int) -> Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Judge:
+class RewardScorer:
     """Scores completions, of which each process judges an equal part of the groups, or the episodes
     that it has played, where it alone has what rewards ask for. `noise` numbers what is judged: the
     other processes' global generators are a function of it and of the prompts."""
@@ -168,7 +170,7 @@ class Judge:
         if called is not None:
             shares = [range(len(flat) if rank == 0 else 0) for rank in range(world.size)]
         _reseed(self.noise, prompts, world)
-        own = iter(bring([[flat[i] for i in share] for share in shares], world))
+        own = iter(fetch_tokens([[flat[i] for i in share] for share in shares], world))
         number_of = [number for number, some in enumerate(sampled) for _ in some]
         groups = [
             (prompts[number], [next(own) for _ in places])
@@ -177,12 +179,12 @@ class Judge:
         done = self._call(groups, names) if called is None else list(called)
         texts = [text for some, _ in done for text in some]
         raws = [raw for _, raw in done]
-        if world.links is not None:
-            far = any(c.home is not None for completions in sampled for c in completions)
-            sent = world.gather(([] if far else texts, list(map(_plain, raws))))
-            raws = [_of_plain(raw) for _, part in sent for raw in part]
+        if world.collectives is not None:
+            far = any(c.owner_rank is not None for completions in sampled for c in completions)
+            sent = world.all_gather_object(([] if far else texts, list(map(_scores_to_json, raws))))
+            raws = [_scores_from_json(raw) for _, part in sent for raw in part]
             if far:  # who writes them needs them
-                sent = world.exchange(
+                sent = world.all_to_all_object(
                     [(texts if rank == 0 else [], []) for rank in range(world.size)]
                 )
             texts = [text for part, _ in sent for text in part]
@@ -215,7 +217,7 @@ class Judge:
         if len(places) == len(flat):
             return [(texts, self.rewards.call(prompts, texts, ids, columns, self.trainer_state))]
         if not places:
-            return [(texts, Raw(len(flat), dict.fromkeys(self.rewards.names), {}))]
+            return [(texts, RawScores(len(flat), dict.fromkeys(self.rewards.names), {}))]
 
         def some(values: list[Any]) -> list[Any]:
             return [values[place] for place in places]
@@ -227,7 +229,7 @@ class Judge:
 
 # A prompt with its completions; the texts of some, and what the reward functions say of them.
 Sampled = tuple[Prompt, Sequence[Completion]]
-Called = tuple[list[Text], Raw]
+Called = tuple[list[Text], RawScores]
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:
@@ -299,12 +301,14 @@ def _as_text(prompt: Prompt, text: str) -> Text:
     return [{"role": "assistant", "content": text}]
 
 
-def _plain(raw: Raw) -> Any:
+def _scores_to_json(raw: RawScores) -> Any:
     """As values that can be sent; of what was logged as an extra column, what files have of it."""
     logs = [(name, strict(log.extras), log.metrics) for name, log in raw.logs.items()]
     return raw.count, raw.seen, raw.by_function, logs
 
 
-def _of_plain(values: Any) -> Raw:
+def _scores_from_json(values: Any) -> RawScores:
     count, seen, by_function, logs = values
-    return Raw(count, by_function, {name: Log(extras, sums) for name, extras, sums in logs}, seen)
+    return RawScores(
+        count, by_function, {name: RewardLog(extras, sums) for name, extras, sums in logs}, seen
+    )

@@ -8,19 +8,21 @@ from dataclasses import replace
 
 import torch
 
-from rloo.algorithm.baselines import standardise
-from rloo.algorithm.estimator_registry import chosen_estimator
-from rloo.algorithm.kl_controller import Adaptive
+from rloo.algorithm.baselines import whiten
+from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.kl_controller import KLController
 from rloo.config.config import RLOOConfig
 from rloo.rewards.reward_function import LARGEST
 from rloo.types import Completion, Group, Rollout, Sample
 
 
-def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) -> list[Sample]:
+def make_training_samples(
+    rollout: Rollout, config: RLOOConfig, past: KLController | None = None
+) -> list[Sample]:
     """The completions that the loss counts, with shaped rewards: those scored, in groups of enough
     scores for the estimator; under a preset that counts all completions also the others, with the
     reward NaN. `past` is needed for a mean or deviation over earlier rollouts."""
-    smallest = chosen_estimator(config).smallest_group
+    smallest = load_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
     for number, group in enumerate(rollout.groups):
@@ -31,13 +33,13 @@ def shape(rollout: Rollout, config: RLOOConfig, past: Adaptive | None = None) ->
             elif config.loss_form.all_completions and sample.num_trained:  # else nothing was said
                 found.append((replace(sample, reward=math.nan), completion))
         begin += len(group.completions)
-    rewards = [_shape(sample.reward, completion, config) for sample, completion in found]
+    rewards = [_shaped(sample.reward, completion, config) for sample, completion in found]
     if too_large := [reward for reward in rewards if abs(reward) > LARGEST]:
         raise ValueError(
             f"a shaped reward is {too_large[0]:g}, beyond float32 (reward_scaling, reward_bias, "
             "missing_eos_penalty)"
         )
-    related = _relate(rewards, config, past)
+    related = _normalize_rewards(rewards, config, past)
     return [replace(s, reward=r) for (s, _), r in zip(found, related, strict=True)]
 
 
@@ -50,14 +52,14 @@ def _samples(
         sample = Sample(
             key=(number, index),
             place=begin + index,
-            versions=completion.versions or ((version, len(completion.token_ids)),),
+            weight_versions=completion.weight_versions or ((version, len(completion.token_ids)),),
             prompt_ids=group.prompt.token_ids,
             token_ids=completion.token_ids,
             policy_logprobs=completion.policy_logprobs,
             reward=math.nan if reward is None else reward,
             truncated=completion.finish == "length",
             behavior_logprobs=completion.behavior_logprobs,
-            home=completion.home,
+            owner_rank=completion.owner_rank,
             pixels=group.prompt.pixels,
             trained=completion.trained,
         )
@@ -65,16 +67,16 @@ def _samples(
 
 
 def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
-    """All rewards of a rollout, without missing ones, after `_shape`."""
+    """All rewards of a rollout, without missing ones, after `_shaped`."""
     return [
-        _shape(reward, completion, config)
+        _shaped(reward, completion, config)
         for group in groups
         for reward, completion in zip(group.rewards, group.completions, strict=True)
         if reward is not None
     ]
 
 
-def _shape(reward: float, completion: Completion, config: RLOOConfig) -> float:
+def _shaped(reward: float, completion: Completion, config: RLOOConfig) -> float:
     """Apply bias, scaling (in AReaL's order), missing-EOS penalty and clipping to a reward."""
     reward = (reward + config.reward_bias) * config.reward_scaling
     if completion.finish == "length":
@@ -85,11 +87,13 @@ def _shape(reward: float, completion: Completion, config: RLOOConfig) -> float:
     return reward
 
 
-def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> list[float]:
+def _normalize_rewards(
+    rewards: list[float], config: RLOOConfig, past: KLController | None
+) -> list[float]:
     """Rewards over their rollout's or earlier ones' deviation, or less the running mean."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
-        scaled = standardise(values, epsilon=config.advantage_epsilon)
+        scaled = whiten(values, epsilon=config.advantage_epsilon)
         return torch.where(values.isnan(), values, scaled).tolist()
     if config.normalize_rewards == "running":
         # The first rollout is not normalised: its own statistics would bias it.
@@ -99,6 +103,6 @@ def _relate(rewards: list[float], config: RLOOConfig, past: Adaptive | None) -> 
     return rewards
 
 
-def has_signal(group: Group, config: RLOOConfig) -> bool:
+def has_reward_variance(group: Group, config: RLOOConfig) -> bool:
     """Whether the shaped rewards of a group differ."""
     return len(set(shaped_rewards([group], config))) > 1

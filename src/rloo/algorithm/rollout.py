@@ -7,11 +7,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rloo.algorithm.rank_rollout import Judge, sample
-from rloo.algorithm.reward_shaping import has_signal
-from rloo.config.batch_sizes import Batches
+from rloo.algorithm.rank_rollout import RewardScorer, generate_on_ranks
+from rloo.algorithm.reward_shaping import has_reward_variance
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
-from rloo.data.iterable_dataset import Prompts, StreamSource
+from rloo.data.iterable_dataset import IterablePromptDataset, Prompts
 from rloo.distributed import World
 from rloo.engines.counter_rng import noise_key
 from rloo.rewards import RewardSet
@@ -22,26 +22,26 @@ from rloo.tracking.metrics import (
     sampled_entropy,
     task_metrics,
 )
-from rloo.tracking.profiler import Clock
+from rloo.tracking.profiler import PhaseTimer
 from rloo.types import Engine, Group, Rollout, Sampling, of_trained
 
 
 @dataclass(slots=True)
-class SyncRollouts:
+class SyncRolloutGenerator:
     """Samples and scores in this process, when it is asked to: no rollout is older than the weights
     that the engine has. `trainer` is what reward functions see of the run; `step` is the number of
     the next rollout's first optimizer step, which its noise is a function of."""
 
     config: RLOOConfig
     world: World
-    batches: Batches
+    batches: BatchSizes
     engine: Engine
     prompts: Prompts
     rewards: RewardSet
     sampling: Sampling
     tokenizer: PreTrainedTokenizerBase
     trainer: TrainerState
-    clock: Clock
+    clock: PhaseTimer
     step: int = 0
 
     @property
@@ -52,7 +52,7 @@ class SyncRollouts:
     def describe(self) -> dict[str, Any]:
         """The number of rows, and the rewards."""
         prompts = self.prompts
-        rows = "a stream" if isinstance(prompts, StreamSource) else len(prompts)
+        rows = "a stream" if isinstance(prompts, IterablePromptDataset) else len(prompts)
         return {"rows": rows, "rewards": self.rewards.names}
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,13 +81,13 @@ class SyncRollouts:
         everything = list(groups)
         if self.config.dynamic_sample:
             parts = [(len(groups), logged)]
-            chosen = [group for group in groups if has_signal(group, self.config)]
+            chosen = [group for group in groups if has_reward_variance(group, self.config)]
             while len(chosen) < wanted and len(parts) <= self.config.max_resample_times:
                 more, logged = self._collect(wanted - len(chosen))
                 parts.append((len(more), logged))
                 everything += more
-                chosen += [group for group in more if has_signal(group, self.config)]
-            flat = [group for group in everything if not has_signal(group, self.config)]
+                chosen += [group for group in more if has_reward_variance(group, self.config)]
+            flat = [group for group in everything if not has_reward_variance(group, self.config)]
             groups = chosen + flat[: wanted - len(chosen)]
             drawn = len(everything) / wanted
             logged = mean_of_parts(parts) | {"dynamic_sampling/drawn_share": drawn}
@@ -128,9 +128,11 @@ class SyncRollouts:
         noise = noise_key(self.config.seed, "train", self.step)
         count = self.config.num_generations
         with self.clock.phase("sample"):
-            sampled = sample(self.engine, prompts, count, self.sampling, noise, self.world)
-        judge = Judge(self.rewards, self.tokenizer, self.world, self.trainer, noise)
+            sampled = generate_on_ranks(
+                self.engine, prompts, count, self.sampling, noise, self.world
+            )
+        judge = RewardScorer(self.rewards, self.tokenizer, self.world, self.trainer, noise)
         with self.clock.phase("reward"):
             groups, logged = judge.score(prompts, sampled)
-        self.prompts.see(groups)
+        self.prompts.update(groups)
         return groups, logged

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from rloo.algorithm.advantages import Credit, Stored, Terms
-from rloo.algorithm.kl_controller import Adaptive
-from rloo.algorithm.stop_signals import Stop
-from rloo.config.batch_sizes import Batches
+from rloo.algorithm.advantages import Advantages, LossContext, PrecomputedAdvantages
+from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.stop_signals import StopSignals
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.model.policy import Policy
@@ -19,46 +19,46 @@ from rloo.model.token_budget import Workload
 from rloo.model.training_state import capture_rng
 from rloo.tracking.callbacks import Events
 from rloo.tracking.monitor import Monitor
-from rloo.tracking.profiler import Clock
-from rloo.types import Engine, Rollout, Rollouts, Sample
+from rloo.tracking.profiler import PhaseTimer
+from rloo.types import Engine, Rollout, RolloutGenerator, Sample
 
-DUE = (
+PENDING = (
     "evaluation_due", "save_due", "evaluated_at", "open_epoch", "step_open", "refused_in_a_row"
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class TrainerComponents:
     """Built once, before the first step, and never replaced."""
 
     config: RLOOConfig
     world: World
-    batches: Batches
+    batches: BatchSizes
     workload: Workload
     policy: Policy
     engine: Engine
-    rollouts: Rollouts
+    rollouts: RolloutGenerator
     monitor: Monitor
     events: Events
-    clock: Clock
-    stop: Stop
+    clock: PhaseTimer
+    stop: StopSignals
 
 
 @dataclass(slots=True)
-class InHand:
-    """A rollout, its samples and their credit, of whose optimizer steps `done` are made."""
+class ActiveRollout:
+    """A rollout, its samples and their credit, of whose optimizer steps `steps_done` are made."""
 
     rollout: Rollout
     samples: list[Sample]
-    credit: Credit
-    done: int = 0
+    credit: Advantages
+    steps_done: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """What its other steps need, once the first has been made, in plain values and tensors."""
-        assert isinstance(self.credit, Stored)
+        assert isinstance(self.credit, PrecomputedAdvantages)
         pixels = {s.key[0]: s.pixels for s in self.samples if s.pixels is not None}
         return {
-            "done": self.done,
+            "done": self.steps_done,
             "epoch": self.rollout.epoch,
             "version": self.rollout.version,
             "samples": [
@@ -66,17 +66,17 @@ class InHand:
                 for s in self.samples
             ],
             "pixels": {group: pixels_of() for group, pixels_of in pixels.items()},
-            "known": list(self.credit.known.items()),
+            "known": list(self.credit.by_completion.items()),
             "old_logprobs": list(self.credit.old_logprobs.items()),
             "stats": self.credit.stats,
         }
 
     @classmethod
-    def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> InHand:
+    def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> ActiveRollout:
         """The inverse of `state_dict`; `position` is where the data goes on after the rollout."""
         rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
         known, old = dict(saved["known"]), dict(saved["old_logprobs"])
-        credit = Stored(known, old_logprobs=old, stats=saved["stats"])
+        credit = PrecomputedAdvantages(known, old_logprobs=old, stats=saved["stats"])
         images: dict[Any, Any] = {
             group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
         }
@@ -85,32 +85,32 @@ class InHand:
 
 
 @dataclass(slots=True)
-class RunState:
+class TrainState:
     """Where a run stands. `trainer` and `control` are transformers', for callbacks and rewards;
     `trainer.global_step` counts optimizer steps.
 
     `position` is where the data must go on from: after the last rollout that a step was made on,
-    `in_hand` while not all of its steps are made. `generators` are those of the last finished step.
+    `active_rollout` while not all of its steps are made. `generators` are those of the last finished step.
     `budget_changes` tell from which step on micro-batches were smaller, which orders sums anew.
-    What callbacks ask for in the middle of a rollout waits in `evaluation_due` and `save_due`. They
+    What callbacks ask for in the middle of a rollout waits in `evaluation_pending` and `save_pending`. They
     are told of the end of a step (`step_open`) and of `open_epoch` also where a run was stopped in
-    between. While `moved`, the weights are those of a step that is not recorded yet.
+    between. While `weights_ahead_of_record`, the weights are those of a step that is not recorded yet.
     """
 
     trainer: TrainerState
     control: TrainerControl
-    adaptive: Adaptive
+    kl_controller: KLController
     position: dict[str, Any]
     num_tokens: int = 0
     refused_in_a_row: int = 0
     budget_changes: list[dict[str, Any]] = field(default_factory=list)
-    evaluation_due: bool = False
-    save_due: bool = False
+    evaluation_pending: bool = False
+    save_pending: bool = False
     evaluated_at: int = -1
     open_epoch: int | None = None
     step_open: bool = False
-    moved: bool = False
-    in_hand: InHand | None = None
+    weights_ahead_of_record: bool = False
+    active_rollout: ActiveRollout | None = None
     generators: dict[str, Any] = field(default_factory=capture_rng)
 
     @property
@@ -123,13 +123,13 @@ class RunState:
         """Whether all steps are done or a callback has asked to stop."""
         return self.step >= self.trainer.max_steps or self.control.should_training_stop
 
-    def has_learned_from(self, rollout: Rollout) -> bool:
+    def has_trained_on(self, rollout: Rollout) -> bool:
         """Whether an optimizer step was made on it."""
         return self.position is rollout.position
 
-    def terms(self, parts: Parts) -> Terms:
+    def loss_context(self, parts: TrainerComponents) -> LossContext:
         """What the loss is made of now."""
-        return Terms(parts.config, parts.batches, self.adaptive.beta)
+        return LossContext(parts.config, parts.batches, self.kl_controller.beta)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON values."""
@@ -138,8 +138,8 @@ class RunState:
             **self.position,
             "num_tokens": self.num_tokens,
             "budget_changes": self.budget_changes,
-            "adaptive": self.adaptive.state_dict(),
-            "due": {name: getattr(self, name) for name in DUE},
+            "adaptive": self.kl_controller.state_dict(),
+            "due": {name: getattr(self, name) for name in PENDING},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -149,6 +149,6 @@ class RunState:
         self.position = {name: saved[name] for name in self.position}
         self.num_tokens = saved["num_tokens"]
         self.budget_changes = saved["budget_changes"]
-        self.adaptive.load_state_dict(saved["adaptive"])
-        for name in DUE:
+        self.kl_controller.load_state_dict(saved["adaptive"])
+        for name in PENDING:
             setattr(self, name, saved["due"][name])

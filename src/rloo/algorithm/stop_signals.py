@@ -16,7 +16,7 @@ from rloo.config.launcher_env import is_launched
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 
 # Seconds within which a signal of the same kind is the same one.
-ECHO = 1.0
+FOLLOW_UP_SECONDS = 1.0
 
 
 class Stopped(SystemExit):
@@ -35,12 +35,12 @@ class ForcedInterrupt(KeyboardInterrupt):
     """A second Ctrl-C, which nothing holds back: what is half done must not be saved."""
 
 
-class Stop:
-    """Receives the signals that ask to stop while `listening`, in the main thread only, as Python
+class StopSignals:
+    """Receives the signals that ask to stop while `handling`, in the main thread only, as Python
     allows; a signal that is ignored (nohup, a background job) stays ignored.
 
     The first one raises KeyboardInterrupt or `Stopped` wherever the run is, unless it is in a part
-    that is `held`: then at the end of that part. A second one of the same kind ends at once. With
+    that is `deferred`: then at the end of that part. A second one of the same kind ends at once. With
     `usr1_saves`, SIGUSR1 sets `save_wanted` instead.
     """
 
@@ -53,7 +53,7 @@ class Stop:
         self._ends = False
 
     @contextmanager
-    def listening(self) -> Iterator[Stop]:
+    def handling(self) -> Iterator[StopSignals]:
         """Install the handlers; on leaving, put the previous ones back."""
         previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -68,7 +68,7 @@ class Stop:
                 signal.signal(number, handler)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def deferred(self) -> Iterator[None]:
         """Hold signals back in this block, and raise at its end what came in it."""
         self.hold()
         try:
@@ -125,7 +125,7 @@ class Stop:
             os._exit(128 + number)
         elif number in self._seen:
             # Schedulers and launchers may both tell a process of several the same thing.
-            if not is_launched() or time.monotonic() - self._seen[number] > ECHO:
+            if not is_launched() or time.monotonic() - self._seen[number] > FOLLOW_UP_SECONDS:
                 self._end_now(number)
         else:
             self._seen[number] = time.monotonic()

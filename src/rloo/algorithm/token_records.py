@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rloo.algorithm.reward_shaping import has_signal
-from rloo.algorithm.state import InHand
+from rloo.algorithm.reward_shaping import has_reward_variance
+from rloo.algorithm.state import ActiveRollout
 from rloo.config.config import RLOOConfig
 from rloo.data.images import without_images
 from rloo.tracking.sample_text import counts_of
-from rloo.types import Elsewhere, Sample
+from rloo.types import RemoteTokens, Sample
 
 NUM_GROUPS = 2
 NUM_COMPLETIONS = 16
@@ -21,7 +21,7 @@ NUM_TOKENS = 512
 
 
 def detailed(
-    hand: InHand, config: RLOOConfig, tokenizer: PreTrainedTokenizerBase
+    hand: ActiveRollout, config: RLOOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
     """One row for each of the first two groups, of those with signal if there are any: the prompt,
     and its first 16 completions with reward, advantage and tokens. `mismatch` is the trainer's
@@ -29,7 +29,7 @@ def detailed(
     which have none. What only another process knows is left out; an advantage is one number, or one
     for each token."""
     groups = hand.rollout.groups
-    first = sorted(range(len(groups)), key=lambda n: not has_signal(groups[n], config))
+    first = sorted(range(len(groups)), key=lambda n: not has_reward_variance(groups[n], config))
     samples = {sample.key: sample for sample in hand.samples}
     return [
         {
@@ -55,16 +55,16 @@ def detailed(
 
 
 def _seen(
-    hand: InHand, sample: Sample | None, tokenizer: PreTrainedTokenizerBase
+    hand: ActiveRollout, sample: Sample | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """The advantage, tokens and mismatch of a completion, as far as they are known here."""
     if sample is None:  # nothing is learned from it
         return {}
     found: dict[str, Any] = {}
-    if (known := hand.credit.known.get(sample.key)) is not None:
+    if (known := hand.credit.by_completion.get(sample.key)) is not None:
         values = known.tolist()
         found["advantage"] = values[0] if len(values) == 1 else _of_all(values, sample)
-    if isinstance(sample.token_ids, Elsewhere):
+    if isinstance(sample.token_ids, RemoteTokens):
         return found
     found["tokens"] = _ends(pieces(sample.token_ids, tokenizer))
     if sample.trained is not None:

@@ -9,9 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 
-from rloo.algorithm.oom_retry import check_first, credit_that_fits, update_that_fits
-from rloo.algorithm.reward_shaping import shape, shaped_rewards
-from rloo.algorithm.state import InHand, Parts, RunState
+from rloo.algorithm.oom_retry import (
+    advantages_with_oom_retry,
+    update_with_oom_retry,
+    verify_packed_forward,
+)
+from rloo.algorithm.reward_shaping import make_training_samples, shaped_rewards
+from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
 from rloo.algorithm.token_records import detailed
 from rloo.algorithm.update import minibatches
 from rloo.model.training_state import capture_rng
@@ -20,50 +24,57 @@ MAX_REFUSED_STEPS = 3
 
 
 def train_on_rollout(
-    parts: Parts, state: RunState, save: Callable[[], object] = lambda: None
+    parts: TrainerComponents, state: TrainState, save: Callable[[], object] = lambda: None
 ) -> None:
     """Sample a rollout, score it, and make all of its optimizer steps, or those that are left.
     `save` is called between two of them where a signal has asked for it."""
-    hand = state.in_hand or sample(parts, state)
-    left = islice(minibatches(hand.samples, parts.batches), hand.done, None)
+    hand = state.active_rollout or next_rollout(parts, state)
+    left = islice(minibatches(hand.samples, parts.batches), hand.steps_done, None)
     for number, minibatch in enumerate(left):
         if number:
             begin_step(parts)
         # From before the optimizer's step on, a signal waits until it is recorded.
         with parts.stop.released():
-            stats = update_that_fits(parts, state, hand, minibatch)
+            stats = update_with_oom_retry(parts, state, hand, minibatch)
             record(parts, state, hand, stats)
         if state.is_over:
             break
-        if state.in_hand is not None and parts.world.any(parts.stop.save_wanted):
+        if state.active_rollout is not None and parts.world.any_rank(parts.stop.save_wanted):
             save()
-    state.in_hand = None
+    state.active_rollout = None
 
 
-def begin_step(parts: Parts) -> None:
+def begin_step(parts: TrainerComponents) -> None:
     """Tell the callbacks that an optimizer step begins. What links have done before it, such as in
     an evaluation or at the start, is no step's."""
     parts.events.send("on_step_begin")
-    if (links := parts.world.links) is not None:
+    if (links := parts.world.collectives) is not None:
         links.received, links.seconds = 0, 0.0
 
 
-def sample(parts: Parts, state: RunState) -> InHand:
+def next_rollout(parts: TrainerComponents, state: TrainState) -> ActiveRollout:
     """A rollout of the present weights, its samples and their credit."""
     parts.policy.load_into(parts.engine)
     rollout = parts.rollouts.next()
-    samples = shape(rollout, parts.config, state.adaptive)
-    check_first(parts, state, samples)
-    return InHand(rollout, samples, credit_that_fits(parts, state, samples))
+    samples = make_training_samples(rollout, parts.config, state.kl_controller)
+    verify_packed_forward(parts, state, samples)
+    return ActiveRollout(rollout, samples, advantages_with_oom_retry(parts, state, samples))
 
 
-def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float]) -> None:
+def record(
+    parts: TrainerComponents, state: TrainState, hand: ActiveRollout, stats: dict[str, float]
+) -> None:
     """Count an optimizer step, write it down, and ask the callbacks what is due. The first step on
     a rollout makes it count, since all its advantages are known by then."""
-    first, config, adaptive, rollout = not hand.done, parts.config, state.adaptive, hand.rollout
+    first, config, adaptive, rollout = (
+        not hand.steps_done,
+        parts.config,
+        state.kl_controller,
+        hand.rollout,
+    )
     if first:
-        adaptive.see_rewards(shaped_rewards(rollout.groups, config), config.running_decay)
-        adaptive.see_kl(stats.get("kl", config.kl_target or 0.0), len(hand.samples), config)
+        adaptive.update_reward_stats(shaped_rewards(rollout.groups, config), config.running_decay)
+        adaptive.update_kl(stats.get("kl", config.kl_target or 0.0), len(hand.samples), config)
         stats = rollout.metrics | stats
     if config.kl_target is not None:
         stats["kl/coef"] = adaptive.used_beta
@@ -83,7 +94,7 @@ def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float])
             "epoch": rollout.epoch,
         }
     )
-    stats = parts.world.from_main(stats)  # all log the same, its times too
+    stats = parts.world.broadcast_object(stats)  # all log the same, its times too
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
@@ -98,20 +109,22 @@ def record(parts: Parts, state: RunState, hand: InHand, stats: dict[str, float])
         )
 
 
-def finish_step(parts: Parts, state: RunState, stats: dict[str, float] | None = None) -> None:
+def finish_step(
+    parts: TrainerComponents, state: TrainState, stats: dict[str, float] | None = None
+) -> None:
     """Log a step's metrics, tell the callbacks that it ended, and note what they want. A run that
     one of them ended tells them again when it goes on, without metrics (None)."""
     state.step_open = True
     parts.monitor.log(stats)
-    note_what_is_due(state)
+    note_pending_work(state)
     state.step_open, state.generators = False, capture_rng()
 
 
-def note_what_is_due(state: RunState) -> None:
+def note_pending_work(state: TrainState) -> None:
     """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
     control = state.control
-    state.evaluation_due |= control.should_evaluate and state.evaluated_at != state.step
-    state.save_due |= control.should_save
+    state.evaluation_pending |= control.should_evaluate and state.evaluated_at != state.step
+    state.save_pending |= control.should_save
     if control.should_epoch_stop:
         raise ValueError(
             "a callback set should_epoch_stop; an epoch cannot end early, only training can "
@@ -119,21 +132,23 @@ def note_what_is_due(state: RunState) -> None:
         )
 
 
-def _of_links(parts: Parts) -> dict[str, float]:
+def _of_links(parts: TrainerComponents) -> dict[str, float]:
     """What all processes have told each other in this step, and how long this one has waited."""
-    links = parts.world.links
+    links = parts.world.collectives
     if links is None:
         return {}
     return {"rank/gathered_bytes": float(links.received), "rank/wait_time": links.seconds}
 
 
-def _count(parts: Parts, state: RunState, hand: InHand, *, refused: bool) -> None:
+def _count(
+    parts: TrainerComponents, state: TrainState, hand: ActiveRollout, *, refused: bool
+) -> None:
     state.trainer.global_step += 1
-    state.moved = False
-    if not hand.done:
+    state.weights_ahead_of_record = False
+    if not hand.steps_done:
         state.position = hand.rollout.position
         state.num_tokens += hand.rollout.num_tokens
-    hand.done += 1
-    state.in_hand = hand if hand.done < parts.batches.steps_per_rollout else None
+    hand.steps_done += 1
+    state.active_rollout = hand if hand.steps_done < parts.batches.steps_per_rollout else None
     state.trainer.epoch = hand.rollout.epoch
     state.refused_in_a_row = state.refused_in_a_row + 1 if refused else 0

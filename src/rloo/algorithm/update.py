@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rloo.algorithm.advantages import Credit, Terms
-from rloo.algorithm.completion_exchange import bring_seen, holders_of, with_tokens
+from rloo.algorithm.advantages import Advantages, LossContext
+from rloo.algorithm.completion_exchange import fetch_old_logprobs, owner_ranks_of, with_own_tokens
 from rloo.algorithm.loss import (
     Completions,
-    Surrogate,
+    PolicyLossConfig,
     aggregate,
     importance_weights,
     kl_estimate,
@@ -22,16 +22,16 @@ from rloo.algorithm.loss import (
     sum_by,
 )
 from rloo.algorithm.update_metrics import (
-    Sums,
-    Tally,
+    MetricSums,
+    MetricTotals,
     add,
     averages,
     gather,
     imbalance,
     read,
-    watched_sum,
+    recorded_sum,
 )
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.model.autocast_cache import casting_once
 from rloo.model.logprobs import TokenScores
@@ -41,7 +41,7 @@ from rloo.tracking.metrics import sampled_entropy
 from rloo.types import Sample
 
 
-def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sample]]:
+def minibatches(samples: Sequence[Sample], batches: BatchSizes) -> Iterator[list[Sample]]:
     """Divide the rollout into optimizer steps of `completions_per_step`, `num_iterations` times:
     by place in the rollout, so that a completion that could not be scored moves no other."""
     parts: dict[int, list[Sample]] = {}
@@ -55,8 +55,8 @@ def minibatches(samples: Sequence[Sample], batches: Batches) -> Iterator[list[Sa
 def update(
     policy: Policy,
     samples: Sequence[Sample],
-    credit: Credit,
-    terms: Terms,
+    credit: Advantages,
+    terms: LossContext,
     before_step: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """One optimizer step on `samples`: micro-batches forward and backward, then the step, before
@@ -71,19 +71,21 @@ def update(
         constant=config.loss_constant,
     )
     computes_all = _computes_all(policy, samples, terms)
-    live = [s for s in samples if computes_all or credit.has_signal(s.key)]
+    live = [s for s in samples if computes_all or credit.has_reward_variance(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
     dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
-    dealt = with_tokens(dealt, policy.world)
-    bring_seen(credit.old_logprobs, credit.holders, dealt, policy.world)
-    for key, rank in holders_of(dealt).items():
-        credit.holders.setdefault(key, rank)
+    dealt = with_own_tokens(dealt, policy.world)
+    fetch_old_logprobs(credit.old_logprobs, credit.owner_ranks, dealt, policy.world)
+    for key, rank in owner_ranks_of(dealt).items():
+        credit.owner_ranks.setdefault(key, rank)
 
-    def compute() -> Tally:
-        tally: Sums = {}
+    def compute() -> MetricTotals:
+        tally: MetricSums = {}
         for batch, is_ours, is_last in policy.micro_batches(dealt, whole_groups=credit.from_update):
             if is_ours:
-                loss, sums = micro_loss(policy, batch, credit, terms, denominator, input_tokens)
+                loss, sums = micro_batch_loss(
+                    policy, batch, credit, terms, denominator, input_tokens
+                )
                 gather(tally, sums)
             else:
                 loss = 0.0 * policy.logprobs(batch).logprobs.sum()
@@ -92,9 +94,9 @@ def update(
             policy.stepper.backward(loss, last=is_last)
         return read(tally)
 
-    tally: Tally = {}
+    tally: MetricTotals = {}
     with policy.in_step(), casting_once(policy):
-        done = policy.world.attempt(compute)
+        done = policy.world.run_on_all_ranks(compute)
     for sums in done:
         add(tally, sums)
     metrics = credit.stats | averages(tally, samples, config)
@@ -113,14 +115,14 @@ def update(
         return metrics | policy.stepper.step(scale)
 
 
-def micro_loss(
+def micro_batch_loss(
     policy: Policy,
     batch: MicroBatch,
-    credit: Credit,
-    terms: Terms,
+    credit: Advantages,
+    terms: LossContext,
     denominator: float,
     input_tokens: int | None = None,
-) -> tuple[Tensor, Sums]:
+) -> tuple[Tensor, MetricSums]:
     """The loss of one micro-batch (a scalar with gradient), and sums for the metrics, which
     are left on its device. `input_tokens` is the total over all micro-batches, by default of
     this one."""
@@ -129,11 +131,11 @@ def micro_loss(
     now = scores.logprobs.detach()
     watched_N = terms.watched(batch.truncated_N)
     watched_T = watched_N[batch.sequence_T]
-    sums: Sums = {}
+    sums: MetricSums = {}
     reference = None
     if _compares(credit, terms):
         reference = policy.reference_logprobs(batch)
-        sums["kl"] = watched_sum(now - reference, watched_T)
+        sums["kl"] = recorded_sum(now - reference, watched_T)
     advantages = credit.advantages(batch, now, reference)
     old = credit.old(batch, now)
     completions = Completions(batch.sequence_T, batch.size)
@@ -149,7 +151,7 @@ def micro_loss(
     mismatch = (now - batch.policy_T).abs()
     sums |= {
         "loss": loss.detach(),
-        "entropy": watched_sum(scores.entropy.detach(), watched_T),
+        "entropy": recorded_sum(scores.entropy.detach(), watched_T),
         "tokens": float(len(now)),
         "sequences": float(batch.size),
         "watched_tokens": watched_T.sum(),
@@ -162,13 +164,13 @@ def micro_loss(
     return loss, sums
 
 
-def _compares(credit: Credit, terms: Terms) -> bool:
+def _compares(credit: Advantages, terms: LossContext) -> bool:
     """Whether a micro-batch needs the reference's log-probs."""
     return terms.kl_in_loss or credit.from_update
 
 
-def _surrogate(config: RLOOConfig) -> Surrogate:
-    return Surrogate(
+def _surrogate(config: RLOOConfig) -> PolicyLossConfig:
+    return PolicyLossConfig(
         ratio_level=config.importance_sampling_level,
         aggregation=config.loss_aggregation,
         epsilon_low=config.epsilon,
@@ -177,7 +179,9 @@ def _surrogate(config: RLOOConfig) -> Surrogate:
     )
 
 
-def _share(aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: Sums) -> Tensor:
+def _share(
+    aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: MetricSums
+) -> Tensor:
     """A micro-batch's share of the mean balancing loss over all tokens: approximately, since the
     loss is a product of means."""
     here = batch.multiplicity.sum()
@@ -186,12 +190,12 @@ def _share(aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: 
     return part
 
 
-def _has_other_terms(terms: Terms) -> bool:
+def _has_other_terms(terms: LossContext) -> bool:
     """Whether the loss has terms that do not vanish when the advantage is 0."""
     return terms.kl_in_loss or terms.config.entropy_coef != 0
 
 
-def _computes_all(policy: Policy, samples: Sequence[Sample], terms: Terms) -> bool:
+def _computes_all(policy: Policy, samples: Sequence[Sample], terms: LossContext) -> bool:
     """Whether samples without signal are computed, too: where their KL, entropy or experts count,
     where the preset does it, and where tokens were drawn from another distribution than the
     policy's, so that nothing is known of its entropy."""
@@ -201,7 +205,11 @@ def _computes_all(policy: Policy, samples: Sequence[Sample], terms: Terms) -> bo
 
 
 def _other_terms(
-    scores: TokenScores, old: Tensor, reference: Tensor | None, batch: MicroBatch, terms: Terms
+    scores: TokenScores,
+    old: Tensor,
+    reference: Tensor | None,
+    batch: MicroBatch,
+    terms: LossContext,
 ) -> Tensor:
     """The KL in the loss and the entropy bonus, (T,); masked as truncated, a token has neither."""
     config, total_T = terms.config, torch.zeros_like(scores.logprobs)
@@ -225,7 +233,7 @@ def _correction(
     old: Tensor,
     completions: Completions,
     config: RLOOConfig,
-    sums: Sums,
+    sums: MetricSums,
 ) -> Tensor | None:
     """The weights of the off-policy correction, if any; their sums are added to `sums`."""
     mode = config.rollout_importance_sampling_mode

@@ -14,19 +14,19 @@ from rloo.types import Sample
 
 T = TypeVar("T")
 # Sums, and maxima (names that end so), by name.
-Tally = dict[str, float]
+MetricTotals = dict[str, float]
 # The same of micro-batches, which no GPU is asked for before all of them are computed.
-Sums = dict[str, float | Tensor]
+MetricSums = dict[str, float | Tensor]
 
 
-def add(tally: Tally, sums: Mapping[str, float]) -> None:
+def add(tally: MetricTotals, sums: Mapping[str, float]) -> None:
     """Add the sums of a process to others."""
     for name, value in sums.items():
         before = tally.get(name, 0.0)
         tally[name] = max(before, value) if name.endswith("max") else before + value
 
 
-def gather(sums: Sums, more: Sums) -> None:
+def gather(sums: MetricSums, more: MetricSums) -> None:
     """Add the sums of a micro-batch to others, in float64."""
     for name, value in more.items():
         if isinstance(value, Tensor):
@@ -40,7 +40,7 @@ def gather(sums: Sums, more: Sums) -> None:
             sums[name] = max(before, value)
 
 
-def read(sums: Sums) -> Tally:
+def read(sums: MetricSums) -> MetricTotals:
     """The sums as numbers, by waiting once for the device that has them."""
     tensors = {name: value for name, value in sums.items() if isinstance(value, Tensor)}
     values = torch.stack(list(tensors.values())).tolist() if tensors else []
@@ -48,7 +48,7 @@ def read(sums: Sums) -> Tally:
     return {name: found.get(name, value) for name, value in sums.items()}
 
 
-def on_host(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
+def to_cpu(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
     """Flat tensors in the host's memory, by one transfer."""
     if not values:
         return {}
@@ -56,7 +56,7 @@ def on_host(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
     return dict(zip(values, whole.split([len(v) for v in values.values()]), strict=True))
 
 
-def watched_sum(values_T: Tensor, watched_T: Tensor) -> Tensor:
+def recorded_sum(values_T: Tensor, watched_T: Tensor) -> Tensor:
     """The sum over the tokens that are watched, whose number no one has to know."""
     return torch.where(watched_T, values_T, 0.0).sum()
 

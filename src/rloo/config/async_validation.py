@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 
 
-def correction_of(options: Options) -> dict[str, Any]:
+def correction_of(options: TrainingOptions) -> dict[str, Any]:
     """`rollout_importance_sampling_mode` where it is not said: truncated weights for what other
     weights have sampled (the decoupled objective, AReaL, arXiv 2505.24298, section 5.2), by the
     unit that the loss has ratios of; otherwise none."""
@@ -21,13 +21,13 @@ def correction_of(options: Options) -> dict[str, Any]:
     return {"rollout_importance_sampling_mode": f"{unit}_truncate"}
 
 
-def check_beside(config: Options) -> None:
+def check_beside(config: TrainingOptions) -> None:
     """Raise ValueError for the first fault in how `config` samples beside training."""
     for fault in _faults(config):
         raise ValueError(fault)
 
 
-def _faults(config: Options) -> Iterator[str]:
+def _faults(config: TrainingOptions) -> Iterator[str]:
     stale, engine = config.max_staleness, config.rollout_engine
     mode = config.rollout_importance_sampling_mode
     if mode == "off":

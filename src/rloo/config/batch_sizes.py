@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rloo.config.options import DEFAULT_BATCH, Options
+from rloo.config.options import DEFAULT_BATCH, TrainingOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class BatchSizes:
     """Counts over all processes. A rollout is what is sampled at once (TRL's generation batch) and
     serves `steps_per_rollout` optimizer steps: each of its `parts_per_rollout` parts, of
     `completions_per_step` completions, is learned from `num_iterations` times."""
@@ -29,7 +29,7 @@ class Batches:
         return self.num_iterations * self.parts_per_rollout
 
 
-def batches_of(options: Options, world_size: int) -> Batches:
+def batches_of(options: TrainingOptions, world_size: int) -> BatchSizes:
     """What the options make of `world_size` processes. Raises ValueError for options that
     contradict each other, for a rollout of half optimizer steps (TRL's rarer cases, where a step
     begins in one pass over the rollout and ends in the next) and for one of half groups."""
@@ -42,7 +42,7 @@ def batches_of(options: Options, world_size: int) -> Batches:
             f"{options.num_generations}; set num_prompts (prompts per optimizer step) and leave "
             "the batch sizes out"
         )
-    return Batches(
+    return BatchSizes(
         completions_per_step=step,
         completions_per_rollout=rollout,
         prompts_per_rollout=rollout // options.num_generations,
@@ -50,7 +50,7 @@ def batches_of(options: Options, world_size: int) -> Batches:
     )
 
 
-def _completions_per_step(options: Options, world_size: int) -> int:
+def _completions_per_step(options: TrainingOptions, world_size: int) -> int:
     per_device = options.per_device_train_batch_size
     accumulation = options.gradient_accumulation_steps
     by_batch_size = per_device * accumulation * world_size
@@ -68,7 +68,7 @@ def _completions_per_step(options: Options, world_size: int) -> int:
     return by_prompts
 
 
-def _completions_per_rollout(options: Options, step: int) -> int:
+def _completions_per_rollout(options: TrainingOptions, step: int) -> int:
     accumulation = options.gradient_accumulation_steps
     if options.generation_batch_size is None:
         micro_steps = options.steps_per_generation or accumulation

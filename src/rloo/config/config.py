@@ -25,10 +25,10 @@ from rloo.config.compat.aliases import (
     with_prompts,
 )
 from rloo.config.compat.generation_kwargs import sampling_options
-from rloo.config.compat.parser_fields import Signature, option_types, seen_by_parsers
-from rloo.config.compat.training_arguments_mixin import Asked, setter_of
+from rloo.config.compat.parser_fields import ConfigSignature, option_types, parser_fields
+from rloo.config.compat.training_arguments_mixin import TrainingArgumentsMixin, setter_of
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.fields import Faults, default_of, suggest
+from rloo.config.fields import ConfigErrors, default_of, suggest
 from rloo.config.options import DEFAULT_BATCH, DEFAULT_GROUP, LORA
 from rloo.config.presets import LossForm, loss_form, over_preset
 from rloo.config.reasoning_gym_options import follows_from_gym
@@ -49,9 +49,9 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
 }  # fmt: skip
 # To a parser of dataclasses the class shows other fields than to type checkers and editors.
 if TYPE_CHECKING:
-    Base = Asked
+    Base = TrainingArgumentsMixin
 else:
-    Base = seen_by_parsers()
+    Base = parser_fields()
 
 
 @dataclass(repr=False, eq=False)
@@ -70,7 +70,7 @@ class RLOOConfig(Base):
     _fixed = False
     _checked = None
     _named = frozenset[str]()
-    __signature__ = Signature()
+    __signature__ = ConfigSignature()
 
     if not TYPE_CHECKING:  # type checkers and editors shall see the fields, and misspelt options
 
@@ -184,7 +184,7 @@ class RLOOConfig(Base):
     def require_unchanged(self) -> dict[str, Any]:
         """Raise ValueError where an option of what the trainer was given is not what the trainer
         has any more, but for the length, which is returned."""
-        taken = vars(self).get("_taken") or Taken()
+        taken = vars(self).get("_taken") or AssignedOptions()
         changed = {n: v for n, v in taken.asked.items() if n in LENGTH or v != getattr(self, n)}
         for name in changed.keys() - set(LENGTH):
             raise ValueError(_cannot_change(name))
@@ -193,7 +193,7 @@ class RLOOConfig(Base):
     @contextmanager
     def in_training(self) -> Iterator[None]:
         """Inside, what the trainer was given cannot be changed, either."""
-        taken = vars(self).setdefault("_taken", Taken())
+        taken = vars(self).setdefault("_taken", AssignedOptions())
         taken.training = True
         try:
             yield
@@ -204,7 +204,7 @@ class RLOOConfig(Base):
         """An equal copy, read and checked again if anything changed since that was done. It cannot
         be changed by assignment, but for the length of the next training, and says so where this
         object is changed and its trainer then trains."""
-        taken = Taken()
+        taken = AssignedOptions()
         values = self._values()
         if values != self._checked:
             values = RLOOConfig(**values)._values()
@@ -326,7 +326,7 @@ def _cannot_change(name: str) -> str:
 
 
 @dataclass
-class Taken:
+class AssignedOptions:
     """The values assigned to the options that a trainer was given, since it has a copy of them."""
 
     asked: dict[str, Any] = field(default_factory=dict)
@@ -335,7 +335,7 @@ class Taken:
     def take(self, values: Mapping[str, Any]) -> None:
         """Raises ValueError for a value out of range."""
         if faults := [f"{n} is {v}; it {rule}" for n, v, rule in out_of_range(values)]:
-            raise Faults(faults)
+            raise ConfigErrors(faults)
         self.asked.update(values)
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rloo.config.fields import coerce, suggest
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 
 ESTIMATORS = ("composed", "rloo", "grpo", "reinforce_pp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Composition:
+class EstimatorConfig:
     """What `composed` is to compute; the defaults are REINFORCE Leave-One-Out.
 
     First the options that act on it; then its arguments (`estimator_kwargs`), which only some
@@ -54,15 +54,17 @@ class Composition:
         return 2 if "group" in (self.mean_level, self.std_level) else 1
 
 
-PAPER = Composition()
+PAPER = EstimatorConfig()
 # Argument -> its default.
 ARGUMENTS: dict[str, Any] = {
-    part.name: part.default for part in fields(Composition) if not hasattr(Options, part.name)
+    part.name: part.default
+    for part in fields(EstimatorConfig)
+    if not hasattr(TrainingOptions, part.name)
 }
-_HINTS = typing.get_type_hints(Composition)
+_HINTS = typing.get_type_hints(EstimatorConfig)
 
 
-def composition_of(config: Options) -> Composition:
+def estimator_config_of(config: TrainingOptions) -> EstimatorConfig:
     """The composition that options and arguments of `config` describe. Raises ValueError for an
     argument that is none, with the nearest, and for a value of another type."""
     given = config.estimator_kwargs or {}
@@ -74,4 +76,4 @@ def composition_of(config: Options) -> Composition:
             )
     values = {n: coerce(f"estimator_kwargs.{n}", _HINTS[n], value) for n, value in given.items()}
     options = {name: getattr(config, name) for name in _HINTS if name not in ARGUMENTS}
-    return Composition(**options, **values)
+    return EstimatorConfig(**options, **values)

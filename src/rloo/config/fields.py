@@ -26,7 +26,7 @@ WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 SHARED = ("TRL", "Unsloth", "ms-swift")
 
 
-class Faults(ValueError):
+class ConfigErrors(ValueError):
     """Everything that is wrong with some input, one text each."""
 
     def __init__(self, faults: list[str]) -> None:
@@ -34,32 +34,32 @@ class Faults(ValueError):
         super().__init__("; ".join(faults))
 
 
-def faults_of(error: Exception) -> list[str]:
+def config_errors(error: Exception) -> list[str]:
     """The faults that an error tells of."""
-    return error.faults if isinstance(error, Faults) else [str(error)]
+    return error.faults if isinstance(error, ConfigErrors) else [str(error)]
 
 
 @dataclass(frozen=True)
-class Subject:
+class OptionGroup:
     """What some options are about. Most runs set `basic` ones; a `secret` one is not shown."""
 
     name: str
 
     def shared(self, default: Any, help: str, *, secret: bool = False, basic: bool = False) -> Any:
         """A field that TRL, Unsloth and ms-swift have under this name, most by transformers."""
-        return declare(default, self.about(help, SHARED, basic=basic), shown=not secret)
+        return option_field(default, self.about(help, SHARED, basic=basic), shown=not secret)
 
     def from_trl(self, default: Any, help: str) -> Any:
         """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
-        return declare(default, self.about(help, ("TRL", "Unsloth")))
+        return option_field(default, self.about(help, ("TRL", "Unsloth")))
 
     def from_ms_swift(self, default: Any, help: str, *, basic: bool = False) -> Any:
         """A field that ms-swift has under this name and TRL's RLOOConfig lacks."""
-        return declare(default, self.about(help, ("ms-swift",), basic=basic))
+        return option_field(default, self.about(help, ("ms-swift",), basic=basic))
 
-    def own(self, default: Any, help: str, *, basic: bool = False) -> Any:
+    def rloo_only(self, default: Any, help: str, *, basic: bool = False) -> Any:
         """A field that none of these has under this name."""
-        return declare(default, self.about(help, (), basic=basic))
+        return option_field(default, self.about(help, (), basic=basic))
 
     def about(self, help: str, systems: tuple[str, ...], *, basic: bool = False) -> dict[str, Any]:
         """What a field's metadata say: its meaning, subject, and the systems that have it."""
@@ -70,7 +70,7 @@ class Subject:
         return [field for field in fields(options) if field.metadata.get("subject") == self.name]
 
 
-def declare(default: Any, about: dict[str, Any], shown: bool = True) -> Any:
+def option_field(default: Any, about: dict[str, Any], shown: bool = True) -> Any:
     """A field with that default and metadata; unless `shown`, its value is not part of the repr."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=about)

@@ -10,7 +10,7 @@ _OPTIONS = "[config.yaml] [--option value ...]"
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandHelp:
     """A command: what follows its name, what it does, examples, whether it takes options."""
 
     arguments: str
@@ -20,7 +20,7 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command(
+    "train": CommandHelp(
         _OPTIONS,
         "train a model; without a config, model or dataset, run the embedded task (two minutes)",
         (
@@ -31,7 +31,7 @@ COMMANDS = {
             "rloo train examples/gsm8k.yaml --profile   # where time and memory went",
         ),
     ),
-    "launch": Command(
+    "launch": CommandHelp(
         "[config.yaml] [--backend local | slurm] [--cluster cluster.yaml] [--option value ...]",
         "place the processes that train, sample, serve and score on this machine or by Slurm, and "
         "start again what dies; with --dry_run show every command, environment and file instead",
@@ -40,20 +40,20 @@ COMMANDS = {
             "rloo launch examples/gsm8k.yaml --backend slurm --cluster cluster.yaml --dry_run",
         ),
     ),
-    "status": Command(
+    "status": CommandHelp(
         "FOLDER",
         "tell where the run with this output_dir stands: step, reward, pace, end, who takes part, "
         "what was lost; from any machine that sees the folder",
         ("rloo status runs/gsm8k",),
         takes_options=False,
     ),
-    "stop": Command(
+    "stop": CommandHelp(
         "FOLDER",
         "have the run with this output_dir save and end, on all machines, and wait for that",
         ("rloo stop runs/gsm8k",),
         takes_options=False,
     ),
-    "plan": Command(
+    "plan": CommandHelp(
         f"{_OPTIONS} [--num_gpus N --gpu NAME ...]",
         "predict micro-batches, peak memory, and the time that is expected and that it takes at "
         "worst, from measurements of less than a minute; calls no reward and leaves no file. With "
@@ -67,7 +67,7 @@ COMMANDS = {
             "--num_generations 8 --max_completion_length 4096",
         ),
     ),
-    "eval": Command(
+    "eval": CommandHelp(
         _OPTIONS,
         "measure greedy and sampled pass@1, pass@k and mean reward of a model on a dataset",
         (
@@ -75,28 +75,28 @@ COMMANDS = {
             "rloo eval -m FOLDER --eval_dataset test.jsonl -r exact_match",
         ),
     ),
-    "merge": Command(
+    "merge": CommandHelp(
         "FOLDER OUT [--save_dtype float32 | bfloat16 | float16]",
         "merge the LoRA adapter in FOLDER into its base and write the model to OUT, a folder that "
         "from_pretrained loads and servers serve",
         ("rloo merge runs/lora merged", "rloo merge runs/lora merged --save_dtype bfloat16"),
         takes_options=False,
     ),
-    "doctor": Command(
+    "doctor": CommandHelp(
         "FOLDER | [config.yaml] [--option value ...]",
         "say what is wrong with a run, from its folder, or with a configuration before it is run, "
         "and what to change",
         ("rloo doctor runs/gsm8k", "rloo doctor examples/gsm8k.yaml"),
         takes_options=False,
     ),
-    "report": Command(
+    "report": CommandHelp(
         "FOLDER [FOLDER ...] [--follow]",
         "write report.html of a run's folder, or of several to compare them; with --follow serve "
         "it on 127.0.0.1 while the run goes on",
         ("rloo report runs/a runs/b   # curves overlaid, and the options that differ",),
         takes_options=False,
     ),
-    "config": Command(
+    "config": CommandHelp(
         "[NAME | --all | config.yaml --option value ... | --from SYSTEM FILE]",
         "list the options that most runs set, with --all every one, or explain the one named; "
         "with a config or options: print the resolved configuration and what its preset means; "
@@ -110,19 +110,19 @@ COMMANDS = {
         ),
         takes_options=False,
     ),
-    "vllm-serve": Command(
+    "vllm-serve": CommandHelp(
         _OPTIONS,
         "start a server of vLLM as a run with these options needs it, and print its line",
         ("rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000 --use_peft true",),
     ),
-    "worker": Command(
+    "worker": CommandHelp(
         "sample | score FOLDER [--patience SECONDS]",
         "sample completions, or call reward functions, for the run with this output_dir, until it "
         "is over (remote_workers); give up where none has listened for so long, 1800 by default",
         ("rloo worker sample runs/gsm8k",),
         takes_options=False,
     ),
-    "check-estimator": Command(
+    "check-estimator": CommandHelp(
         "NAME | FILE.py:FUNCTION [--estimator_kwargs.NAME VALUE ...]",
         "enumerate bias and variance of an estimator (rloo, my.py:function) on small policies and "
         'print "exact" or the bias as figures; the status is 0 for both, 2 for one that fails',

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 # Of accelerate: variable -> what it turns on, which is not part of this version
@@ -50,7 +50,7 @@ def check_alone(command: str) -> None:
         )
 
 
-def check_launch(options: Options) -> None:
+def check_launch(options: TrainingOptions) -> None:
     """Raise ValueError if the processes that exist are not those that `options` name, if it is not
     said which of them this is, and for what accelerate was told and `options` were not."""
     size = _whole("WORLD_SIZE", 1)
@@ -79,7 +79,7 @@ def check_launch(options: Options) -> None:
     _check_accelerate(options)
 
 
-def _check_accelerate(options: Options) -> None:
+def _check_accelerate(options: TrainingOptions) -> None:
     for name, what in _REFUSED.items():
         if os.environ.get(name, "no").lower() not in ("no", "false"):
             raise ValueError(

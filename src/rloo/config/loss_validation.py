@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from rloo.config.estimator_config import ESTIMATORS, Composition, composition_of
+from rloo.config.estimator_config import ESTIMATORS, EstimatorConfig, estimator_config_of
 from rloo.config.fields import suggest
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
 
 FIXED_REFERENCE = (
@@ -17,7 +17,7 @@ FIXED_REFERENCE = (
 )
 
 
-def check_objective(config: Options) -> None:
+def check_objective(config: TrainingOptions) -> None:
     """Raise ValueError for the first contradiction in the objective of `config`."""
     parts = (_in_vain, _in_group, _in_kl, _in_composed, _in_loss, _in_reference, _in_weights)
     for find in (_in_name, *parts):
@@ -25,7 +25,7 @@ def check_objective(config: Options) -> None:
             raise ValueError(fault)
 
 
-def _in_name(config: Options) -> Iterator[str]:
+def _in_name(config: TrainingOptions) -> Iterator[str]:
     name = config.estimator
     if name in ESTIMATORS or ":" in name:  # a user's function is loaded by the trainer
         return
@@ -37,7 +37,7 @@ def _in_name(config: Options) -> Iterator[str]:
     )
 
 
-def _in_vain(config: Options) -> Iterator[str]:
+def _in_vain(config: TrainingOptions) -> Iterator[str]:
     composed = config.estimator == "composed"
     of_composed = f"estimator composed (estimator is {config.estimator})"
     mode = "rollout_importance_sampling_mode"
@@ -57,7 +57,7 @@ def _in_vain(config: Options) -> Iterator[str]:
     yield from _without_effect(config, rules, preset_options(config.preset))
 
 
-def _in_group(config: Options) -> Iterator[str]:
+def _in_group(config: TrainingOptions) -> Iterator[str]:
     grouped = {"mean_level": config.mean_level, "std_level": config.std_level}
     composed = config.estimator == "composed"
     for name, level in grouped.items():
@@ -91,10 +91,10 @@ def _without_effect(
             )
 
 
-def _in_composed(config: Options) -> Iterator[str]:
+def _in_composed(config: TrainingOptions) -> Iterator[str]:
     if config.estimator != "composed":
         return
-    form = composition_of(config)
+    form = estimator_config_of(config)
     divided = form.std_level != "none" or form.normalize_advantages
     rules = (
         ("kl_in_baseline", form.kl_placement != "loss", "a KL in the reward"),
@@ -108,7 +108,7 @@ def _in_composed(config: Options) -> Iterator[str]:
     yield from _in_tokens(form, config.importance_sampling_level)
 
 
-def _in_tokens(form: Composition, ratio_level: str) -> Iterator[str]:
+def _in_tokens(form: EstimatorConfig, ratio_level: str) -> Iterator[str]:
     over_tokens = form.normalize_advantages and form.normalize_over == "tokens"
     per_token = {
         "kl_placement reward_to_go": form.kl_placement == "reward_to_go",
@@ -132,7 +132,7 @@ def _in_tokens(form: Composition, ratio_level: str) -> Iterator[str]:
         yield f"mean_over is tokens and mean_level is {form.mean_level}; it must be group"
 
 
-def _in_kl(config: Options) -> Iterator[str]:
+def _in_kl(config: TrainingOptions) -> Iterator[str]:
     estimator, place = config.kl_estimator, config.kl_placement
     fault = None if loss_form(config.preset).any_kl else kl_fault(config)
     allowed = " or ".join(name for name, preset in PRESETS.items() if preset.loss_form.any_kl)
@@ -164,7 +164,7 @@ def _in_kl(config: Options) -> Iterator[str]:
         yield "kl_target is given but beta is 0, which it multiplies; give a beta above 0"
 
 
-def _in_loss(config: Options) -> Iterator[str]:
+def _in_loss(config: TrainingOptions) -> Iterator[str]:
     if config.loss_aggregation != "constant" and config.loss_constant is not None:
         yield (
             f"loss_constant is {config.loss_constant} but loss_aggregation is "
@@ -178,14 +178,14 @@ def _in_loss(config: Options) -> Iterator[str]:
         )
 
 
-def _in_reference(config: Options) -> Iterator[str]:
+def _in_reference(config: TrainingOptions) -> Iterator[str]:
     if config.sync_ref_model and config.beta == 0:
         yield "sync_ref_model is true but beta is 0; there is no reference to move (beta)"
     if config.sync_ref_model and config.use_peft:
         yield FIXED_REFERENCE
 
 
-def _in_weights(config: Options) -> Iterator[str]:
+def _in_weights(config: TrainingOptions) -> Iterator[str]:
     mode = config.rollout_importance_sampling_mode
     by_token = mode is not None and mode.startswith("token")
     if by_token and config.importance_sampling_level == "sequence":

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rloo.config.option_groups import MEMORY
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
-class MemoryOptions(Options):
+class MemoryOptions(TrainingOptions):
     """The options before, and those of the reference's memory."""
 
     # fmt: off
-    offload_reference: bool = MEMORY.own(False,
+    offload_reference: bool = MEMORY.rloo_only(False,
         "Keep the reference's layers in CPU memory but for the one that computes.")
     # fmt: on

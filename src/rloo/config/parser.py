@@ -20,7 +20,7 @@ from rloo.config.compat.detect_system import is_script, refuse_foreign
 from rloo.config.compat.recipes import read_recipe, refuse_other
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import RLOOConfig, known_names, option_types
-from rloo.config.fields import NULL_WORDS, Faults, faults_of, kinds_of, suggest
+from rloo.config.fields import NULL_WORDS, ConfigErrors, config_errors, kinds_of, suggest
 from rloo.config.presets import BASE
 from rloo.config.yaml_io import read_value, read_yaml
 
@@ -68,7 +68,7 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     given = {n: _with_mappings(types.get(our_name(n)), value) for n, value in given.items()}
     values = _under(values, _resolved(given, {}, faults), given)
     if faults:
-        raise Faults(faults)
+        raise ConfigErrors(faults)
     for name, text in entries.items():
         option, _, entry = name.partition(".")
         values[option] = {**(values.get(option) or {}), entry: _as_value(text)}
@@ -104,7 +104,7 @@ def _written(path: str | None, faults: list[str]) -> tuple[dict[str, Any], dict[
     try:
         written, lines = read_config_file(path)
     except ValueError as error:
-        faults += faults_of(error)
+        faults += config_errors(error)
         return {}, {}
     try:
         refuse_other(path, written, known_names())
@@ -118,7 +118,7 @@ def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -
     try:
         return resolve(given, option_types(), where=lines)
     except ValueError as error:
-        faults += faults_of(error)
+        faults += config_errors(error)
         return {}
 
 

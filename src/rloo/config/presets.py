@@ -14,7 +14,7 @@ from typing import Any
 
 from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.fields import suggest
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +230,13 @@ _OTHERS = (
 )  # fmt: skip
 
 
-def objective_line(config: Options) -> str:
+def objective_line(config: TrainingOptions) -> str:
     """The formula of the preset, or else the gradient of the paper with beta; and then every part
     of the objective that is unlike it, by its option."""
     preset = config.preset or "paper"
     ours = parts_of({name: getattr(config, name) for name in BASE}, loss_form(config.preset))
     usual = preset_parts(preset) | {"beta": 0.0}
-    for option in fields(Options):
+    for option in fields(TrainingOptions):
         if option.name in _OTHERS:
             ours[option.name], usual[option.name] = getattr(config, option.name), option.default
     formula = PRESETS[preset].formula
@@ -248,7 +248,7 @@ def objective_line(config: Options) -> str:
     return f"{formula}; with {unlike}" if unlike else formula
 
 
-def _advantage(config: Options) -> str:
+def _advantage(config: TrainingOptions) -> str:
     if config.estimator != "composed":
         return "A_i"
     if not config.beta or config.kl_placement != "reward":
@@ -271,7 +271,7 @@ def describe_preset(name: str) -> list[str]:
     return lines
 
 
-def kl_fault(config: Options) -> str | None:
+def kl_fault(config: TrainingOptions) -> str | None:
     """What is wrong with the gradient of the KL where kl_placement puts it; None if it is right."""
     in_loss, is_k1 = config.kl_placement == "loss", config.kl_estimator == "k1"
     corrected = in_loss and config.use_bias_correction_kl
@@ -280,7 +280,7 @@ def kl_fault(config: Options) -> str | None:
     return "zero gradient" if in_loss else "wrong gradient"
 
 
-def remarks(config: Options) -> list[str]:
+def remarks(config: TrainingOptions) -> list[str]:
     """What a user must know: a gradient that is not that of its name, options without effect."""
     found = []
     over_tokens = (config.estimator_kwargs or {}).get("mean_over") == "tokens"

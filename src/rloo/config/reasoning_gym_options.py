@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rloo.config.fields import Subject, default_of
+from rloo.config.fields import OptionGroup, default_of
 from rloo.config.memory_options import MemoryOptions
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 
-GYM = Subject("Problems made by reasoning-gym")
+GYM = OptionGroup("Problems made by reasoning-gym")
 PREFIX = "gym:"
 REWARD = "gym"
 
@@ -22,14 +22,14 @@ class GymOptions(MemoryOptions):
     """The options before, and those of datasets `gym:...`."""
 
     # fmt: off
-    gym_size: int = GYM.own(1000, "Problems that are made to train on; others are held out.")
-    gym_levels: list[int] | None = GYM.own(None,
+    gym_size: int = GYM.rloo_only(1000, "Problems that are made to train on; others are held out.")
+    gym_levels: list[int] | None = GYM.rloo_only(None,
         "Levels of difficulty, from 0, of each task's own curriculum; null takes the options that "
         "a task has by default.")
-    gym_config: dict[str, Any] | None = GYM.own(None,
+    gym_config: dict[str, Any] | None = GYM.rloo_only(None,
         "Options of tasks, {task: {option: value}}, over those of their level.")
-    gym_seed: int = GYM.own(0, "Seed of the problems.")
-    gym_curriculum: bool = GYM.own(False,
+    gym_seed: int = GYM.rloo_only(0, "Seed of the problems.")
+    gym_curriculum: bool = GYM.rloo_only(False,
         "Draw prompts by the pass rates of earlier steps: most where about half pass, and harder "
         "levels only once easier ones do.")
     # fmt: on
@@ -81,7 +81,7 @@ def task_options(options: GymOptions) -> dict[str, dict[str, Any]]:
     return found
 
 
-def follows_from_gym(options: Options) -> dict[str, Any]:
+def follows_from_gym(options: TrainingOptions) -> dict[str, Any]:
     """Of problems that come with their own scorers, the reward, where none is named, and of those
     that are evaluated on the split, where none is named: what is held out."""
     found: dict[str, Any] = {}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from rloo.config.fields import Subject, default_of
+from rloo.config.fields import OptionGroup, default_of
 from rloo.config.reasoning_gym_options import GymOptions
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 
-TOOLS = Subject("Tools")
+TOOLS = OptionGroup("Tools")
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
@@ -18,16 +18,16 @@ class ToolOptions(GymOptions):
     """The options before, and these."""
 
     # fmt: off
-    tools: list[str] = TOOLS.own([],
+    tools: list[str] = TOOLS.rloo_only([],
         "Functions that the model may call: file.py:function or package.module:function.")
-    environment_factory: str | None = TOOLS.own(None,
+    environment_factory: str | None = TOOLS.rloo_only(None,
         "Class (file.py:Class) of which each episode has an object: `reset` begins it, public "
         "methods are tools, `get_reward` is a reward.")
-    max_tool_calling_iterations: int | None = TOOLS.own(None,
+    max_tool_calling_iterations: int | None = TOOLS.rloo_only(None,
         "How often an episode may go on after calls of tools; null: while there is room.")
-    max_tool_response_length: int = TOOLS.own(20_000,
+    max_tool_response_length: int = TOOLS.rloo_only(20_000,
         "Characters of what one call returns that the model sees: its head and its tail.")
-    episode_timeout: float = TOOLS.own(300.0,
+    episode_timeout: float = TOOLS.rloo_only(300.0,
         "Seconds that the tools of an episode may take in all; one that takes longer has no "
         "reward.")
     # fmt: on

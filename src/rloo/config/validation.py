@@ -13,9 +13,9 @@ from typing import Any
 from rloo.config.async_validation import check_beside
 from rloo.config.batch_sizes import batches_of
 from rloo.config.compat import deepspeed_config
-from rloo.config.fields import Faults
+from rloo.config.fields import ConfigErrors
 from rloo.config.loss_validation import check_objective
-from rloo.config.options import LORA, Options
+from rloo.config.options import LORA, TrainingOptions
 from rloo.config.reasoning_gym_options import check_gym
 from rloo.config.tool_options import check_tools
 from rloo.config.vllm_options import VLLMOptions
@@ -128,7 +128,7 @@ def out_of_range(values: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
 def check(config: VLLMOptions) -> None:
     """Raise ValueError for all values out of range, or else for the first contradiction."""
     if faults := out_of_range(vars(config)):
-        raise Faults([f"{name} is {value}; it {rule}" for name, value, rule in faults])
+        raise ConfigErrors([f"{name} is {value}; it {rule}" for name, value, rule in faults])
     _check_rewards(config)
     check_objective(config)
     _check_run(config)
@@ -143,7 +143,7 @@ def check(config: VLLMOptions) -> None:
     check_gym(config)
 
 
-def _check_rewards(config: Options) -> None:
+def _check_rewards(config: TrainingOptions) -> None:
     for name in ("reward_clip_range", "advantage_clip_range"):
         bounds = getattr(config, name)
         if bounds is not None and not bounds[0] < bounds[1]:
@@ -158,7 +158,7 @@ def _check_rewards(config: Options) -> None:
         )
 
 
-def _check_run(config: Options) -> None:
+def _check_run(config: TrainingOptions) -> None:
     if config.overwrite_output_dir and config.resume_from_checkpoint in (True, "auto"):
         raise ValueError(
             "overwrite_output_dir and resume_from_checkpoint are both given; overwriting would "
@@ -179,7 +179,7 @@ def _check_run(config: Options) -> None:
         )
 
 
-def _check_evaluation(config: Options) -> None:
+def _check_evaluation(config: TrainingOptions) -> None:
     samples = config.num_generations_eval or config.num_generations
     if config.stop_strings is not None and not all(config.stop_strings):
         raise ValueError(
@@ -202,7 +202,7 @@ def _check_evaluation(config: Options) -> None:
         )
 
 
-def _check_best(config: Options) -> None:
+def _check_best(config: TrainingOptions) -> None:
     if config.eval_strategy == "no":
         raise ValueError(
             "load_best_model_at_end and save_strategy best need evaluations to compare, but "
@@ -220,7 +220,7 @@ def _check_best(config: Options) -> None:
         )
 
 
-def _check_batches(config: Options) -> None:
+def _check_batches(config: TrainingOptions) -> None:
     if config.generation_batch_size is not None and config.steps_per_generation is not None:
         raise ValueError(
             f"generation_batch_size is {config.generation_batch_size} and steps_per_generation is "
@@ -240,14 +240,14 @@ def _check_batches(config: Options) -> None:
         )
 
 
-def _check_model(config: Options) -> None:
-    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(Options)])
+def _check_model(config: TrainingOptions) -> None:
+    _check_alone(config, "use_peft", [field.name for field in LORA.fields_of(TrainingOptions)])
     if config.load_in_4bit and config.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are both true; choose one")
     _check_alone(config, "load_in_4bit", ("bnb_4bit_quant_type", "use_bnb_nested_quant"))
 
 
-def _check_parallel(config: Options) -> None:
+def _check_parallel(config: TrainingOptions) -> None:
     for name, value in (("state_dict_type", "sharded"), ("offload_params", True)):
         if getattr(config, name) == value and config.parallel != "fsdp2":
             raise ValueError(
@@ -265,9 +265,9 @@ def _check_parallel(config: Options) -> None:
             )
 
 
-def _check_alone(config: Options, switch: str, names: Sequence[str]) -> None:
+def _check_alone(config: TrainingOptions, switch: str, names: Sequence[str]) -> None:
     """Refuse options that were changed although the `switch` that they need is off."""
-    for field in fields(Options):
+    for field in fields(TrainingOptions):
         value = getattr(config, field.name)
         if field.name in names and value != field.default and not getattr(config, switch):
             raise ValueError(

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset
 
-from rloo.data.prompt_dataset import PromptSource
+from rloo.data.prompt_dataset import PromptDataset
 from rloo.types import Group, Prompt, sound
 
 # The number of rows that are read, checked, tokenised and shuffled together.
 BLOCK = 1000
 
 
-class StreamSource:
+class IterablePromptDataset:
     """A cursor over the prompts of a stream; where the stream ends, the next pass begins.
 
     The stream is read in blocks of `BLOCK` rows; `make_source(rows, seed)` makes prompts of one and
@@ -29,7 +29,7 @@ class StreamSource:
     def __init__(
         self,
         rows: IterableDataset,
-        make_source: Callable[[Dataset, int], PromptSource],
+        make_source: Callable[[Dataset, int], PromptDataset],
         *,
         seed: int,
     ) -> None:
@@ -66,7 +66,7 @@ class StreamSource:
             prompts += [replace(p, id=self._first_row + p.id, epoch=self._pass) for p in drawn]
         return prompts
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def update(self, groups: Sequence[Group]) -> None:
         """Nothing follows from rewards: a stream has an order of its own."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class StreamSource:
         self.truncated += self._block.truncated
 
 
-Prompts: TypeAlias = PromptSource | StreamSource
+Prompts: TypeAlias = PromptDataset | IterablePromptDataset
 
 
 def as_table(rows: list[dict[str, Any]], stream: IterableDataset) -> Dataset:

@@ -18,7 +18,7 @@ from transformers import ProcessorMixin
 
 from rloo.data.dataset_formats import example_template, holds_messages, with_column
 from rloo.data.images import ImageReader, image_columns
-from rloo.data.sampler import Order, Passes
+from rloo.data.sampler import EpochSampler, PromptSampler
 from rloo.data.tokenization import Encode, ProcessingClass, apply_chat_template, check_message
 from rloo.distributed.standard_streams import HAS, counted
 from rloo.types import Group, Message, Prompt, Text
@@ -81,7 +81,7 @@ def _holds_images(feature: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class PromptLengthLimit:
     """What is done with prompts of more than `max_tokens` tokens: "error" refuses them, "drop"
     leaves them out, "left" keeps their last tokens. No prompt may be left only if `may_be_empty`.
     The model embeds the tokens below `vocabulary`. Texts of more than `max_characters` have more
@@ -95,9 +95,9 @@ class Limit:
     max_characters: int = 2**62
 
 
-class PromptSource:
+class PromptDataset:
     """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index), or in
-    another one (`follow`).
+    another one (`set_sampler`).
 
     The constructor tokenises all rows, so that a faulty or overlong prompt is reported before the
     first sample, by a ValueError. `dropped` and `truncated` count what the `limit` has left out and
@@ -114,7 +114,7 @@ class PromptSource:
         *,
         seed: int,
         shuffle: bool = True,
-        limit: Limit,
+        limit: PromptLengthLimit,
         images: ImageReader | None = None,
     ) -> None:
         max_prompt_length, overlong = limit.max_tokens, limit.overlong
@@ -144,7 +144,7 @@ class PromptSource:
         self._rows, self._images = rows, images
         self._tokens = [ids[-max_prompt_length:] for ids in tokens]
         self._numbers = [i for i in range(len(rows)) if not (self.dropped and i in too_long)]
-        self._order: Order = Passes(len(self._numbers), seed=seed, shuffle=shuffle)
+        self._order: PromptSampler = EpochSampler(len(self._numbers), seed=seed, shuffle=shuffle)
         self._identity = {
             "seed": seed,
             "shuffle": shuffle,
@@ -173,11 +173,11 @@ class PromptSource:
         and the same row can occur twice in one call."""
         return [self._prompt(self._numbers[i], turn) for i, turn in self._order.next(num)]
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def update(self, groups: Sequence[Group]) -> None:
         """Take note of the rewards of prompts from here, where the order goes by them."""
-        self._order.see(groups)
+        self._order.update(groups)
 
-    def follow(self, order: Order) -> None:
+    def set_sampler(self, order: PromptSampler) -> None:
         """Draw in another order from now on, of indices that are below the number of prompts."""
         self._order = order
 
@@ -234,7 +234,9 @@ class PromptSource:
         )
 
 
-def _tokenise(rows: Dataset, encode: Encode, images: ImageReader, limit: Limit) -> list[array]:
+def _tokenise(
+    rows: Dataset, encode: Encode, images: ImageReader, limit: PromptLengthLimit
+) -> list[array]:
     # Four bytes per token; a list of ints takes 36.
     tokens: list[array] = []
     read = iter(rows.select_columns(["prompt", *images.columns]))
@@ -265,7 +267,7 @@ class _TooLarge(ValueError):
     pass
 
 
-def _bounded(content: Text, limit: Limit, number: int) -> Text | None:
+def _bounded(content: Text, limit: PromptLengthLimit, number: int) -> Text | None:
     """What is tokenised of a prompt: its end where that suffices, None where it is dropped."""
     characters = _count_characters(content)
     if characters <= limit.max_characters:

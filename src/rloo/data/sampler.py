@@ -10,7 +10,7 @@ import numpy as np
 from rloo.types import Group
 
 
-class Place(NamedTuple):
+class Draw(NamedTuple):
     """A prompt by its number among those that may be drawn, and the pass over them it is drawn in:
     none is drawn twice in a pass."""
 
@@ -18,16 +18,16 @@ class Place(NamedTuple):
     turn: int
 
 
-class Order(Protocol):
+class PromptSampler(Protocol):
     """Draws prompts, and can go on from a position."""
 
     # How many prompts were drawn so far.
     drawn: int
 
-    def next(self, num: int) -> list[Place]:
+    def next(self, num: int) -> list[Draw]:
         """Draw `num` prompts."""
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def update(self, groups: Sequence[Group]) -> None:
         """Take note of the rewards of prompts that were drawn."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Order(Protocol):
         """Go on from a position of the same prompts and seed."""
 
 
-class Passes:
+class EpochSampler:
     """All of `size` prompts, then all of them again, whatever their rewards are; each time in a new
     random order, or always in their own."""
 
@@ -46,13 +46,13 @@ class Passes:
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._order: tuple[int, np.ndarray] | None = None
 
-    def next(self, num: int) -> list[Place]:
+    def next(self, num: int) -> list[Draw]:
         """The next `num`; where a pass ends, the next one begins."""
         places = [self._at(position) for position in range(self.drawn, self.drawn + num)]
         self.drawn += num
         return places
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def update(self, groups: Sequence[Group]) -> None:
         """Nothing follows from rewards."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,13 +63,13 @@ class Passes:
         """Go on after as many."""
         self.drawn = state["drawn"]
 
-    def _at(self, position: int) -> Place:
+    def _at(self, position: int) -> Draw:
         turn, index = divmod(position, self._size)
         if not self._shuffle:
-            return Place(index, turn)
+            return Draw(index, turn)
         if self._order is None or self._order[0] != turn:
             self._order = (turn, shuffled(self._size, self._seed, turn))
-        return Place(int(self._order[1][index]), turn)
+        return Draw(int(self._order[1][index]), turn)
 
 
 def shuffled(size: int, seed: int, turn: int) -> np.ndarray:

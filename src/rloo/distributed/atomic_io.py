@@ -16,7 +16,7 @@ from pathlib import Path
 _JUST_MADE = 1.0
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Have a file's data, or a folder's names, on the disk: without it a power cut may lose them,
     and a rename may reach the disk before what was renamed."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -27,7 +27,7 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def written(directory: Path, name: str) -> Iterator[Path]:
+def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
     """A new folder `tmp-{name}-{process}` in `directory`, to be renamed into place afterwards; what
     the block writes there is then on the disk. If it fails, even by Ctrl-C, nothing is left; what a
     process has left that was killed, the next one that writes this name removes."""
@@ -45,7 +45,7 @@ def written(directory: Path, name: str) -> Iterator[Path]:
         yield temporary
         open_as_usual(temporary.rglob("*.safetensors"))
         for item in (*temporary.rglob("*"), temporary):
-            sync(item)
+            fsync_path(item)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -75,7 +75,7 @@ def _remove_abandoned(folder: Path) -> None:
             os.close(held)
 
 
-def discard(folder: Path) -> None:
+def remove_tree(folder: Path) -> None:
     """Remove a folder, renamed first, so that half a removal does not leave half of it. Of a link
     the link alone goes: what it leads to is elsewhere."""
     if folder.is_symlink():
@@ -87,7 +87,7 @@ def discard(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def files_of(folder: Path) -> dict[str, dict[str, int | str]]:
+def list_files(folder: Path) -> dict[str, dict[str, int | str]]:
     """The size in bytes and the SHA-256 of every file in `folder`, by its path there."""
     return {
         str(file.relative_to(folder)): {"size": file.stat().st_size, "sha256": hash_file(file)}

@@ -30,7 +30,7 @@ _ABANDONED: list[tuple[Any, Any]] = []
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ProcessGroups:
     """Groups of all processes that compute on `device`. An exchange ends after `limit`."""
 
     device: torch.device
@@ -81,11 +81,11 @@ def in_thread(work: Callable[[], T], seconds: float) -> T:
 def connect_alone(device: torch.device) -> None:
     """A group of this process alone, for what needs one."""
     if not dist.is_initialized():
-        Groups(device, timedelta(minutes=30)).make_first(dist.HashStore(), 0, 1)
-        atexit.register(leave)
+        ProcessGroups(device, timedelta(minutes=30)).make_first(dist.HashStore(), 0, 1)
+        atexit.register(destroy_groups)
 
 
-def lines_of(device: torch.device, timeout: float) -> DeviceMesh:
+def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
     """See `World.mesh`. A group of its own: a wait in another one may be given up."""
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -98,7 +98,7 @@ def abandon(work: Any, group: Any) -> None:
     _ABANDONED.append((work, group or dist.group.WORLD))
 
 
-def leave() -> None:
+def destroy_groups() -> None:
     """Leave all groups, unless another trainer of this process has. One with an exchange under way
     would wait for its end; it is never let go."""
     if not dist.is_initialized():

@@ -23,19 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rloo.distributed.group_setup import Groups, abandon, buckets, in_thread, leave
+from rloo.distributed.group_setup import ProcessGroups, abandon, buckets, destroy_groups, in_thread
 from rloo.distributed.pytree import decode, encode
-from rloo.distributed.signal_numbers import Signals, Unheard
+from rloo.distributed.signal_numbers import IgnoredSignals, Signals
 
 T = TypeVar("T")
 
 # Seconds between two looks at whether another process has failed, and between signs of life.
-LOOK = 0.5
-BEAT = 1.0
+POLL_SECONDS = 0.5
+HEARTBEAT_SECONDS = 1.0
 # Looks in a row at which a process gives no sign of life until it counts as gone.
-SILENCES = 4
+MISSED_HEARTBEATS = 4
 # Seconds that the main process waits at its end for others to leave.
-PATIENCE = 3.0
+SHUTDOWN_SECONDS = 3.0
 FAILED, ASKED, OVER, BROKEN = "failed", "asked", "over", "broken"
 _NUMBERS = itertools.count()
 
@@ -48,7 +48,7 @@ class AllOutOfMemory(torch.OutOfMemoryError):
     """Some process ran out of memory, and all know it."""
 
 
-class Links:
+class Collectives:
     """Collectives over all processes. A wait is interrupted by signals, ends after `timeout`
     seconds, and ends as soon as another process has failed.
 
@@ -69,7 +69,7 @@ class Links:
         make_group: Callable[[], Any] = lambda: None,
     ) -> None:
         self.where: Callable[[], str] = lambda: "the start"
-        self.signals: Signals = Unheard()
+        self.signals: Signals = IgnoredSignals()
         self.seconds, self.received = 0.0, 0
         self._rank, self._size, self._timeout = rank, size, timeout
         self._store, self._group, self._make_group = store, group, make_group
@@ -81,7 +81,7 @@ class Links:
         self._over = threading.Event()
         threading.Thread(target=self._live, daemon=True).start()
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The value of every process, in the order of ranks; see `flatten`."""
         mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
@@ -95,8 +95,8 @@ class Links:
         values = [decode(bytes(p[:n].numpy())) for p, n in zip(parts, lengths, strict=True)]
         return [*values[: self._rank], value, *values[self._rank + 1 :]]
 
-    def exchange(self, values: Sequence[T]) -> list[T]:
-        """See `World.exchange`."""
+    def all_to_all_object(self, values: Sequence[T]) -> list[T]:
+        """See `World.all_to_all_object`."""
         sent = [encode(value) for value in values]
         sizes = torch.tensor([len(each) for each in sent])
         counts = torch.empty_like(sizes)
@@ -108,8 +108,8 @@ class Links:
         self.received += len(got)
         return [decode(bytes(part.numpy())) for part in got.split(lengths)]
 
-    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """See `World.sum_gradients`."""
+    def all_reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """See `World.all_reduce_gradients`."""
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
         self._wait(dist.all_reduce, has, dist.ReduceOp.MAX)
         some = [p for p, known in zip(parameters, has.tolist(), strict=True) if known]
@@ -128,8 +128,8 @@ class Links:
             with self._others_waiting():
                 yield
             return
-        with self.signals.held():
-            asked = max(self.gather(self.signals.received or 0))
+        with self.signals.deferred():
+            asked = max(self.all_gather_object(self.signals.received or 0))
             if not asked:
                 with self._others_waiting():
                     yield
@@ -147,8 +147,8 @@ class Links:
                 raise why from error
             raise
 
-    def meet(self, value: T) -> list[T] | None:
-        """See `World.meet`; `value` is of JSON. Over the store, since a line may have been left in
+    def regroup(self, value: T) -> list[T] | None:
+        """See `World.regroup`; `value` is of JSON. Over the store, since a line may have been left in
         the middle of a collective."""
         keys = [self._key(f"meeting of {rank}") for rank in range(self._size)]
         until = time.monotonic() + self._timeout
@@ -165,7 +165,7 @@ class Links:
                     missing = [key for key in keys if key not in here]
                     came = partial(self._store.check, missing)
                     silences = silences + 1 if self._silent(unless=came) else 0
-                    if silences == SILENCES or time.monotonic() > until:
+                    if silences == MISSED_HEARTBEATS or time.monotonic() > until:
                         return None
         except RuntimeError:  # the launcher is gone
             return None
@@ -219,10 +219,10 @@ class Links:
             if self._rank > 0:
                 self._store.set(f"left {self._rank}", "")
             others = [f"left {rank}" for rank in range(1, self._size)]
-            until = time.monotonic() + (PATIENCE if self._rank == 0 else 0)
+            until = time.monotonic() + (SHUTDOWN_SECONDS if self._rank == 0 else 0)
             while time.monotonic() < until and not self._store.check(others):
                 time.sleep(0.02)
-            leave()
+            destroy_groups()
 
     def _key(self, name: str) -> str:
         return f"{name} of run {self._runs}"
@@ -247,7 +247,7 @@ class Links:
                 now = time.monotonic()
                 if now - began > self._timeout:
                     raise self._late()
-                if now - looked > LOOK:
+                if now - looked > POLL_SECONDS:
                     looked = now
                     self._look()
                 time.sleep(pause)
@@ -294,7 +294,7 @@ class Links:
     def _late(self) -> RankError:
         """Name those for which the others wait, and show what they are doing."""
         self._store.set(self._key(ASKED), "")
-        time.sleep(3 * BEAT)
+        time.sleep(3 * HEARTBEAT_SECONDS)
         said = []
         for rank in range(self._size):
             if rank == self._rank:
@@ -316,7 +316,7 @@ class Links:
         """The processes that give no sign of life; none where, before that is known, `unless`."""
         keys = [f"alive {rank}" for rank in range(self._size)]
         before = self._store.multi_get(keys)
-        until = time.monotonic() + 2.5 * BEAT
+        until = time.monotonic() + 2.5 * HEARTBEAT_SECONDS
         while time.monotonic() < until:
             if unless():
                 return set()
@@ -337,18 +337,18 @@ class Links:
                     answered = self._runs
                     said = {"waits": self._waits, "where": self.where(), "stack": _stack()}
                     self._store.set(self._key(f"answer {self._rank}"), json.dumps(said))
-                if self._over.wait(BEAT):
+                if self._over.wait(HEARTBEAT_SECONDS):
                     return
 
 
 def connect(
     rank: int, size: int, timeout: float, device: torch.device, *, watched: bool = False
-) -> Links:
+) -> Collectives:
     """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT). `watched`:
     whether NCCL is waited for elsewhere, too, and torch's watchdog is to end what hangs there.
     Raises RankError if they do not come within `timeout` seconds."""
     # Longer than the own waits, which say more.
-    groups = Groups(device, timedelta(seconds=timeout + 10))
+    groups = ProcessGroups(device, timedelta(seconds=timeout + 10))
     if not watched:
         # The watchdog would end the process, before anything is saved: `_wait` raises the error.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
@@ -376,7 +376,7 @@ def connect(
             f"ddp_timeout allows ({os.environ.get('MASTER_ADDR')}, port "
             f"{os.environ.get('MASTER_PORT')}): {error}"
         ) from error
-    links = Links(rank, size, store, timeout, group, groups.make)
+    links = Collectives(rank, size, store, timeout, group, groups.make)
     atexit.register(links.close)
     return links
 

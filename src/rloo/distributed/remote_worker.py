@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.distributed.worker_process import start
-from rloo.distributed.worker_registry import FILE, KINDS, REFUSALS, shake, unhurried, watch
+from rloo.distributed.worker_registry import FILE, KINDS, REFUSALS, authenticate, unhurried, watch
 
 _POLL_SECONDS = 0.5
 _CONNECT_SECONDS = 10.0
@@ -60,7 +60,7 @@ def _go_to(known: dict[str, Any], kind: str) -> Connection | None:
         address = known["host"], known["port"]
         connected = socket.create_connection(address, _CONNECT_SECONDS)
         watch(connected)
-        connection = shake(connected, known["secret"], first=False)
+        connection = authenticate(connected, known["secret"], first=False)
         hello = {"kind": kind, "host": socket.gethostname(), "pid": os.getpid()}
         connection.send_bytes(json.dumps(hello).encode())
         unhurried(connection)

@@ -17,7 +17,7 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 @dataclass(frozen=True, slots=True)
-class Division:
+class Sharding:
     """How a tensor of `shape` is divided: process `rank` of `group` has `piece`, its numbers from
     `rank * step` on, in the memory of its part. The last pieces may be shorter, or empty."""
 
@@ -33,37 +33,37 @@ class Division:
         return min(self.rank * self.step, self.shape.numel())
 
 
-def division(tensor: Tensor) -> Division | None:
+def sharding(tensor: Tensor) -> Sharding | None:
     """How a tensor is divided, None for one that is whole."""
     found: Any = tensor
     if hasattr(tensor, "ds_tensor"):
         step, rank = found.ds_tensor.ds_numel, dist.get_rank(found.ds_process_group)
         count = max(0, min(step, found.ds_numel - rank * step))
         piece = found.ds_tensor.detach().view(-1)[:count]
-        return Division(piece, step, found.ds_shape, rank, found.ds_process_group)
+        return Sharding(piece, step, found.ds_shape, rank, found.ds_process_group)
     if hasattr(tensor, "device_mesh"):
         mesh = found.device_mesh
         rows = -(-len(found) // mesh.size())
         step = rows * (found.numel() // len(found)) if len(found) else 0
         piece = found.detach().to_local().view(-1)
-        return Division(piece, step, found.shape, mesh.get_local_rank(), mesh.get_group())
+        return Sharding(piece, step, found.shape, mesh.get_local_rank(), mesh.get_group())
     return None
 
 
-def is_divided(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Whether this process has only its part of `tensor`."""
     return hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_tensor")
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """The numbers that this process has, without gradients: of a whole tensor the tensor itself."""
-    found = division(tensor)
+    found = sharding(tensor)
     return tensor.detach() if found is None else found.piece
 
 
 def numbers_before(tensor: Tensor) -> int:
     """How many numbers of the whole tensor lie before those of this process."""
-    found = division(tensor)
+    found = sharding(tensor)
     return 0 if found is None else found.start
 
 
@@ -72,10 +72,10 @@ def shape_of(tensor: Tensor) -> torch.Size:
     return tensor.ds_shape if hasattr(tensor, "ds_shape") else tensor.shape
 
 
-def full(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, without gradients. Of divided ones a copy, and a collective; it takes no
     more memory than the copy."""
-    found = division(tensor)
+    found = sharding(tensor)
     if found is None:
         return tensor.detach()
     device = torch.device("cpu")
@@ -90,9 +90,9 @@ def full(tensor: Tensor) -> Tensor:
     return whole.view(found.shape)
 
 
-def fill(tensor: Tensor, whole: Tensor) -> None:
+def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
     """Give a tensor the values of a whole one, which every process has, in place."""
-    found = division(tensor)
+    found = sharding(tensor)
     with torch.no_grad():
         if found is None:
             tensor.copy_(whole)
@@ -105,12 +105,12 @@ def fill(tensor: Tensor, whole: Tensor) -> None:
 
 def lerp(tensor: Tensor, other: Tensor, share: float) -> None:
     """tensor = (1 - share) * tensor + share * other, in place, of two that are divided alike."""
-    local(tensor).lerp_(local(other), share)
+    to_local(tensor).lerp_(to_local(other), share)
     if hasattr(tensor, "ds_tensor") and tensor.numel():  # one that DeepSpeed keeps gathered
-        tensor.data.copy_(full(tensor))
+        tensor.data.copy_(full_tensor(tensor))
 
 
-def divide(whole: Tensor, like: Tensor) -> Tensor:
+def shard_like(whole: Tensor, like: Tensor) -> Tensor:
     """`whole`, which every process has, divided by rows as `like` is."""
     if not hasattr(like, "device_mesh"):
         return whole
@@ -121,11 +121,13 @@ def divide(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole, found.device_mesh, found.placements, src_data_rank=None)
 
 
-def divide_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def shard_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Whole tensors, which every process has, divided by rows where those of `model` are."""
     rows = (p for p in model.parameters() if hasattr(p, "device_mesh"))
     like = next(rows, None)
-    return state if like is None else {name: divide(whole, like) for name, whole in state.items()}
+    return (
+        state if like is None else {name: shard_like(whole, like) for name, whole in state.items()}
+    )
 
 
 @contextmanager
@@ -144,12 +146,12 @@ def writable(module: nn.Module) -> Iterator[None]:
 
 def whole_copy(module: nn.Module) -> Any:
     """A deep copy with whole parameters and without hooks. Of divided ones a collective."""
-    if not any(map(is_divided, module.parameters())):
+    if not any(map(is_sharded, module.parameters())):
         return copy.deepcopy(module)
     known: dict[int, Any] = {
-        id(p): nn.Parameter(full(p), requires_grad=p.requires_grad)
+        id(p): nn.Parameter(full_tensor(p), requires_grad=p.requires_grad)
         for p in module.parameters()
-        if is_divided(p)
+        if is_sharded(p)
     }
     for part in module.modules():
         # What divides them has hooks there, and DeepSpeed parameters in a mapping of its own.

@@ -19,20 +19,20 @@ class Signals(Protocol):
     def is_held(self) -> bool:
         """Whether they are held back."""
 
-    def held(self) -> AbstractContextManager[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Hold them back in this block; what came in it is raised at its end."""
 
     def pass_on(self, number: int) -> None:
         """Another process has received one."""
 
 
-class Unheard:
+class IgnoredSignals:
     """Signals before a run, which nobody listens to."""
 
     received: int | None = None
     is_held = True
 
-    def held(self) -> AbstractContextManager[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """See `Signals`."""
         return nullcontext()
 

@@ -12,7 +12,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rloo.distributed.worker_process import Worker, WorkerLost
+from rloo.distributed.worker_process import Worker, WorkerDied
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _TURN_SECONDS = 0.2
 TRIES = 3
 
 
-def result_of(future: Future[T]) -> T:
+def wait_result(future: Future[T]) -> T:
     """What comes of it; every call behind it has a deadline. What it raises is of the run."""
     while not wait_for([future], _TURN_SECONDS).done:
         pass
@@ -34,7 +34,7 @@ def result_of(future: Future[T]) -> T:
         raise
 
 
-def follow(told: Future[T], other: Future[S], take: Callable[[S], T]) -> None:
+def chain_future(told: Future[T], other: Future[S], take: Callable[[S], T]) -> None:
     """Have `told`, which nobody else sets, tell what `take` makes of the other's result, or what
     that raises; where it is cancelled, RuntimeError."""
 
@@ -49,7 +49,7 @@ def follow(told: Future[T], other: Future[S], take: Callable[[S], T]) -> None:
     other.add_done_callback(tell)
 
 
-class Crew:
+class WorkerPool:
     """Workers that do jobs in the order in which they come, each one job at a time: `make` finds
     one when there is something to do, and again where one is lost. A job that was under way then is
     done again, by whichever worker is free, at most TRIES times. Close it to end them; the end of
@@ -63,7 +63,7 @@ class Crew:
             # It does not keep the crew alive.
             threading.Thread(target=self._shared.work, daemon=True).start()
 
-    def begin(self, job: Callable[[Worker], T], *, first: bool = False) -> Future[T]:
+    def submit(self, job: Callable[[Worker], T], *, first: bool = False) -> Future[T]:
         """Have a worker do a job; `first` before all that wait."""
         future: Future[T] = Future()
         with self._shared.changed:
@@ -72,9 +72,9 @@ class Crew:
             self._shared.put(_Job(future, job), first=first)
         return future
 
-    def forget(self) -> None:
+    def cancel_pending(self) -> None:
         """Cancel the jobs that no worker has begun."""
-        self._shared.forget()
+        self._shared.cancel_pending()
 
     @property
     def lost(self) -> int:
@@ -125,7 +125,7 @@ class _Shared:
                 continue
             try:
                 result = job.do(worker)
-            except WorkerLost as error:
+            except WorkerDied as error:
                 self._dismiss(worker)
                 worker = None
                 self._count(job.future)
@@ -158,7 +158,7 @@ class _Shared:
                     return job
         return None
 
-    def _again(self, job: _Job, error: WorkerLost) -> None:
+    def _again(self, job: _Job, error: WorkerDied) -> None:
         """Have a job done again whose worker was lost, if it may be."""
         job.tries += 1
         with self.changed:
@@ -197,7 +197,7 @@ class _Shared:
             self.lost += not self.closed
             self.workers.remove(worker)
 
-    def forget(self) -> None:
+    def cancel_pending(self) -> None:
         with self.changed:
             waiting = list(self.jobs)
             self.jobs.clear()
@@ -210,6 +210,6 @@ class _Shared:
             self.closed = True
             self.changed.notify_all()
             workers = list(self.workers)
-        self.forget()
+        self.cancel_pending()
         for worker in workers:
             worker.kill()

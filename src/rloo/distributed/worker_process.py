@@ -25,7 +25,7 @@ _PROGRAM = (
 )
 
 
-class WorkerLost(OSError):
+class WorkerDied(OSError):
     """A worker has died, or did not answer in time and was ended. `status` is that with which it
     ended by itself, minus a signal's number, None where we have ended it."""
 
@@ -50,7 +50,7 @@ class Worker(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Have the process end; a call under way raises WorkerLost. For any thread."""
+        """Have the process end; a call under way raises WorkerDied. For any thread."""
 
     @abstractmethod
     def end(self) -> None:
@@ -64,10 +64,10 @@ class Worker(ABC):
 
     @abstractmethod
     def _status(self) -> int | None:
-        """With what it has ended that closed its end: see `WorkerLost`."""
+        """With what it has ended that closed its end: see `WorkerDied`."""
 
     def call(self, message: bytes, seconds: float | None = None) -> bytes:
-        """What it answers within so many seconds (None: however long). Raises WorkerLost, and what
+        """What it answers within so many seconds (None: however long). Raises WorkerDied, and what
         the call raised there."""
         late = threading.Event()
 
@@ -89,8 +89,8 @@ class Worker(ABC):
         except (EOFError, OSError) as error:
             status = self._status()
             if late.is_set():
-                raise WorkerLost(self.name, f"did not answer within {seconds:g} s") from error
-            raise WorkerLost(self.name, _how(status), status) from error
+                raise WorkerDied(self.name, f"did not answer within {seconds:g} s") from error
+            raise WorkerDied(self.name, _how(status), status) from error
         finally:
             timer.cancel()
         if said[:1] == FAILURE:
@@ -98,7 +98,7 @@ class Worker(ABC):
         return said[1:]
 
 
-class OwnWorker(Worker):
+class LocalWorker(Worker):
     """A process that we start. It calls `target`, `module:function`, with the bytes `setup`, and
     then what that has returned with the bytes of every call."""
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from pathlib import Path
 from typing import Any
 
-from rloo.distributed.worker_process import OwnWorker, Worker, WorkerLost
+from rloo.distributed.worker_process import LocalWorker, Worker, WorkerDied
 
 # What answers the calls of each kind of worker.
 KINDS = {"sample": "rloo.engines.engine_worker:serve", "score": "rloo.rewards.reward_workers:serve"}
@@ -39,7 +39,7 @@ HELLO_SECONDS = 10.0
 _SILENCE_SECONDS = 60
 
 
-class Hub:
+class WorkerRegistry:
     """Once it is open, listens on `host`, and says so in `folder`."""
 
     def __init__(self, folder: Path, host: str) -> None:
@@ -47,8 +47,8 @@ class Hub:
         self._secret = secrets.token_hex(32)
         self._listener: socket.socket | None = None
         self._changed = threading.Condition()
-        self._waiting: list[Placed] = []
-        self._members: list[Placed] = []
+        self._waiting: list[RemoteWorker] = []
+        self._members: list[RemoteWorker] = []
         self._closed = self._over = False
         atexit.register(self.close)
 
@@ -65,8 +65,8 @@ class Hub:
             self._write(self._listener, over=False)
             threading.Thread(target=self._listen, args=(self._listener,), daemon=True).start()
 
-    def hire(self, kind: str, name: str, setup: bytes, seconds: float) -> Placed:
-        """A worker of this kind that has come and is free; waits for one. Raises WorkerLost after
+    def acquire(self, kind: str, name: str, setup: bytes, seconds: float) -> RemoteWorker:
+        """A worker of this kind that has come and is free; waits for one. Raises WorkerDied after
         so many seconds."""
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -79,8 +79,8 @@ class Hub:
                     self._part(worker)
                 self._changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
         if self._closed:
-            raise WorkerLost(name, "is not needed any more")
-        raise WorkerLost(name, f"has not come within {seconds:g} s (rloo worker {kind} FOLDER)")
+            raise WorkerDied(name, "is not needed any more")
+        raise WorkerDied(name, f"has not come within {seconds:g} s (rloo worker {kind} FOLDER)")
 
     def members(self) -> list[dict[str, Any]]:
         """Who is connected: kind, host, process, and since when."""
@@ -133,10 +133,12 @@ class Hub:
     def _welcome(self, accepted: socket.socket) -> None:
         try:
             watch(accepted)
-            connection = shake(accepted, self._secret, first=True)
+            connection = authenticate(accepted, self._secret, first=True)
             said = json.loads(connection.recv_bytes(HELLO_BYTES))
-            hello = Hello(str(said["kind"]), str(said["host"]), int(said["pid"]), time.time())
-            worker = Placed(connection, hello)
+            hello = Registration(
+                str(said["kind"]), str(said["host"]), int(said["pid"]), time.time()
+            )
+            worker = RemoteWorker(connection, hello)
             unhurried(connection)
         except REFUSALS:
             accepted.close()
@@ -148,7 +150,7 @@ class Hub:
         if self._closed:
             worker.end()
 
-    def _part(self, worker: Placed) -> None:
+    def _part(self, worker: RemoteWorker) -> None:
         worker.end()
         self._members.remove(worker)
         if worker in self._waiting:
@@ -156,7 +158,7 @@ class Hub:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Registration:
     """What a worker says when it comes, and when it came."""
 
     kind: str
@@ -169,10 +171,10 @@ class Hello:
         return {"role": self.kind, "host": self.host, "pid": self.pid, "since": self.since}
 
 
-class Placed(Worker):
+class RemoteWorker(Worker):
     """A worker that somebody else has started. Ended, it comes back as another one."""
 
-    def __init__(self, connection: Connection, hello: Hello) -> None:
+    def __init__(self, connection: Connection, hello: Registration) -> None:
         super().__init__(f"that {hello.kind}s on {hello.host}", connection, b"")
         self.hello = hello
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
@@ -213,16 +215,18 @@ class Placed(Worker):
         return None
 
 
-def find(kind: str, setup: bytes, hub: Hub | None, seconds: float) -> Worker:
-    """A worker of one of the KINDS: from a hub, waited for as long as `Hub.hire` does, or else one
+def acquire_worker(kind: str, setup: bytes, hub: WorkerRegistry | None, seconds: float) -> Worker:
+    """A worker of one of the KINDS: from a hub, waited for as long as `WorkerRegistry.hire` does, or else one
     that is started here."""
     name = f"that {kind}s"
     return (
-        OwnWorker(name, KINDS[kind], setup) if hub is None else hub.hire(kind, name, setup, seconds)
+        LocalWorker(name, KINDS[kind], setup)
+        if hub is None
+        else hub.acquire(kind, name, setup, seconds)
     )
 
 
-def shake(connected: socket.socket, secret: str, *, first: bool) -> Connection:
+def authenticate(connected: socket.socket, secret: str, *, first: bool) -> Connection:
     """The connection over a socket, once both ends have shown that they know the secret; `first`
     is the one that asks first. Raises AuthenticationError, OSError or EOFError, also for one that
     is silent for HELLO_SECONDS. The socket is taken over."""

@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rloo.distributed.process_group import Links
-    from rloo.distributed.worker_registry import Hub
+    from rloo.distributed.process_group import Collectives
+    from rloo.distributed.worker_registry import WorkerRegistry
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Process `rank` of `size`, which computes on `device`; `links` lead to the others,
-    `lines` where weights are divided. Completions of more bytes than `gather_limit` stay with those
-    that have sampled them. To the `hub` of the main process come workers that others have started.
+    """Process `rank` of `size`, which computes on `device`; `collectives` lead to the others,
+    `device_groups` where weights are divided. Completions of more bytes than `gather_limit` stay with those
+    that have sampled them. To the `worker_registry` of the main process come workers that others have started.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result; one alone gets what it gave. All raise
@@ -36,10 +36,10 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
-    links: Links | None = None
-    lines: DeviceMesh | None = None
+    collectives: Collectives | None = None
+    device_groups: DeviceMesh | None = None
     gather_limit: int = 2**28
-    hub: Hub | None = None
+    worker_registry: WorkerRegistry | None = None
 
     @property
     def is_main(self) -> bool:
@@ -52,36 +52,40 @@ class World:
         rank = self.rank if rank is None else rank
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """The value of every process, in the order of ranks."""
-        return [value] if self.links is None else self.links.gather(value)
+        return [value] if self.collectives is None else self.collectives.all_gather_object(value)
 
-    def exchange(self, values: Sequence[T]) -> list[T]:
+    def all_to_all_object(self, values: Sequence[T]) -> list[T]:
         """Give every process the value that is meant for it, in the order of ranks; return what
         each has for this one."""
-        return list(values) if self.links is None else self.links.exchange(values)
+        return (
+            list(values) if self.collectives is None else self.collectives.all_to_all_object(values)
+        )
 
-    def from_main(self, value: T) -> T:
+    def broadcast_object(self, value: T) -> T:
         """The value of the main process. That needs no answer: where another is gone, what it is
         about to record is recorded whole, and its next gathering raises RankError."""
         try:
-            return self.gather(value if self.is_main else None)[0]  # type: ignore[return-value]
+            return self.all_gather_object(value if self.is_main else None)[0]  # type: ignore[return-value]
         except ConnectionError:  # RankError
             if not self.is_main:
                 raise
             return value
 
-    def any(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether it is true in some process."""
-        return any(self.gather(flag))
+        return any(self.all_gather_object(flag))
 
-    def attempt(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
         """What `work` returns in every process. Raises torch.OutOfMemoryError in all of them where
         one runs out of memory, so that all do the same about it."""
-        if self.links is None:
+        if self.collectives is None:
             return [work()]
-        if self.lines is not None:  # one that runs out of memory leaves the others in its midst
-            return self.gather(work())
+        if (
+            self.device_groups is not None
+        ):  # one that runs out of memory leaves the others in its midst
+            return self.all_gather_object(work())
         import torch
 
         from rloo.distributed.process_group import AllOutOfMemory
@@ -90,14 +94,14 @@ class World:
             done: list[T] = [work()]
         except torch.OutOfMemoryError:
             done = []
-        results = self.gather(done)
+        results = self.all_gather_object(done)
         if not all(results):
             short = [str(rank) for rank, result in enumerate(results) if not result]
             raise AllOutOfMemory(f"rank {', '.join(short)} ran out of memory")
         return [result for (result,) in results]
 
     @contextmanager
-    def telling(self) -> Iterator[None]:
+    def reporting_failure(self) -> Iterator[None]:
         """An error in this block is told to the other processes."""
         try:
             yield
@@ -107,17 +111,17 @@ class World:
 
     def fail(self, error: BaseException) -> None:
         """Tell the other processes, as far as they still run, why this one ends."""
-        if self.links is not None:
-            self.links.fail(error)
+        if self.collectives is not None:
+            self.collectives.fail(error)
 
     def end(self) -> None:
         """Wait until the main process has ended its run, and saved what is to be saved."""
-        if self.links is not None:
-            self.links.end()
+        if self.collectives is not None:
+            self.collectives.end()
 
-    def require_lines(self) -> None:
+    def require_device_groups(self) -> None:
         """Raise ValueError where an error has left the processes out of step inside of torch."""
-        if self.links is not None and self.links.left_behind:
+        if self.collectives is not None and self.collectives.left_behind:
             raise ValueError(
                 "an error in the midst of a step has broken the lines by which weights are "
                 "divided, which are made once; start the processes again (parallel, max_restarts)"
@@ -125,30 +129,30 @@ class World:
 
     def mesh(self) -> DeviceMesh:
         """All processes in a row, with lines of their own: for weights that are divided."""
-        assert self.lines is not None, "parallel"
-        return self.lines
+        assert self.device_groups is not None, "parallel"
+        return self.device_groups
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """For work that waits for the others inside of torch, where no signal is handled and no
         error of another process is seen: all processes enter this block or, where one was asked to
         stop, none; signals wait for its end, and an error in it leaves the others behind."""
-        if self.links is None:
+        if self.collectives is None:
             yield
         else:
-            with self.links.in_step():
+            with self.collectives.in_step():
                 yield
 
-    def meet(self, value: T) -> list[T] | None:
+    def regroup(self, value: T) -> list[T] | None:
         """At the end of a run: the values of all processes, None where one is gone, or does not
         come, or has left others behind in a step."""
-        return [value] if self.links is None else self.links.meet(value)
+        return [value] if self.collectives is None else self.collectives.regroup(value)
 
-    def sum_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
+    def all_reduce_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Sum each parameter's gradient over the processes, in place. Where a process has none it
         counts as zeros; where all have none there is none."""
-        if self.links is not None:
-            self.links.sum_gradients(parameters)
+        if self.collectives is not None:
+            self.collectives.all_reduce_gradients(parameters)
 
 
 def process_count() -> int:
@@ -201,10 +205,10 @@ def make_world(
     world = _connected(use_cpu, timeout, divides, gather_limit)
     if workers is None or not world.is_main:
         return world
-    from rloo.distributed.worker_registry import Hub
+    from rloo.distributed.worker_registry import WorkerRegistry
 
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-    return replace(world, hub=Hub(Path(workers).absolute(), host))
+    return replace(world, worker_registry=WorkerRegistry(Path(workers).absolute(), host))
 
 
 def _connected(use_cpu: bool, timeout: float, divides: bool, gather_limit: int) -> World:
@@ -214,7 +218,7 @@ def _connected(use_cpu: bool, timeout: float, divides: bool, gather_limit: int) 
     rank, size = process_rank(), process_count()
     if size == 1 and not divides:
         return World(device)
-    from rloo.distributed.group_setup import connect_alone, lines_of
+    from rloo.distributed.group_setup import connect_alone, device_groups
     from rloo.distributed.process_group import connect
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -229,7 +233,7 @@ def _connected(use_cpu: bool, timeout: float, divides: bool, gather_limit: int) 
         torch.cuda.set_device(device)
     if size == 1:
         connect_alone(device)
-        return World(device, lines=lines_of(device, timeout))
+        return World(device, device_groups=device_groups(device, timeout))
     links = connect(rank, size, timeout, device, watched=divides)
-    lines = lines_of(device, timeout) if divides else None
+    lines = device_groups(device, timeout) if divides else None
     return World(device, rank, size, links, lines, gather_limit)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from rloo.engines.in_process import InProcessEngine, Tell, Whole
+from rloo.engines.in_process import GatherWeights, InProcessEngine, Tell
 from rloo.types import Engine, Weights
 
 if TYPE_CHECKING:
-    from rloo.engines.vllm.vllm_engine import Settings, Source
+    from rloo.engines.vllm.vllm_engine import VLLMSettings, WeightPublisher
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class EngineInputs:
     precision: torch.dtype | None = None
     dtype: torch.dtype | None = None
     no_copy: str | None = None
-    whole: Whole = nullcontext
+    whole: GatherWeights = nullcontext
     tell: Tell = print
-    servers: tuple[Settings, Source, Callable[[str], None]] | None = None
+    servers: tuple[VLLMSettings, WeightPublisher, Callable[[str], None]] | None = None
 
 
 # The engine, and one line for the user if it is another, or slower, than could be expected.

@@ -33,7 +33,7 @@ def row_keys(noise: int, prompt_ids: Tensor, samples: Tensor) -> Tensor:
     return _mix(_mix(start + prompt_ids * _GOLDEN) + samples * _GOLDEN)
 
 
-def behind(keys: Tensor, offsets: Tensor) -> Tensor:
+def offset_keys(keys: Tensor, offsets: Tensor) -> Tensor:
     """The keys (R,) of which the noise of position p is that of position p + offset of `keys`."""
     return keys + offsets * _GOLDEN
 

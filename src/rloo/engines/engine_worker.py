@@ -20,7 +20,7 @@ from rloo.types import Engine, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class EngineWorkerConfig:
     """What the process makes its engine from, as JSON values. `engine` is native or hf, `model` the
     class of the model, as module and name; `precision` and `dtype`: see `EngineInputs`."""
 
@@ -33,8 +33,8 @@ class How:
     trust_remote_code: bool
 
 
-def how_of(model: PreTrainedModel, **values: Any) -> How:
-    """`How`, for a model of this class. Raises ValueError for one that another process cannot
+def engine_worker_config(model: PreTrainedModel, **values: Any) -> EngineWorkerConfig:
+    """`EngineWorkerConfig`, for a model of this class. Raises ValueError for one that another process cannot
     import."""
     kind = type(model)
     if kind.__module__ == "__main__" or kind.__module__.startswith("transformers_modules"):
@@ -42,18 +42,18 @@ def how_of(model: PreTrainedModel, **values: Any) -> How:
             f"the model's class {kind.__name__} is known in this process alone, and another one is "
             "to sample (max_staleness, sampler_processes)"
         )
-    return How(model=(kind.__module__, kind.__name__), **values)
+    return EngineWorkerConfig(model=(kind.__module__, kind.__name__), **values)
 
 
-def serve(setup: bytes) -> Server:
-    """What answers the calls, for `How` as JSON."""
-    return Server(How(**json.loads(setup)))
+def serve(setup: bytes) -> EngineWorker:
+    """What answers the calls, for `EngineWorkerConfig` as JSON."""
+    return EngineWorker(EngineWorkerConfig(**json.loads(setup)))
 
 
-class Server:
+class EngineWorker:
     """The model and its engine in the process that samples."""
 
-    def __init__(self, how: How) -> None:
+    def __init__(self, how: EngineWorkerConfig) -> None:
         self._how = how
         self._model: PreTrainedModel | None = None
         self._engine: Engine | None = None
@@ -66,7 +66,7 @@ class Server:
             if said["threads"] is not None:
                 torch.set_num_threads(said["threads"])
             cpu_matmul.use(said["onednn"])
-            kernels.use(said["cpu_kernels"] and kernels.why_not() is None)
+            kernels.use(said["cpu_kernels"] and kernels.unavailable_reason() is None)
             gpu_kernels.use(said["torch_compile"])
             self._load(said["load"], said["version"])
         elif "rows" in said:

@@ -17,15 +17,15 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from rloo.data.image_processing import join_inputs
 from rloo.data.images import image_token_ids
 from rloo.engines.counter_rng import uniforms
-from rloo.engines.in_process import Drawn, InProcessEngine, Row, limits_of, pad_left
-from rloo.engines.sampling import StopText, draw, gather_logprobs, invert_cdf
+from rloo.engines.in_process import InProcessEngine, PromptRow, SampledTokens, limits_of, pad_left
+from rloo.engines.sampling import StopStringMatcher, draw, gather_logprobs, invert_cdf
 from rloo.engines.trial_sampling import SAMPLING, trial_prompts, worst_error
 from rloo.model.prepare_model import rounding_of
 from rloo.types import Sampling, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class BatchingRule:
     """How `generate` samples a model right: which rows it computes together (any, those whose
     prompts are of one length, or one alone), and whether it keeps what it has computed."""
 
@@ -35,8 +35,8 @@ class Way:
 
 # From fast to slow.
 _WAYS = (
-    Way(), Way("one length"), Way("one"),
-    Way(cached=False), Way("one length", cached=False), Way("one", cached=False),
+    BatchingRule(), BatchingRule("one length"), BatchingRule("one"),
+    BatchingRule(cached=False), BatchingRule("one length", cached=False), BatchingRule("one", cached=False),
 )  # fmt: skip
 # Layers without a state that every token, padding too, goes into.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -49,7 +49,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     return bool(model._is_stateful or set(types) - _ATTENTION)
 
 
-def find_way(model: PreTrainedModel) -> Way:
+def find_way(model: PreTrainedModel) -> BatchingRule:
     """The fastest way whose log-probs are those of a forward pass, by trials; but never padding in
     front of a recurrent state: how much of it goes in depends on the weights, which will change.
     Raises ValueError where there is none."""
@@ -67,7 +67,7 @@ def find_way(model: PreTrainedModel) -> Way:
     raise ValueError(f"{type(model).__name__} cannot be sampled: {found} (model)")
 
 
-def _fault_of(model: PreTrainedModel, way: Way, sampling: Sampling) -> str | None:
+def _fault_of(model: PreTrainedModel, way: BatchingRule, sampling: Sampling) -> str | None:
     """What a trial of a way finds wrong."""
     prompts = trial_prompts(model, (2, 2, 5, 5))
     try:
@@ -94,12 +94,14 @@ class HFEngine(InProcessEngine):
     default_cache_bytes = 2 << 30
     keeps_finished = True
 
-    def __init__(self, model: PreTrainedModel, *, way: Way | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, way: BatchingRule | None = None, **options: Any
+    ) -> None:
         """`way`: see `find_way`; None: what is right for a model without a recurrent state, else
         found out. Raises ValueError where there is none."""
         super().__init__(model, **options)
         if way is None:
-            way = find_way(model) if is_recurrent(model) else Way()
+            way = find_way(model) if is_recurrent(model) else BatchingRule()
         self.way = way
 
     def _together(self, lengths: Sequence[int]) -> int:
@@ -112,7 +114,7 @@ class HFEngine(InProcessEngine):
         """Nothing is copied: the engine shares the policy's module."""
         self.version = version
 
-    def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+    def _draw(self, rows: list[PromptRow], keys: Tensor, sampling: Sampling) -> SampledTokens:
         device = keys.device
         input_ids, pads = pad_left([p.token_ids for p, _ in rows], self._pad_token_id, device)
         width = input_ids.shape[1]
@@ -173,7 +175,7 @@ class _Drawing(LogitsProcessor):
         self.tokens = torch.full((len(keys), max(limits)), -1, device=keys.device)
         self.policy_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
         self.behavior_logprobs = torch.zeros(self.tokens.shape, device=keys.device)
-        self.stop_text = StopText(sampling, len(keys), keys.device)
+        self.stop_text = StopStringMatcher(sampling, len(keys), keys.device)
         self._rows = torch.arange(len(keys), device=keys.device)
         self.ended = torch.zeros(len(keys), dtype=torch.bool, device=keys.device)
 
@@ -193,7 +195,7 @@ class _Drawing(LogitsProcessor):
         self.tokens[:, position] = tokens
         self.policy_logprobs[:, position] = policy
         self.behavior_logprobs[:, position] = behavior
-        ended = self.stop_text.see(self.tokens, self._rows, position)
+        ended = self.stop_text.update(self.tokens, self._rows, position)
         self.ended = self._limits <= position + 1
         if ended is not None:
             self.ended |= ended

@@ -14,19 +14,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.config.file_checks import largest_of_layers
-from rloo.distributed.sharded_tensor import is_divided
-from rloo.engines.counter_rng import behind, row_keys
-from rloo.engines.sampling import check_request, collect_completions, numbers_of
+from rloo.distributed.sharded_tensor import is_sharded
+from rloo.engines.counter_rng import offset_keys, row_keys
+from rloo.engines.sampling import check_request, collect_completions, sample_indices
 from rloo.kernels.bf16_rounding import keeping
 from rloo.model.attention import head_size
 from rloo.model.token_budget import available_bytes
-from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
+from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling
 
 # One row: a prompt and the sample's number k in its group.
-Row = tuple[Prompt, int]
+PromptRow = tuple[Prompt, int]
 # Tokens, policy and behavior log-probs, each (R, as many as the longest row may have), and the
 # lengths (R,) at which a stop string was complete.
-Drawn = tuple[Tensor, Tensor, Tensor, Tensor]
+SampledTokens = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 # The share of a GPU's memory that caches leave: for a prompt's forward, and what is scattered.
@@ -37,13 +37,15 @@ RESERVE = 0.1
 _DRAWN_TOKEN_BYTES, _ENTRY_BYTES = 16, 16
 
 # In the block of what this returns, a process has all weights.
-Whole = Callable[[], AbstractContextManager[object]]
+GatherWeights = Callable[[], AbstractContextManager[object]]
 # Takes one line for the user.
 Tell = Callable[[str], object]
 
 
 @contextmanager
-def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> Iterator[None]:
+def in_inference_mode(
+    model: PreTrainedModel, precision: torch.dtype | None = None
+) -> Iterator[None]:
     """Evaluation mode (in which gradient checkpointing is inactive), autocast to `precision` (None:
     without) and no autograd inside; each submodule's own mode is restored outside. Inside, a
     mixture of experts does not return its router's logits, whatever its configuration says, since
@@ -58,7 +60,7 @@ def borrowed(model: PreTrainedModel, precision: torch.dtype | None = None) -> It
         casts = precision is not None
         # Not inference_mode, in which autocast would cast every weight again for every token, and
         # what is gathered would be of no use to a later forward with gradients.
-        divided = any(map(is_divided, model.parameters()))
+        divided = any(map(is_sharded, model.parameters()))
         with (
             torch.autocast(model.device.type, dtype=precision, enabled=casts),
             torch.no_grad() if casts or divided else torch.inference_mode(),
@@ -95,7 +97,7 @@ def pad_left(
     return torch.tensor(padded, device=device), torch.tensor(padding, device=device)
 
 
-def limits_of(rows: Sequence[Row], sampling: Sampling) -> list[int]:
+def limits_of(rows: Sequence[PromptRow], sampling: Sampling) -> list[int]:
     """How many tokens may be drawn in each row."""
     return [sampling.max_tokens - prompt.offset for prompt, _ in rows]
 
@@ -129,7 +131,7 @@ def cache_room(device: torch.device, on_cpu: int) -> int:
 
 
 class InProcessEngine(ABC):
-    """Samples `Row`s with the policy's module, as many at once as `cache_bytes` allow (None: see
+    """Samples `PromptRow`s with the policy's module, as many at once as `cache_bytes` allow (None: see
     `cache_room`, asked for each call), whose keys and values are of `cache_dtype`. `precision`
     is that of its autocast (None: the module computes in its own). `whole`, `tell`: see
     `EngineInputs`."""
@@ -149,7 +151,7 @@ class InProcessEngine(ABC):
         cache_bytes: int | None = None,
         precision: torch.dtype | None = None,
         copies_weights: bool = False,
-        whole: Whole = nullcontext,
+        whole: GatherWeights = nullcontext,
     ) -> None:
         self._model = model
         # Where memory did not suffice for more.
@@ -160,7 +162,7 @@ class InProcessEngine(ABC):
         self._whole = nullcontext if copies_weights else whole
         self.version = -1
         self._cache_bytes = cache_bytes
-        self.facts = EngineFacts(
+        self.capabilities = EngineCapabilities(
             self.name,
             copies_weights=copies_weights,
             shares_memory=True,
@@ -173,10 +175,10 @@ class InProcessEngine(ABC):
         self._count_rows(cache_bytes_per_token(model, self.cache_dtype))
 
     def _count_rows(self, token_bytes: int, more_tokens: int = 0) -> None:
-        """Say in `facts` what rows occupy: so many bytes of keys and values for each token, and in
+        """Say in `capabilities` what rows occupy: so many bytes of keys and values for each token, and in
         a row and its prompt room for `more_tokens`."""
-        self.facts = replace(
-            self.facts,
+        self.capabilities = replace(
+            self.capabilities,
             prompt_token_bytes=token_bytes,
             completion_token_bytes=token_bytes + _DRAWN_TOKEN_BYTES,
             row_bytes=_ENTRY_BYTES * int(self._model.config.get_text_config().vocab_size)
@@ -184,10 +186,10 @@ class InProcessEngine(ABC):
         )
 
     def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`."""
-        numbers = numbers_of(samples, prompts)
+        numbers = sample_indices(samples, prompts)
         check_request(prompts, min(map(len, numbers), default=1), sampling)
         with self._whole():
             return self._sample(prompts, numbers, sampling, noise)
@@ -210,7 +212,7 @@ class InProcessEngine(ABC):
         rows = [(index, k) for index in by_length for k in numbers[index]]
         wave = self._at_once([(prompts[index], k) for index, k in rows], sampling)
         completions: dict[tuple[int, int], Completion] = {}
-        with borrowed(self._model, self._precision):
+        with in_inference_mode(self._model, self._precision):
             while len(completions) < len(rows):
                 part = rows[len(completions) :][: min(wave, self._most_rows or wave)]
                 part = part[: self._together([len(prompts[i].token_ids) for i, _ in part])]
@@ -218,7 +220,9 @@ class InProcessEngine(ABC):
                 completions.update(zip(part, finished, strict=True) if finished else ())
         return [[completions[i, k] for k in own] for i, own in enumerate(numbers)]
 
-    def _wave(self, rows: list[Row], sampling: Sampling, noise: int) -> list[Completion] | None:
+    def _wave(
+        self, rows: list[PromptRow], sampling: Sampling, noise: int
+    ) -> list[Completion] | None:
         """The completions of rows that are computed together; None where a GPU's memory does not
         suffice, and from now on fewer are. Raises torch.OutOfMemoryError for a single one."""
         try:
@@ -241,23 +245,23 @@ class InProcessEngine(ABC):
             return self._cache_bytes
         return cache_room(self._model.device, self.default_cache_bytes)
 
-    def _at_once(self, rows: list[Row], sampling: Sampling) -> int:
+    def _at_once(self, rows: list[PromptRow], sampling: Sampling) -> int:
         """How many of these rows make one wave."""
-        self.facts = replace(self.facts, cache_bytes=self._room())
+        self.capabilities = replace(self.capabilities, cache_bytes=self._room())
         longest = max(len(prompt.token_ids) for prompt, _ in rows)
-        return self.facts.rows_at_once(len(rows), longest, sampling.max_tokens)
+        return self.capabilities.rows_at_once(len(rows), longest, sampling.max_tokens)
 
     def _together(self, lengths: Sequence[int]) -> int:
         """How many of the first rows, with prompts of these lengths, may be computed together."""
         return len(lengths)
 
-    def _keys(self, rows: list[Row], noise: int) -> Tensor:
+    def _keys(self, rows: list[PromptRow], noise: int) -> Tensor:
         device = self._model.device
         ids = torch.tensor([prompt.noise_id for prompt, _ in rows], device=device)
         keys = row_keys(noise, ids, torch.tensor([k for _, k in rows], device=device))
-        return behind(keys, torch.tensor([prompt.offset for prompt, _ in rows], device=device))
+        return offset_keys(keys, torch.tensor([prompt.offset for prompt, _ in rows], device=device))
 
     @abstractmethod
-    def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+    def _draw(self, rows: list[PromptRow], keys: Tensor, sampling: Sampling) -> SampledTokens:
         """What `collect_completions` takes, of one wave in the order of its `rows`; `keys` (R,)
         are those of their noise."""

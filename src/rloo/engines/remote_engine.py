@@ -25,18 +25,18 @@ import torch
 from rloo import kernels
 from rloo.distributed import World
 from rloo.distributed.pytree import decode, encode
-from rloo.distributed.worker_pool import Crew, follow, result_of
+from rloo.distributed.worker_pool import WorkerPool, chain_future, wait_result
 from rloo.distributed.worker_process import Worker
-from rloo.distributed.worker_registry import Hub, find
-from rloo.engines.engine_worker import How
-from rloo.engines.sampling import check_request, numbers_of, refuse_images
+from rloo.distributed.worker_registry import WorkerRegistry, acquire_worker
+from rloo.engines.engine_worker import EngineWorkerConfig
+from rloo.engines.sampling import check_request, refuse_images, sample_indices
 from rloo.engines.serialization import unpack
-from rloo.engines.weight_store import Versions
+from rloo.engines.weight_store import WeightStore
 from rloo.kernels import cpu_matmul, gpu_kernels
-from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling, Weights
+from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling, Weights
 
 
-class Source(Protocol):
+class WeightExporter(Protocol):
     """The policy, as an engine in another process needs it."""
 
     world: World
@@ -46,28 +46,32 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
-    """The processes that sample: how many, and where they come from: from a `hub`, else we start
+class RemoteEngineConfig:
+    """The processes that sample: how many, and where they come from: from a `worker_registry`, else we start
     them. `seconds` is the deadline of one call, and of one's coming. `folder` is where weights are
     written for them, None where this machine has room; there they take `room` bytes."""
 
     size: int = 1
-    hub: Hub | None = None
+    worker_registry: WorkerRegistry | None = None
     seconds: float = 1800.0
     folder: Path | None = None
     room: int = 0
 
-    def make(self, how: How) -> Worker:
+    def make(self, how: EngineWorkerConfig) -> Worker:
         """A worker that samples so."""
-        return find("sample", json.dumps(asdict(how)).encode(), self.hub, self.seconds)
+        return acquire_worker(
+            "sample", json.dumps(asdict(how)).encode(), self.worker_registry, self.seconds
+        )
 
 
-class ApartEngine:
+class RemoteEngine:
     """Samples in processes beside the main one, for all, each an equal part of the completions.
     Close it to end them; the end of this one does the same."""
 
-    def __init__(self, how: How, source: Source, workers: Workers) -> None:
-        self.facts = EngineFacts(
+    def __init__(
+        self, how: EngineWorkerConfig, source: WeightExporter, workers: RemoteEngineConfig
+    ) -> None:
+        self.capabilities = EngineCapabilities(
             how.engine,
             copies_weights=True,
             shares_memory=False,
@@ -77,16 +81,16 @@ class ApartEngine:
         )
         self.version = -1
         self._source, self._workers = source, workers
-        self._crew: Crew | None = None
+        self._crew: WorkerPool | None = None
         if source.world.is_main:
-            self._crew = Crew(workers.size, partial(workers.make, how))
+            self._crew = WorkerPool(workers.size, partial(workers.make, how))
         self._state = _State(workers.seconds)
         self.close = weakref.finalize(self, _close, self._crew, self._state)
 
     def load(self, weights: Weights, version: int) -> None:
         """Publish the weights: what is sampled from now on is sampled with them. See
         `rloo.types.Engine`; a collective."""
-        version = self._source.world.from_main(version)
+        version = self._source.world.broadcast_object(version)
         if version == self.version:
             return
         state = self._state
@@ -95,29 +99,29 @@ class ApartEngine:
         else:
             if state.versions is None:
                 for _ in range(self._workers.size):  # they may start
-                    self._crew.begin(lambda worker: worker.call(b"", state.seconds))
+                    self._crew.submit(lambda worker: worker.call(b"", state.seconds))
                 workers, name = self._workers, secrets.token_hex(4)
-                state.versions = Versions.made_in(workers.folder, name, workers.room)
+                state.versions = WeightStore.made_in(workers.folder, name, workers.room)
             folder = state.versions.write(version, self._source.write)
             # Those that a launcher has placed have threads of their own.
-            threads = None if self._workers.hub else torch.get_num_threads()
+            threads = None if self._workers.worker_registry else torch.get_num_threads()
             state.publish(version, folder, threads)
         self.version = version
 
-    def begin(
+    def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """As `sample`, and does not wait for it: of each prompt its completions, to come."""
         return self._begin(prompts, [range(count)] * len(prompts), sampling, noise, first=False)
 
     def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. It goes before what was only begun."""
         if not prompts or self._crew is None:
             return []
-        numbers = numbers_of(samples, prompts)
-        return [*map(result_of, self._begin(prompts, numbers, sampling, noise, first=True))]
+        numbers = sample_indices(samples, prompts)
+        return [*map(wait_result, self._begin(prompts, numbers, sampling, noise, first=True))]
 
     def _begin(
         self,
@@ -144,15 +148,15 @@ class ApartEngine:
             for index, _ in share:
                 joined[index].missing += 1
         for share, job in reversed(asked) if first else asked:
-            done = self._crew.begin(job, first=first)
+            done = self._crew.submit(job, first=first)
             for place, (index, part) in enumerate(share):
                 joined[index].wait_for(done, place, part.start)
         return [each.future for each in joined]
 
-    def forget(self) -> None:
+    def cancel_pending(self) -> None:
         """Give up what was begun and waits."""
         if self._crew is not None:
-            self._crew.forget()
+            self._crew.cancel_pending()
 
     def stats(self) -> dict[str, float]:
         """How often the process was lost, and what it had begun was begun again."""
@@ -169,7 +173,7 @@ class _State:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.versions: Versions | None = None
+        self.versions: WeightStore | None = None
         # The newest version, and the threads that it is sampled with.
         self.wanted: tuple[int, Path, int | None] | None = None
         # The versions that processes have loaded, or are loading.
@@ -222,7 +226,7 @@ class _Joined:
         """What comes first at `place` of `done` is the completion with this number."""
         part: Future[list[Completion]] = Future()
         part.add_done_callback(partial(self._take, number))
-        follow(part, done, itemgetter(place))
+        chain_future(part, done, itemgetter(place))
 
     def _take(self, number: int, part: Future[list[Completion]]) -> None:
         with self._lock:
@@ -251,12 +255,12 @@ def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]
         raise RuntimeError(f"the process that samples has version {said['version']}, not {version}")
     flat = iter(unpack(said["completions"]))
     return [
-        [replace(c, versions=((version, len(c.token_ids)),)) for c in islice(flat, size)]
+        [replace(c, weight_versions=((version, len(c.token_ids)),)) for c in islice(flat, size)]
         for size in said["sizes"]
     ]
 
 
-def _close(crew: Crew | None, state: _State) -> None:
+def _close(crew: WorkerPool | None, state: _State) -> None:
     if crew is not None:
         crew.close()
     if state.versions is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rloo.types import Completion, Prompt, Samples, Sampling
+from rloo.types import Completion, NumSamples, Prompt, Sampling
 
 # The number of vocabulary entries that the inverse CDF first treats as one block.
 _BLOCK = 128
@@ -21,7 +21,7 @@ _NUCLEUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SampledIndices:
     """One token per row: tokens int64 (R,) and both log-probs float32 (R,)."""
 
     tokens: Tensor
@@ -29,19 +29,23 @@ class Draw:
     behavior_logprobs: Tensor
 
 
-def draw(logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Draw:
+def draw(
+    logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None = None
+) -> SampledIndices:
     """Choose a token in each row: logits (R, V); noise float64 (R,) in [0, 1); seen bool (R, V),
     True for tokens of prompt or completion (needed only for the repetition penalty)."""
     logits = logits.float()
     if sampling.greedy:
         tokens = logits.argmax(dim=-1)
-        return Draw(tokens, gather_logprobs(logits, tokens), torch.zeros_like(logits[:, 0]))
+        return SampledIndices(
+            tokens, gather_logprobs(logits, tokens), torch.zeros_like(logits[:, 0])
+        )
     scores = logits if sampling.temperature == 1.0 else logits / sampling.temperature
     if not sampling.filtered:
         tokens, logprobs = invert_cdf(scores, noise)
-        return Draw(tokens, logprobs, logprobs)
+        return SampledIndices(tokens, logprobs, logprobs)
     tokens, behavior_logprobs = invert_cdf(filter_logits(logits, sampling, seen), noise)
-    return Draw(tokens, gather_logprobs(scores, tokens), behavior_logprobs)
+    return SampledIndices(tokens, gather_logprobs(scores, tokens), behavior_logprobs)
 
 
 def gather_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
@@ -140,7 +144,7 @@ def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Samplin
             )
 
 
-def numbers_of(samples: Samples, prompts: Sequence[Prompt]) -> Sequence[range]:
+def sample_indices(samples: NumSamples, prompts: Sequence[Prompt]) -> Sequence[range]:
     """The numbers of the completions that are to be drawn for each prompt."""
     return [range(samples)] * len(prompts) if isinstance(samples, int) else samples
 
@@ -152,7 +156,7 @@ def refuse_images(prompts: Sequence[Prompt], fact: str) -> None:
             raise ValueError(f"prompt {prompt.id} has images, {fact}")
 
 
-class StopText:
+class StopStringMatcher:
     """Searches the rows of one call for stop strings, token by token."""
 
     def __init__(self, sampling: Sampling, rows: int, device: torch.device) -> None:
@@ -163,7 +167,7 @@ class StopText:
         # Number of tokens up to the end of a stop string; more than max_tokens if there is none.
         self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
 
-    def see(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
+    def update(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
         """Whether the rows `index` (R',) of tokens (R, max_tokens), known up to `position`, contain
         a stop string by now: bool (R',), or None if there are no stop strings."""
         if self._ends is None:
@@ -252,7 +256,7 @@ def collect_completions(
     limit.
 
     drawn: tokens, policy and behavior log-probs, each (R, W), arbitrary after a row's end; and
-    `StopText`'s lengths (R,). Raises FloatingPointError if the model's logits were NaN.
+    `StopStringMatcher`'s lengths (R,). Raises FloatingPointError if the model's logits were NaN.
     """
     tokens, policy, behavior, stop_lengths = drawn
     stops = torch.tensor(stop_token_ids, dtype=tokens.dtype, device=tokens.device)

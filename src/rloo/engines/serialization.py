@@ -16,7 +16,7 @@ def pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]
     """N completions of T tokens in all as tensors (N,) and (T,), to the last bit. `behavior` is
     None where it equals `policy`, `versions` where none is known. Of an episode, what can be
     sent."""
-    known = any(c.versions for c in completions)
+    known = any(c.weight_versions for c in completions)
     same = all(c.behavior_logprobs == c.policy_logprobs for c in completions)
     behavior = [x for c in completions for x in c.behavior_logprobs or ()]
     return {
@@ -25,7 +25,7 @@ def pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]
         "token": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
         "policy": _floats([x for c in completions for x in c.policy_logprobs]),
         "behavior": None if same else _floats(behavior),
-        "versions": [c.versions for c in completions] if known else None,
+        "versions": [c.weight_versions for c in completions] if known else None,
         **pack_episodes(completions),
     }
 
@@ -69,7 +69,7 @@ def unpack(packed: dict[str, Any]) -> list[Completion]:
         completions.append(
             Completion(
                 tokens[part], finish, policy[part], behavior[part],
-                versions=of, trained=trained, episode=episode,
+                weight_versions=of, trained=trained, episode=episode,
             )
         )  # fmt: skip
     return completions

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rloo.data.images import image_token_ids
-from rloo.engines.in_process import borrowed
+from rloo.engines.in_process import in_inference_mode
 from rloo.engines.sampling import gather_logprobs
 from rloo.types import Completion, Prompt, Sampling
 
@@ -32,7 +32,7 @@ def worst_error(
     """The largest difference between the log-probs of completions, as `SAMPLING` draws them, and
     those of the same tokens by one forward each, without a cache and without padding."""
     worst = 0.0
-    with borrowed(model):
+    with in_inference_mode(model):
         for prompt, group in zip(prompts, groups, strict=True):
             for completion in group:
                 ids = torch.tensor([prompt.token_ids + completion.token_ids], device=model.device)

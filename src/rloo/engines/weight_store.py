@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from rloo.distributed.atomic_io import discard, files_of, written
+from rloo.distributed.atomic_io import atomic_directory, list_files, remove_tree
 
 MANIFEST = "manifest.json"
 # What folders of versions are called, and the file that their process has locked.
@@ -20,7 +20,7 @@ NAME, LOCK = "rloo-weights", "in-use"
 SHARED = Path("/dev/shm")
 
 
-class Versions:
+class WeightStore:
     """The folders `v00000012`, ... in `folder`, of which each holds the weights of one version:
     written beside and renamed into place, so that a reader finds a whole one or none."""
 
@@ -28,7 +28,7 @@ class Versions:
         self.folder, self._lock = folder, lock
 
     @classmethod
-    def made_in(cls, parent: Path | None, token: str, size: int = 0) -> Versions:
+    def made_in(cls, parent: Path | None, token: str, size: int = 0) -> WeightStore:
         """A new folder in `parent` (None: in shared memory, where this machine has it, with room
         for three versions of `size` bytes), locked as long as this process lives. What killed
         processes have left there is removed: nobody else does."""
@@ -65,9 +65,9 @@ class Versions:
         final = self.path(version)
         if final.exists():
             raise FileExistsError(f"{final} is there already; a version stands for one state")
-        with written(self.folder, final.name) as temporary:
+        with atomic_directory(self.folder, final.name) as temporary:
             write(temporary)
-            body = {"version": version, "files": files_of(temporary)}
+            body = {"version": version, "files": list_files(temporary)}
             (temporary / MANIFEST).write_text(json.dumps(body, indent=1))
         temporary.rename(final)
         return final
@@ -80,7 +80,7 @@ class Versions:
         """Remove all others."""
         for each in self.all():
             if each not in versions:
-                discard(self.path(each))
+                remove_tree(self.path(each))
 
 
 def locked(folder: Path) -> int | None:

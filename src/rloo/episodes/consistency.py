@@ -50,7 +50,7 @@ def require_alike(
                     from rloo.episodes.rollout_func import other_prompt
 
                     raise ValueError(other_prompt(number))
-                states = world.gather(_state_of(key, own))
+                states = world.all_gather_object(_state_of(key, own))
                 raise ValueError(_apart(number, states, before, rank))
     rows = {prompt.noise_id: prompt for prompt in prompts}
     return {key: _told(rows[key], told) for key, (_, (_, told)) in first.items()}

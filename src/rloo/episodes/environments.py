@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from rloo.addons.integrations.openenv import OpenEnvironment, is_client, kind_of
-from rloo.episodes.tool_executor import Asked, Caller, Outcome
+from rloo.episodes.tool_executor import Asked, ToolExecutor, ToolResult
 from rloo.types import Prompt, sound
 
 # Methods that are ours to call, and no tools.
@@ -33,7 +33,7 @@ _LISTING = 60.0
 
 
 @dataclass(slots=True)
-class Lease:
+class EnvironmentSlot:
     """An environment for one episode: what its `reset` has said, a hash of the state in which it
     begins, the seconds that this took. `failed` is why the episode cannot go on; the environment
     is then not used again."""
@@ -46,14 +46,14 @@ class Lease:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-class Stage:
+class EnvironmentPool:
     """Makes environments by calling `factories`: by the name that the column `environment` of a row
     has, or the one of the name None."""
 
     def __init__(self, factories: Mapping[str | None, Callable[[], Any]]) -> None:
         self._factories = dict(factories)
         self._free: dict[str | None, list[Any]] = {name: [] for name in factories}
-        self._caller = Caller()
+        self._caller = ToolExecutor()
         self._around: dict[str | None, type[OpenEnvironment]] = {}
         for name in factories:  # one of each tells what tools it has
             self._free[name].append(self._make(name))
@@ -97,17 +97,17 @@ class Stage:
         return str(name)
 
     @contextmanager
-    def leased(
+    def acquire(
         self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int, seconds: float
-    ) -> Iterator[list[list[Lease]]]:
+    ) -> Iterator[list[list[EnvironmentSlot]]]:
         """So many environments for each prompt, which have been reset with its row and its seed.
         Afterwards they are free again. Raises ValueError where those of one prompt begin in
         different states."""
         names = [self.name_of(prompt) for prompt in prompts]
-        leases: list[list[Lease]] = [[] for _ in prompts]
+        leases: list[list[EnvironmentSlot]] = [[] for _ in prompts]
         try:
             for own, name, count in zip(leases, names, counts, strict=True):
-                own += [Lease(self._take(name)) for _ in range(count)]
+                own += [EnvironmentSlot(self._take(name)) for _ in range(count)]
             asked = [
                 (lease, _reset(lease.environment, prompt, noise, chosen=name is not None), seconds)
                 for own, prompt, name in zip(leases, prompts, names, strict=True)
@@ -150,14 +150,14 @@ class Stage:
     def _take(self, name: str | None) -> Any:
         return self._free[name].pop() if self._free[name] else self._make(name)
 
-    def _give_back(self, name: str | None, lease: Lease) -> None:
+    def _give_back(self, name: str | None, lease: EnvironmentSlot) -> None:
         if lease.failed is None:
             self._free[name].append(lease.environment)
         else:
             _close(lease.environment)
 
 
-def tools_of(environment: Any) -> list[str]:
+def environment_tools(environment: Any) -> list[str]:
     """The names of the methods that a model may call: those that its class makes public."""
     methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return [name for name, _ in methods if name not in OURS and not name.startswith("_")]
@@ -191,7 +191,7 @@ def _reset(environment: Any, prompt: Prompt, noise: int, *, chosen: bool) -> Cal
     return partial(environment.reset, **offered)
 
 
-def _begin(lease: Lease, outcome: Outcome, seconds: float) -> None:
+def _begin(lease: EnvironmentSlot, outcome: ToolResult, seconds: float) -> None:
     lease.seconds = outcome.seconds
     if outcome.late:
         lease.failed = f"reset did not end within {seconds:g} s (episode_timeout)"
@@ -209,7 +209,7 @@ def _begin(lease: Lease, outcome: Outcome, seconds: float) -> None:
         lease.start = hashlib.blake2b(repr(lease.state).encode(), digest_size=8).hexdigest()
 
 
-def _require_same(prompt: Prompt, leases: Sequence[Lease]) -> None:
+def _require_same(prompt: Prompt, leases: Sequence[EnvironmentSlot]) -> None:
     for other in leases[1:]:
         first = leases[0]
         if other.start == first.start:
@@ -273,7 +273,7 @@ def _close(environment: Any) -> None:
             if is_client(held):
                 _close(held)
         return
-    (outcome,) = Caller().call([(close, _CLOSING)])
+    (outcome,) = ToolExecutor().call([(close, _CLOSING)])
     if outcome.error is not None or outcome.late:
         why = f"took over {_CLOSING:g} s" if outcome.late else f"raised {outcome.error!r:.200}"
         warnings.warn(f"close of {type(environment).__name__} {why}", stacklevel=2)

@@ -13,27 +13,27 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from rloo.data.tokenization import encode_prompt
-from rloo.engines.sampling import numbers_of
-from rloo.episodes.environments import Lease, Stage
-from rloo.episodes.renderer import Dialect, Said
-from rloo.episodes.tools import Answer, Request, Tools
+from rloo.engines.sampling import sample_indices
+from rloo.episodes.environments import EnvironmentPool, EnvironmentSlot
+from rloo.episodes.renderer import ParsedTurn, Renderer
+from rloo.episodes.tools import ToolReply, ToolRequest, ToolSet
 from rloo.types import (
     Completion,
     Engine,
-    EngineFacts,
+    EngineCapabilities,
     Episode,
     FinishReason,
-    Keeping,
     Message,
+    NumSamples,
+    PrefixCaching,
     Prompt,
-    Samples,
     Sampling,
     Weights,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     """How often the model may call tools in an episode (None: as long as there is room), for how
     many seconds these may run in all, and how many tokens a prompt may have, and one with its
     completion (None: any number)."""
@@ -45,27 +45,29 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class EpisodeSetup:
     """Who takes part in an episode: tools, and the dialect in which the model is told of them."""
 
-    tools: Tools
-    dialect: Dialect
+    tools: ToolSet
+    renderer: Renderer
 
 
-class EpisodeEngine:
+class MultiTurnEngine:
     """Samples episodes with the engine `inner`. `casts` are by the name of an environment, None
     where there is one for all, or none at all. See `rloo.types.Engine`."""
 
     def __init__(
         self,
         inner: Engine,
-        casts: Mapping[str | None, Cast],
-        limits: Limits,
-        stage: Stage | None = None,
+        casts: Mapping[str | None, EpisodeSetup],
+        limits: EpisodeLimits,
+        stage: EnvironmentPool | None = None,
     ) -> None:
         self._inner, self._casts, self._limits, self._stage = inner, casts, limits, stage
         # Where environments are, reward functions are called.
-        self.facts: EngineFacts = replace(inner.facts, whole_groups=stage is not None)
+        self.capabilities: EngineCapabilities = replace(
+            inner.capabilities, whole_groups=stage is not None
+        )
         self.version = inner.version
 
     def load(self, weights: Weights, version: int) -> None:
@@ -78,13 +80,16 @@ class EpisodeEngine:
         return self._inner.stats()
 
     def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """One episode for each completion."""
         check_prompts(prompts)
-        numbers = numbers_of(samples, prompts)
+        numbers = sample_indices(samples, prompts)
         counts = [len(own) for own in numbers]
-        with self._leased(prompts, counts, noise) as leases, kept(self._inner):
+        with (
+            self._with_environments(prompts, counts, noise) as leases,
+            kept_across_turns(self._inner),
+        ):
             groups = [
                 self._begin(prompt, own, of, sampling.max_tokens)
                 for prompt, own, of in zip(prompts, numbers, leases, strict=True)
@@ -97,29 +102,29 @@ class EpisodeEngine:
                 going = list(self._answered(going, turns, sampling.max_tokens))
             return [[episode.completion() for episode in group] for group in groups]
 
-    def _leased(
+    def _with_environments(
         self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int
-    ) -> AbstractContextManager[list[list[Lease]]]:
+    ) -> AbstractContextManager[list[list[EnvironmentSlot]]]:
         """An environment for each episode; without any there is nothing to lease."""
         if self._stage is None:
-            return nullcontext([[Lease() for _ in range(count)] for count in counts])
-        return self._stage.leased(prompts, counts, noise, self._limits.seconds)
+            return nullcontext([[EnvironmentSlot() for _ in range(count)] for count in counts])
+        return self._stage.acquire(prompts, counts, noise, self._limits.seconds)
 
     def _begin(
-        self, prompt: Prompt, numbers: range, leases: Sequence[Lease], max_tokens: int
+        self, prompt: Prompt, numbers: range, leases: Sequence[EnvironmentSlot], max_tokens: int
     ) -> list[_Episode]:
         """The episodes of a prompt, which they all begin with: and with what their environments,
         all alike, say first."""
         name = None if self._stage is None else self._stage.name_of(prompt)
         cast, said = self._casts[name], next((x.said for x in leases if x.said is not None), None)
         if said is not None or name is not None:  # its tools are not those that others have
-            prompt = self._told(prompt, said or "", cast.dialect, max_tokens)
+            prompt = self._told(prompt, said or "", cast.renderer, max_tokens)
         return [
             _Episode(prompt, number, cast, lease)
             for number, lease in zip(numbers, leases, strict=True)
         ]
 
-    def _told(self, prompt: Prompt, said: str, dialect: Dialect, max_tokens: int) -> Prompt:
+    def _told(self, prompt: Prompt, said: str, dialect: Renderer, max_tokens: int) -> Prompt:
         """The prompt with what an environment says behind its last message. Raises ValueError for
         one that is too long then."""
         assert isinstance(prompt.content, list)  # check_prompts
@@ -142,26 +147,28 @@ class EpisodeEngine:
     ) -> Iterator[_Episode]:
         """Append its turn to each episode, have the calls in it answered, and give those that go
         on."""
-        asking: list[tuple[_Episode, Said]] = []
+        asking: list[tuple[_Episode, ParsedTurn]] = []
         for episode, turn in zip(going, turns, strict=True):
-            said = episode.cast.dialect.read(turn.token_ids)
+            said = episode.cast.renderer.read(turn.token_ids)
             episode.hear(turn, said)
             if turn.finish == "stop" and said.calls and episode.turns != self._last_turn:
                 asking.append((episode, said))
         for (episode, said), answers in zip(asking, self._call(asking), strict=True):
             if episode.take(said, answers, self._limits.seconds):
                 messages = episode.messages[-len(answers) :]
-                tokens = episode.cast.dialect.answer(episode.token_ids, messages)
+                tokens = episode.cast.renderer.answer(episode.token_ids, messages)
                 if episode.append(tokens, len(answers), max_tokens):
                     yield episode
 
-    def _call(self, asking: Sequence[tuple[_Episode, Said]]) -> list[list[Answer]]:
+    def _call(self, asking: Sequence[tuple[_Episode, ParsedTurn]]) -> list[list[ToolReply]]:
         """What the tools say in each episode: those of one cast are called together."""
-        answers: list[list[Answer]] = [[] for _ in asking]
+        answers: list[list[ToolReply]] = [[] for _ in asking]
         for cast in self._casts.values():
             places = [n for n, (episode, _) in enumerate(asking) if episode.cast is cast]
             requests = [
-                Request(call, episode.seconds_left(self._limits.seconds), episode.lease.environment)
+                ToolRequest(
+                    call, episode.seconds_left(self._limits.seconds), episode.lease.environment
+                )
                 for episode, said in (asking[place] for place in places)
                 for call in said.calls
             ]
@@ -176,9 +183,9 @@ class EpisodeEngine:
         return 0 if self._limits.rounds is None else self._limits.rounds + 1
 
 
-def kept(engine: Engine) -> AbstractContextManager[None]:
+def kept_across_turns(engine: Engine) -> AbstractContextManager[None]:
     """Within it the engine may go on from what it has computed, if it can."""
-    return engine.keeping() if isinstance(engine, Keeping) else nullcontext()
+    return engine.prefix_caching() if isinstance(engine, PrefixCaching) else nullcontext()
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:
@@ -207,8 +214,8 @@ class _Episode:
 
     prompt: Prompt
     number: int
-    cast: Cast
-    lease: Lease
+    cast: EpisodeSetup
+    lease: EnvironmentSlot
     token_ids: list[int] = field(default_factory=list)
     trained: list[bool] = field(default_factory=list)
     policy_logprobs: list[float] = field(default_factory=list)
@@ -236,7 +243,7 @@ class _Episode:
         """Of those that tools may take in an episode."""
         return max(seconds - self.lease.seconds, 1e-3)  # 0 would be no limit
 
-    def hear(self, turn: Completion, said: Said) -> None:
+    def hear(self, turn: Completion, said: ParsedTurn) -> None:
         """The model has spoken."""
         self.token_ids += turn.token_ids
         self.trained += [True] * len(turn.token_ids)
@@ -246,7 +253,7 @@ class _Episode:
         self.finish = turn.finish
         self.turns += 1
 
-    def take(self, said: Said, answers: Sequence[Answer], seconds: float) -> bool:
+    def take(self, said: ParsedTurn, answers: Sequence[ToolReply], seconds: float) -> bool:
         """Its tools have answered; returns whether they did so in time, in `seconds` altogether."""
         lease = self.lease
         self.calls += len(answers)

@@ -25,7 +25,7 @@ _MARK = "\ufdd0"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """A call as the model has written it; `fault` is why it cannot be made."""
 
     name: str
@@ -34,15 +34,15 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedTurn:
     """One turn of the model: a message, and the calls in it."""
 
     message: Message
-    calls: list[Call]
+    calls: list[ToolCall]
 
 
 @dataclass(frozen=True, slots=True)
-class Template:
+class ChatTemplate:
     """The chat template of a tokenizer with the arguments of a run: `options` has the tools."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -73,12 +73,12 @@ class Template:
 ASKED: Message = {"role": "user", "content": "x"}
 
 
-class Dialect:
+class Renderer:
     """How one model speaks. `schema` is its response template; `opening` the text with which the
     chat template opens a turn, `end` the token that ends one."""
 
     def __init__(
-        self, template: Template, schema: dict[str, Any], *, opening: str, end: int
+        self, template: ChatTemplate, schema: dict[str, Any], *, opening: str, end: int
     ) -> None:
         self.template, self.schema, self.opening, self.end = template, schema, opening, end
         self._end_text = template.decode([end])
@@ -92,7 +92,7 @@ class Dialect:
         self._before = len(template.text([ASKED]))
         self._specials_of: dict[int, int] = {}
 
-    def read(self, token_ids: Sequence[int]) -> Said:
+    def read(self, token_ids: Sequence[int]) -> ParsedTurn:
         """The message and the calls of one turn. A turn that is not as the schema wants it is a
         message without calls, and one call that cannot be made."""
         text = self.template.decode(token_ids)
@@ -105,10 +105,12 @@ class Dialect:
             calls = [_read_call(given) for given in message.pop("tool_calls", ())]
         except _NO_CALL as error:
             said = {"role": "assistant", "content": text.removesuffix(self._end_text)}
-            return Said(said, [Call("unknown", fault=f"the call cannot be read: {error}")])
+            return ParsedTurn(
+                said, [ToolCall("unknown", fault=f"the call cannot be read: {error}")]
+            )
         message.setdefault("content", "")
         made = [_wrapped(call.name, call.arguments) for call in calls if call.fault is None]
-        return Said(message | ({"tool_calls": made} if made else {}), calls)
+        return ParsedTurn(message | ({"tool_calls": made} if made else {}), calls)
 
     def answer(self, said: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """The tokens that follow a turn of the tokens `said` once tools have answered: the rest of
@@ -161,17 +163,17 @@ class Dialect:
         return sum(token in self._special for token in token_ids)
 
 
-def _read_call(given: Any) -> Call:
+def _read_call(given: Any) -> ToolCall:
     function = given.get("function") if isinstance(given, dict) else None
     function = function if isinstance(function, dict) else {}
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        return Call("unknown", fault="a call needs a name and arguments")
+        return ToolCall("unknown", fault="a call needs a name and arguments")
     arguments = function.get("arguments", {})
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
-        return Call(name, fault=f"the arguments of a call are an object, not a {kind}")
-    return Call(name, arguments)
+        return ToolCall(name, fault=f"the arguments of a call are an object, not a {kind}")
+    return ToolCall(name, arguments)
 
 
 def _wrapped(name: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -14,22 +14,25 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rloo.episodes.renderer import ASKED, Call, Dialect, Template
+from rloo.episodes.renderer import ASKED, ChatTemplate, Renderer, ToolCall
 from rloo.episodes.response_templates import FORMATS
 from rloo.types import Message
 
-_CALLS = [Call("look_up", {"place": "Paris", "day": "Monday"}), Call("look_up", {"place": "Rome"})]
+_CALLS = [
+    ToolCall("look_up", {"place": "Paris", "day": "Monday"}),
+    ToolCall("look_up", {"place": "Rome"}),
+]
 _ANSWERS = ["17 degrees", 'a\nb: {"c": [1, 2]}']
 _CHAT_TEMPLATE = "(chat_template gives it another one)"
 
 
-def find_dialect(
+def find_renderer(
     tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], options: dict[str, Any]
-) -> Dialect:
+) -> Renderer:
     """The dialect of a tokenizer whose chat template gets these `options`, the tools among them.
     Raises ValueError, with the tokenizer's name, for a template that shows no calls or answers,
     writes calls in an unknown format, or renders what was said before in another way later on."""
-    template = Template(tokenizer, options)
+    template = ChatTemplate(tokenizer, options)
     if not tokenizer.chat_template:
         raise ValueError(
             f"{template.name} has no chat template, and what tools say reaches a model by that "
@@ -44,7 +47,7 @@ def find_dialect(
     end = template.encode(turns[0])[-1]
     opening = seen[0].removeprefix(template.text([ASKED], opens=False))
     for schema in _schemas(tokenizer):
-        dialect = Dialect(template, schema, opening=opening, end=end)
+        dialect = Renderer(template, schema, opening=opening, end=end)
         if _reads(dialect, turns):
             _prove(dialect, seen, turns)
             return dialect
@@ -59,7 +62,7 @@ class _Rewritten(ValueError):
     """A template renders what was said in another way later on."""
 
 
-def _seen(template: Template, **thought: str) -> list[str]:
+def _seen(template: ChatTemplate, **thought: str) -> list[str]:
     """What the model sees at three turns, the first two of which call a tool."""
     conversation: list[Message] = [ASKED]
     seen = [template.text(conversation)]
@@ -96,7 +99,7 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _turn(template: Template, before: str, after: str, stop_token_ids: Sequence[int]) -> str:
+def _turn(template: ChatTemplate, before: str, after: str, stop_token_ids: Sequence[int]) -> str:
     """The model's turn between what it sees before and after, with the token that ends it."""
     said = after[len(before) :]
     ends = [template.decode([token]) for token in stop_token_ids]
@@ -115,12 +118,12 @@ def _schemas(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     return list(FORMATS.values()) if own is None else [own]
 
 
-def _reads(dialect: Dialect, turns: Sequence[str]) -> bool:
+def _reads(dialect: Renderer, turns: Sequence[str]) -> bool:
     read = [dialect.read(dialect.template.encode(turn)).calls for turn in turns]
     return read == [[call] for call in _CALLS]
 
 
-def _prove(dialect: Dialect, seen: Sequence[str], turns: Sequence[str]) -> None:
+def _prove(dialect: Renderer, seen: Sequence[str], turns: Sequence[str]) -> None:
     """Raise ValueError where a row that was appended to is not what the template renders."""
     encode = dialect.template.encode
     row = encode(seen[0])

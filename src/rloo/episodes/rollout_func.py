@@ -10,16 +10,16 @@ from itertools import groupby
 from typing import Any
 
 from rloo.engines.counter_rng import noise_key
-from rloo.engines.sampling import numbers_of
-from rloo.episodes.multi_turn_engine import kept
+from rloo.engines.sampling import sample_indices
+from rloo.episodes.multi_turn_engine import kept_across_turns
 from rloo.types import (
     Completion,
     Engine,
-    EngineFacts,
+    EngineCapabilities,
     Episode,
     FinishReason,
+    NumSamples,
     Prompt,
-    Samples,
     Sampling,
     Weights,
 )
@@ -33,7 +33,7 @@ _OF_TOKENS = (*NEEDED, MASK, FAILED, "logprob_token_ids")
 _Row = tuple[Prompt, int]
 
 
-class OwnRollouts:
+class RolloutFuncEngine:
     """Has `function(prompts, trainer)` make completions; `trainer()` gives the trainer. Within the
     function `turn` samples with the engine `inner`, and `rows` are what the prompts are of, with
     their columns. See `rloo.types.Engine`."""
@@ -48,7 +48,7 @@ class OwnRollouts:
         self._inner, self._function, self._trainer = inner, function, trainer
         self._vocabulary = vocabulary
         # Where they are made, reward functions get what the function returns.
-        self.facts: EngineFacts = replace(inner.facts, whole_groups=True)
+        self.capabilities: EngineCapabilities = replace(inner.capabilities, whole_groups=True)
         self.version = inner.version
         self.rows: Sequence[Prompt] = ()
         self._now: tuple[Sampling, int, list[_Row]] | None = None
@@ -94,7 +94,7 @@ class OwnRollouts:
         return self._sample(prompts, numbers, sampling, noise)
 
     def _sample(
-        self, prompts: Sequence[Prompt], numbers: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], numbers: NumSamples, sampling: Sampling, noise: int
     ) -> list[Completion]:
         """A completion of each; prompts that are equal are computed once."""
         known: dict[Any, Prompt] = {}
@@ -107,18 +107,18 @@ class OwnRollouts:
         return self._now
 
     def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """What the function makes of each prompt, which it is given once for each completion; it is
         not called for none. Raises ValueError for what is no completion."""
-        numbers = numbers_of(samples, prompts)
+        numbers = sample_indices(samples, prompts)
         keyed = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
         if not keyed:
             return [[] for _ in prompts]
         rows = [prompt for prompt, _ in keyed]
         self._now, self._turns, self.rows = (sampling, noise, keyed), 0, rows
         try:
-            with kept(self._inner):
+            with kept_across_turns(self._inner):
                 given = self._function([prompt.content for prompt in rows], self._trainer())
         finally:
             self._now, self.rows = None, ()

@@ -11,13 +11,13 @@ from typing import Any
 
 from transformers.utils import get_json_schema
 
-from rloo.episodes.renderer import Call
-from rloo.episodes.tool_executor import Asked, Caller, EpisodeLost, Outcome
+from rloo.episodes.renderer import ToolCall
+from rloo.episodes.tool_executor import Asked, EpisodeLost, ToolExecutor, ToolResult
 from rloo.types import sound
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ToolReply:
     """What came of a call: its text, whether that is an error, and the seconds that it took. The
     text is None where the call did not end in time, or where the episode is `lost`, for this
     reason."""
@@ -29,15 +29,15 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ToolRequest:
     """A call that may take so many seconds, in an episode with this environment, if any."""
 
-    call: Call
+    call: ToolCall
     seconds: float
     environment: Any = None
 
 
-class Tools:
+class ToolSet:
     """Functions by name, and the `methods` of environments like this `example`. Of a text of more
     than `characters` the head and the tail are kept."""
 
@@ -49,7 +49,7 @@ class Tools:
         example: Any = None,
         methods: Sequence[str] = (),
     ) -> None:
-        self._characters, self._methods, self._caller = characters, list(methods), Caller()
+        self._characters, self._methods, self._caller = characters, list(methods), ToolExecutor()
         self.functions = {_name_of(function): function for function in functions}
         names = [*map(_name_of, functions), *methods]
         if len(set(names)) < len(names):
@@ -61,7 +61,7 @@ class Tools:
         described = [*functions, *(getattr(example, name) for name in methods)]
         self.schemas = [_schema_of(function) for function in described]
 
-    def call(self, requests: Sequence[Request]) -> list[Answer]:
+    def call(self, requests: Sequence[ToolRequest]) -> list[ToolReply]:
         """Make each call: the functions one after another, then coroutine functions at the same
         time."""
         faults = [self._fault_of(request) for request in requests]
@@ -76,12 +76,12 @@ class Tools:
             for fault in faults
         ]
 
-    def _function(self, request: Request) -> Callable[..., Any]:
+    def _function(self, request: ToolRequest) -> Callable[..., Any]:
         name = request.call.name
         found: Callable[..., Any] = self.functions.get(name) or getattr(request.environment, name)
         return found
 
-    def _fault_of(self, request: Request) -> str | None:
+    def _fault_of(self, request: ToolRequest) -> str | None:
         """Why a call cannot be made."""
         call = request.call
         if call.fault is not None:
@@ -94,18 +94,18 @@ class Tools:
             return f"{call.name}: {error}"
         return None
 
-    def _answer(self, outcome: Outcome) -> Answer:
+    def _answer(self, outcome: ToolResult) -> ToolReply:
         if outcome.late:
-            return Answer(None, True, outcome.seconds)
+            return ToolReply(None, True, outcome.seconds)
         if isinstance(outcome.error, EpisodeLost):
-            return Answer(None, True, outcome.seconds, _text_of(outcome.error))
+            return ToolReply(None, True, outcome.seconds, _text_of(outcome.error))
         if outcome.error is not None:
             kind, said = type(outcome.error).__name__, _text_of(outcome.error)
-            return Answer(self._cut(f"error: {kind}: {said}"), True, outcome.seconds)
-        return Answer(self._cut(_text_of(outcome.value)), False, outcome.seconds)
+            return ToolReply(self._cut(f"error: {kind}: {said}"), True, outcome.seconds)
+        return ToolReply(self._cut(_text_of(outcome.value)), False, outcome.seconds)
 
-    def _error(self, text: str) -> Answer:
-        return Answer(self._cut(f"error: {text}"), True)
+    def _error(self, text: str) -> ToolReply:
+        return ToolReply(self._cut(f"error: {text}"), True)
 
     def _cut(self, text: str) -> str:
         text = sound(text)

@@ -19,10 +19,10 @@ def in_use() -> bool:
     return _in_use
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why torch must compute here, in words that go on a sentence: there is no library, or its
     numbers are others. None where it may be used. It takes seconds the first time on a machine,
     later milliseconds."""
     from rloo.kernels import c_build, self_test
 
-    return c_build.why_not() or self_test.difference()
+    return c_build.unavailable_reason() or self_test.difference()

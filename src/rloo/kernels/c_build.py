@@ -32,13 +32,13 @@ _FLAGS = (
 _SECONDS = 120
 
 
-class CannotBuild(RuntimeError):
+class BuildUnavailable(RuntimeError):
     """Why there is no library, in words that go on a sentence."""
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library. Raises CannotBuild where there is none."""
+    """The library. Raises BuildUnavailable where there is none."""
     compiler = _find_compiler()
     file = tuning_cache.folder() / f"kernels-{_digest(compiler)}.so"
     if not file.exists():
@@ -46,26 +46,28 @@ def library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
-        raise CannotBuild(f"the library that {compiler} made cannot be loaded: {error}") from None
+        raise BuildUnavailable(
+            f"the library that {compiler} made cannot be loaded: {error}"
+        ) from None
 
 
 @cache
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why there is no library, or None where there is one."""
     try:
         library()
-    except CannotBuild as error:
+    except BuildUnavailable as error:
         return str(error)
     return None
 
 
 def _find_compiler() -> str:
     if sys.byteorder != "little" or not sys.platform.startswith("linux"):
-        raise CannotBuild("kernels are built on Linux alone, for little-endian processors")
+        raise BuildUnavailable("kernels are built on Linux alone, for little-endian processors")
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and (found := shutil.which(name)):
             return found
-    raise CannotBuild("there is no C compiler (cc, gcc, clang, or the one that CC names)")
+    raise BuildUnavailable("there is no C compiler (cc, gcc, clang, or the one that CC names)")
 
 
 def _openmp() -> list[str]:
@@ -92,8 +94,8 @@ def _build(compiler: str, file: Path) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise CannotBuild(f"{compiler} could not be run: {error}") from None
+            raise BuildUnavailable(f"{compiler} could not be run: {error}") from None
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["(nothing)"]
-            raise CannotBuild(f"{compiler} failed: {said[0][:200]}")
+            raise BuildUnavailable(f"{compiler} failed: {said[0][:200]}")
         os.replace(made, file)  # whole or not at all: other processes may build it, too

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rloo.kernels.ffi import Attention, call
+from rloo.kernels.ffi import AttentionShape, call
 
 
-class Table(NamedTuple):
+class SpanTable(NamedTuple):
     """Spans of the packed row, int64 (S, 4): tokens from, to, and those of the prompt that all see
     besides (none: equal numbers); `offsets` (G + 1,): those of each group, of which a prompt is the
     first; and the most keys of a query."""
@@ -21,7 +21,7 @@ class Table(NamedTuple):
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, table: Table, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, table: SpanTable, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """query (T, H, D), key and value (T, H_kv, D) to (T, H, D), and the logarithms (T, H) of the
     softmax's normalizers. `scaling` multiplies the scores."""
@@ -34,7 +34,10 @@ def attend(
 
 
 def attend_backward(
-    grad: Tensor, kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], table: Table, scaling: float
+    grad: Tensor,
+    kept: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    table: SpanTable,
+    scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value; `kept` are these, output and normalizer."""
     query, key, _, _, _ = kept
@@ -48,18 +51,18 @@ def attend_backward(
     return of_query, of_key, of_value
 
 
-def _summed(each: Tensor, like: Tensor, shapes: Attention) -> Tensor:
+def _summed(each: Tensor, like: Tensor, shapes: AttentionShape) -> Tensor:
     total = torch.empty_like(like)
     call("sum_heads", each, total, shapes)
     return total
 
 
-def _shapes(query: Tensor, key: Tensor, table: Table, scaling: float) -> Attention:
+def _shapes(query: Tensor, key: Tensor, table: SpanTable, scaling: float) -> AttentionShape:
     tokens, heads, size = query.shape
     groups = len(table.offsets) - 1
-    return Attention(tokens, heads, key.shape[1], size, groups, table.longest, scaling)
+    return AttentionShape(tokens, heads, key.shape[1], size, groups, table.longest, scaling)
 
 
-def _room(query: Tensor, table: Table, *, backward: bool) -> Tensor:
+def _room(query: Tensor, table: SpanTable, *, backward: bool) -> Tensor:
     each = call("attend_room", table.longest, query.shape[-1], int(backward))
     return query.new_empty(torch.get_num_threads(), each)

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rloo.config.validation import OF_LAYERS, PRODUCTS
-from rloo.distributed.sharded_tensor import is_divided
+from rloo.distributed.sharded_tensor import is_sharded
 from rloo.kernels import torch_compat, tuning_cache
 from rloo.kernels.bf16_rounding import in_float32, operands, rounded, rounded_matrix
 
@@ -144,7 +144,7 @@ def backward_to_weight(grad: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
     return outer(grad, rows) if by_onednn else grad.t() @ rows
 
 
-class _Product(torch.autograd.Function):
+class _CPUMatmul(torch.autograd.Function):
     """`F.linear` of (T, K) and (N, K), with gradients; `rounds`: of rounded numbers."""
 
     @staticmethod
@@ -183,7 +183,7 @@ def outer(grad: Tensor, rows: Tensor) -> Tensor:
     return total.t() if swapped else total
 
 
-class Linear(nn.Linear):
+class CPULinear(nn.Linear):
     """`nn.Linear`, which it is but for the library that computes."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class Linear(nn.Linear):
             return super().forward(input)
         rows = input.reshape(-1, self.in_features)
         with in_float32(rounding):
-            output = _Product.apply(rows, self.weight, self.bias, rounding)
+            output = _CPUMatmul.apply(rows, self.weight, self.bias, rounding)
         return output.view(*input.shape[:-1], -1)
 
     def _is_for_onednn(self, input: Tensor) -> bool:
@@ -214,13 +214,13 @@ def matrix_of(module: Any) -> Matrix | None:
     """Matrix and bias of a layer whose forward is that product and no more: of an `nn.Linear` in
     float32 on a CPU that nobody watches and that is whole. Where autocast `rounds`, they are to be
     rounded, and may have been."""
-    if type(module) not in (nn.Linear, Linear) or any(map(module.__dict__.get, _HOOKS)):
+    if type(module) not in (nn.Linear, CPULinear) or any(map(module.__dict__.get, _HOOKS)):
         return None
     rounding = rounds()
     known = _ROUNDED if rounding else {torch.float32}
     given = [module.weight] if module.bias is None else [module.weight, module.bias]
     for tensor in given:
-        whole = type(tensor) is nn.Parameter and not is_divided(tensor)
+        whole = type(tensor) is nn.Parameter and not is_sharded(tensor)
         if not whole or tensor.dtype not in known or tensor.device.type != "cpu":
             return None
     if (torch.is_autocast_enabled("cpu") and not rounding) or torch.compiler.is_compiling():
@@ -232,7 +232,7 @@ def install(model: nn.Module) -> None:
     """Have the layers of `model` that are `nn.Linear`, and no class of another's, ask here."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = Linear
+            module.__class__ = CPULinear
 
 
 @cache

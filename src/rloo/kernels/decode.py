@@ -86,7 +86,7 @@ def round_up(size: int) -> int:
 
 
 def filled_up(token_bytes: int, size: int) -> int:
-    """What a token's keys and values of so many bytes, in heads of this size, occupy in a `Wave`,
+    """What a token's keys and values of so many bytes, in heads of this size, occupy in a `DecodingRows`,
     whose panels of values are filled up."""
     values = token_bytes // 2
     return token_bytes - values + values * round_up(size) // size
@@ -117,7 +117,7 @@ def _gates_to_panels(matrix: Tensor) -> Tensor:
     return halves.permute(1, 3, 0, 2).reshape(len(matrix) // step, -1, step)
 
 
-class Panels:
+class PackedMatrix:
     """A matrix (N, K), float32 or bfloat16, and perhaps a bias (N,), for products with float32 rows
     (T, K). A `gated` one has the gates in the first half of its rows and N must be a multiple of
     `columns`."""
@@ -161,7 +161,7 @@ class Panels:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class DecoderSizes:
     """Of a decoder; the floors are widths times the norm's epsilon."""
 
     hidden: int
@@ -174,15 +174,17 @@ class Sizes:
     size_floor: float
 
 
-class Model:
+class CDecoder:
     """A decoder in C: `layers` have the matrices queries-keys-values, out, gate-up, down and
     perhaps the norm of queries and keys; the others are embedding, final norm and head."""
 
     def __init__(
         self,
-        sizes: Sizes,
-        layers: Sequence[tuple[Panels, Panels, Panels, Panels, Tensor | None]],
-        others: tuple[Tensor, Tensor, Panels],
+        sizes: DecoderSizes,
+        layers: Sequence[
+            tuple[PackedMatrix, PackedMatrix, PackedMatrix, PackedMatrix, Tensor | None]
+        ],
+        others: tuple[Tensor, Tensor, PackedMatrix],
     ) -> None:
         embedding, norm, head = others
         self.sizes = sizes
@@ -214,18 +216,18 @@ class Model:
         self.struct.rotations = self._rotations.data_ptr()
 
 
-class Wave:
+class DecodingRows:
     """Rows that are decoded together, one token each a step. `prompts` gives the keys and values of
     each layer (P, H_kv, longest, D), of which prompt p has `lengths[p]` (P,); `prompt_of` (R,) is
     each row's prompt."""
 
     def __init__(
         self,
-        model: Model,
+        model: CDecoder,
         prompts: Iterable[tuple[Tensor, Tensor]],
         lengths: Tensor,
         prompt_of: Tensor,
-        drawing: Drawing,
+        drawing: TokenSampling,
     ) -> None:
         self._model, self._drawing = model, drawing
         rows = len(prompt_of)
@@ -340,7 +342,7 @@ class _Tokens:
         self.struct = _Cache(*(ctypes.cast(x, _POINTER) for x in self._pointers), self.slots)
 
 
-class Drawing:
+class TokenSampling:
     """How tokens are drawn, and where they are written: `tokens` int64 and `logprobs` float32, both
     (R, W), of which the first column is known."""
 

@@ -33,7 +33,7 @@ _SIGNATURES = {
 }
 
 
-class Heads(ctypes.Structure):
+class HeadShape(ctypes.Structure):
     """Heads of tokens, and the number of tokens after which positions begin again."""
 
     _fields_ = (
@@ -45,7 +45,7 @@ class Heads(ctypes.Structure):
     )
 
 
-class Attention(ctypes.Structure):
+class AttentionShape(ctypes.Structure):
     """Shapes of queries and keys, groups, the most keys of a query, and the factor of scores."""
 
     _fields_ = (
@@ -59,8 +59,8 @@ _TYPES = {
     "t": ctypes.c_void_p,
     "l": ctypes.c_long,
     "f": ctypes.c_float,
-    "h": ctypes.POINTER(Heads),
-    "a": ctypes.POINTER(Attention),
+    "h": ctypes.POINTER(HeadShape),
+    "a": ctypes.POINTER(AttentionShape),
 }
 
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from rloo.kernels import cpu_matmul
 from rloo.kernels.bf16_rounding import in_float32, operands, round_in_place, rounded_layer
 from rloo.kernels.cpu_matmul import Matrix
-from rloo.kernels.fused_softmax import Rows, differentiate, select
+from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
 
 # The number of elements processed at a time, so that they stay in the processor's cache.
 CACHED_ELEMENTS = 2**21
@@ -30,7 +30,7 @@ class HasMatrix(Protocol):
         """They, or None where logits are more than a product."""
 
 
-class Asked(NamedTuple):
+class LogprobRequest(NamedTuple):
     """What is asked of hidden states (T, D): the log-probs of `targets` (T,) at a temperature.
     `chunk_elements`: of so many logits the softmax is kept for the backward, of more it is
     computed there again. `rounds`: products are of rounded numbers."""
@@ -46,7 +46,7 @@ class _BlockedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: LogprobRequest
     ) -> tuple[Tensor, Tensor]:
         hidden = hidden.contiguous()
         given = weight, bias
@@ -57,7 +57,7 @@ class _BlockedLogprobs(torch.autograd.Function):
         for part in _blocks(len(hidden), size):
             place = _place(kept, part, hidden)
             logits = product(hidden[part], weight, bias, place)
-            rows = Rows(logprobs[part], entropy[part], place, total[part])
+            rows = SoftmaxOutput(logprobs[part], entropy[part], place, total[part])
             select(logits, asked.targets[part], asked.temperature, rows)
         all_kept = kept if len(kept) == len(hidden) else None
         ctx.save_for_backward(hidden, *given, entropy, total, all_kept)
@@ -86,7 +86,7 @@ class _BlockedLogprobs(torch.autograd.Function):
             increment_version(kept)  # another backward would find gradients there
         for part in _blocks(len(hidden), ctx.size):
             block = _place(kept, part, hidden)
-            rows = Rows(torch.empty_like(total[part]), entropy[part], block, total[part])
+            rows = SoftmaxOutput(torch.empty_like(total[part]), entropy[part], block, total[part])
             if again:
                 logits = product(hidden[part], weight, bias, block)
                 select(logits, targets[part], temperature, rows._replace(entropy=None))
@@ -103,7 +103,9 @@ class _BlockedLogprobs(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None
 
 
-def blocked_logprobs(hidden: Tensor, matrix: Matrix, asked: Asked) -> tuple[Tensor, Tensor]:
+def blocked_logprobs(
+    hidden: Tensor, matrix: Matrix, asked: LogprobRequest
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies, both (T,), with gradients of hidden states (T, D) and matrix."""
     with in_float32(asked.rounds):
         scores: tuple[Tensor, Tensor] = _BlockedLogprobs.apply(hidden, *matrix, asked)
@@ -121,7 +123,7 @@ def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature:
     with in_float32(rounding):
         for part in _blocks(len(hidden), size):
             logits = product(hidden[part], weight, bias, _place(kept, part, hidden))
-            select(logits, targets[part], temperature, Rows(logprobs[part]))
+            select(logits, targets[part], temperature, SoftmaxOutput(logprobs[part]))
     return logprobs
 
 
@@ -156,7 +158,7 @@ def rows_of(vocabulary: int) -> int:
     return max(_MIN_ROWS, CACHED_ELEMENTS // vocabulary)
 
 
-def _room(hidden: Tensor, weight: Tensor, asked: Asked) -> tuple[Tensor, int]:
+def _room(hidden: Tensor, weight: Tensor, asked: LogprobRequest) -> tuple[Tensor, int]:
     """Room for the logits of all tokens, where they are kept, or of a block; a block's rows."""
     tokens, vocabulary = len(hidden), len(weight)
     rows, most = rows_of(vocabulary), max(1, asked.chunk_elements // vocabulary)

@@ -24,7 +24,7 @@ class _How(NamedTuple):
     rounds: bool
 
 
-class _Product(torch.autograd.Function):
+class _LoRAProduct(torch.autograd.Function):
     """rows @ weight.T + bias + scaling * rows @ down.T @ up.T, of (T, K), (N, K), (N,), (r, K) and
     (N, r)."""
 
@@ -95,7 +95,7 @@ class _Linear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         rounding = cpu_matmul.rounds()
         with in_float32(rounding):
-            output = _Product.apply(rows, *factors, _How(scaling, rounding))
+            output = _LoRAProduct.apply(rows, *factors, _How(scaling, rounding))
         return output.view(*x.shape[:-1], -1)
 
     def _factors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor] | None:

@@ -12,7 +12,7 @@ from rloo.kernels import ops
 from rloo.kernels.fused_layers import computes
 
 
-class Rows(NamedTuple):
+class SoftmaxOutput(NamedTuple):
     """Where `select` writes of R rows of V logits: log-probs (R,), entropies (R,), and for the
     backward exp(logits / temperature - the largest) (R, V), which may be the logits themselves,
     and its sums (R,)."""
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     total: Tensor | None = None
 
 
-def select(logits: Tensor, targets: Tensor, temperature: float, rows: Rows) -> None:
+def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOutput) -> None:
     """Write what `rows` has places for, of targets (R,) under softmax(logits / temperature). What
     the logits (R, V) are afterwards is not said."""
     if computes(logits) and logits.is_contiguous():
@@ -46,7 +46,7 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: Rows) -> N
 
 
 def differentiate(
-    rows: Rows, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
+    rows: SoftmaxOutput, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
 ) -> None:
     """What `select` has kept becomes the gradient of the logits; of_logprobs and of_entropy (R,)
     are divided by the temperature."""

@@ -270,7 +270,9 @@ def _dtype_of(*tensors: Tensor) -> torch.dtype:
 
 
 @cache
-def why_not(device: torch.device, dtype: torch.dtype, width: int, size: int) -> str | None:
+def unavailable_reason(
+    device: torch.device, dtype: torch.dtype, width: int, size: int
+) -> str | None:
     """Why compiled functions must not compute on this device, for hidden states of `width` and
     heads of `size`, in words that go on a sentence; None where they may. It takes seconds."""
     try:

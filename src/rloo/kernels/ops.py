@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rloo.kernels.ffi import Heads, call
+from rloo.kernels.ffi import HeadShape, call
 
 # Rows of which each gives a part of a weight's gradient (PART in update.c).
 _PART = 64
@@ -66,10 +66,10 @@ def gated_unit_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor,
     return of_gate, of_up
 
 
-def _heads(x: Tensor, cosine: Tensor, epsilon: float) -> Heads:
+def _heads(x: Tensor, cosine: Tensor, epsilon: float) -> HeadShape:
     heads, size = x.shape[-2:]
     tokens, period = x.numel() // max(1, heads * size), cosine.numel() // size
-    return Heads(tokens, heads, size, period, epsilon)
+    return HeadShape(tokens, heads, size, period, epsilon)
 
 
 def rotary(

@@ -105,7 +105,7 @@ def _attention(random: Callable[..., Tensor]) -> Pairs:
     tokens, heads, scaling = 34, 4, _SIZE**-0.5
     query, key, value, grad = (random(tokens, n, _SIZE) for n in (heads, 2, 2, heads))
     spans = torch.tensor([(0, 9, 0, 0), (9, 29, 0, 9), (29, 34, 0, 9)])
-    table = cpu_attention.Table(spans, torch.tensor([0, 3]), 29)
+    table = cpu_attention.SpanTable(spans, torch.tensor([0, 3]), 29)
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     for start, stop, first, last in spans.tolist():
         seen[start:stop, start:stop] = True
@@ -137,9 +137,9 @@ def _product(random: Callable[..., Tensor]) -> Pairs:
     x, weight, bias = random(_ROWS, _WIDTH), random(2 * step, _WIDTH), random(2 * step)
     for matrix in (weight, weight.bfloat16()):
         theirs = F.linear(x.double(), matrix.double(), bias.double())
-        yield decode.Panels(matrix, bias).times(x), theirs
+        yield decode.PackedMatrix(matrix, bias).times(x), theirs
         gate, up = theirs.chunk(2, dim=-1)
-        yield decode.Panels(matrix, bias, gated=True).gated(x), F.silu(gate) * up
+        yield decode.PackedMatrix(matrix, bias, gated=True).gated(x), F.silu(gate) * up
 
 
 _CHECKS: dict[str, Callable[[Callable[..., Tensor]], Pairs]] = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rloo.config.optional_packages import peft_library
-from rloo.distributed.sharded_tensor import full, whole_copy
+from rloo.distributed.sharded_tensor import full_tensor, whole_copy
 from rloo.model.quantization import in_full, is_quantised
 
 # peft's name for the adapter that `get_peft_model` makes.
@@ -30,7 +30,7 @@ def walk(
     for name, parameter in inner.named_parameters(recurse=replaced):
         # A tied weight has one name. Only this loop refers to the replacement, so it may be freed.
         if replaced or id(parameter) not in seen:
-            yield prefix + name, full(parameter)
+            yield prefix + name, full_tensor(parameter)
         if not replaced:
             seen.add(id(parameter))
     if not replaced:

@@ -27,15 +27,17 @@ from rloo.model import flash_gpu
 IMPLEMENTATION = "rloo"
 
 
-class Layout(Protocol):
+class AttentionLayout(Protocol):
     """Decides which keys each query sees."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """query (B, H, Q, D), key and value (B, H_kv, L, D) to the output (B, Q, H, D)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Options:
+class AttentionOptions:
     """A layer's arguments to its attention other than queries, keys and values."""
 
     scaling: float | None = None
@@ -57,7 +59,7 @@ def head_size(config: Any) -> int:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
     """Softmax attention with grouped heads, logit soft-capping (Gemma 2) and sinks (GPT-OSS).
 
@@ -81,7 +83,7 @@ def attend(
 
 
 def attend_part(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Attention over a part of the keys, ignoring sinks, and the log of its softmax's normalizer.
 
@@ -108,7 +110,7 @@ def attend_part(
     return (scores - normalizer).exp() @ value, normalizer
 
 
-def _score(query: Tensor, key: Tensor, options: Options) -> Tensor:
+def _score(query: Tensor, key: Tensor, options: AttentionOptions) -> Tensor:
     """Products of queries (..., Q, D) and keys (..., L, D), scaled and soft-capped."""
     scores = (query @ key.transpose(-1, -2)).mul_(options.scaling_of(query))
     if options.softcap is None:
@@ -117,7 +119,7 @@ def _score(query: Tensor, key: Tensor, options: Options) -> Tensor:
 
 
 def _attend_eagerly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:
     dtype = value.dtype
     query, key, value = (round_inputs(x) for x in (query, key, value))
@@ -156,10 +158,12 @@ def _attention_forward(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    rloo_layout: Layout | None = None,
+    rloo_layout: AttentionLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    options = Options(scaling=scaling, softcap=softcap, sliding_window=sliding_window, sinks=s_aux)
+    options = AttentionOptions(
+        scaling=scaling, softcap=softcap, sliding_window=sliding_window, sinks=s_aux
+    )
     if rloo_layout is not None:
         return rloo_layout.attend(query, key, value, options), None
     if softcap is None and s_aux is None:

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rloo.distributed.sharded_tensor import full, is_divided, local
-from rloo.model.lora import Adapter
+from rloo.distributed.sharded_tensor import full_tensor, is_sharded, to_local
+from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import make_sample
 from rloo.model.model_loading import num_embedded
 
@@ -81,7 +81,7 @@ def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[st
             yield tensors
             tensors = {}
         current = layer
-        whole = full(tensor)
+        whole = full_tensor(tensor)
         if keep:
             wanted = dtype if whole.is_floating_point() else whole.dtype
             tensors[name] = whole.to("cpu", wanted)
@@ -96,7 +96,7 @@ def _as_on_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, 
     return {name: tensor.contiguous() for name, tensor in theirs.items()}
 
 
-class Exported:
+class PolicyExport:
     """A policy as an engine in other processes takes it: `dtype` is that of the weights there. With
     `merge` an adapter is merged into its base, and travels as the whole model; else it travels
     alone, of rank `adapter_rank`. With `untie` a tied matrix is written twice. Every method is a
@@ -148,7 +148,7 @@ class Exported:
         sees whether an engine applies it."""
         assert self._policy.adapter is not None
         # Past the tensors themselves, whose changes would count as a version.
-        raw = [local(p) if is_divided(p) else p.data for p in self._policy.parameters]
+        raw = [to_local(p) if is_sharded(p) else p.data for p in self._policy.parameters]
         before = [tensor.clone() for tensor in raw]
         generator = torch.Generator(raw[0].device).manual_seed(0)
         for tensor in raw:
@@ -161,13 +161,13 @@ class Exported:
                 tensor.copy_(old)
 
 
-def largest_rank(adapter: Adapter) -> int:
+def largest_rank(adapter: LoRAAdapter) -> int:
     """The largest rank of an adapter's layers."""
     config = adapter.config
     return max([config.r, *(config.rank_pattern or {}).values()])
 
 
-def why_merged(adapter: Adapter) -> str | None:
+def why_merged(adapter: LoRAAdapter) -> str | None:
     """Why vLLM cannot be given the adapter alone, None where it can."""
     config = adapter.config
     reasons = {

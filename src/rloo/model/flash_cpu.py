@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rloo.kernels import cpu_attention
-from rloo.kernels.cpu_attention import Table
+from rloo.kernels.cpu_attention import SpanTable
 from rloo.kernels.fused_layers import computes
 from rloo.kernels.torch_compat import cpu_flash, cpu_flash_backward
 
 
 @dataclass(frozen=True)
-class Calls:
+class CPUAttentionRanges:
     """Ranges of the packed row: `own`, of tokens that see themselves, causally, which cover the row
     once; and `shared`, queries of which all see further keys."""
 
@@ -35,7 +35,7 @@ class Calls:
     shared: Sequence[tuple[slice, slice]]
 
     @cached_property
-    def table(self) -> Table | None:
+    def table(self) -> SpanTable | None:
         """The same for kernels in C, None where it is not groups of a prompt and what follows."""
         groups: dict[int, list[tuple[int, int, int, int]]] = {}
         starts = [queries.start for queries, _ in self.shared]
@@ -52,11 +52,11 @@ class Calls:
         table = [span for spans in groups.values() for span in spans]
         offsets = torch.tensor([0, *(len(spans) for spans in groups.values())]).cumsum(0)
         longest = max(stop - start + end - begin for start, stop, begin, end in table)
-        return Table(torch.tensor(table), offsets, longest)
+        return SpanTable(torch.tensor(table), offsets, longest)
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, calls: Calls, *, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, calls: CPUAttentionRanges, *, scaling: float
 ) -> Tensor:
     """Attention: query (H, T, D), key and value (H_kv, T, D), of one dtype, to (T, H, D).
 
@@ -84,7 +84,7 @@ class _PackedKernel(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Table, scaling: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: SpanTable, scaling: float
     ) -> Tensor:
         states = query.contiguous(), key.contiguous(), value.contiguous()
         output, normalizer = cpu_attention.attend(*states, table, scaling)
@@ -105,7 +105,12 @@ class _PackedFlash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scaling: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: CPUAttentionRanges,
+        scaling: float,
     ) -> Tensor:
         precise = torch.promote_types(query.dtype, torch.float32)
         output = _empty_by_token(query, precise)

@@ -73,7 +73,7 @@ def _attend(
     return tuple(found[:4])
 
 
-class Calls(NamedTuple):
+class GPUAttentionRanges(NamedTuple):
     """A packed row's attention: `own`, all tokens on themselves, causally; and `shared`, of the
     tokens `queries` (T',) on the tokens `keys` (S',); None where there is none."""
 
@@ -84,7 +84,7 @@ class Calls(NamedTuple):
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, calls: Calls, *, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, calls: GPUAttentionRanges, *, scaling: float
 ) -> Tensor:
     """Attention with gradients: query (T, H, D), key and value (T, H_kv, D), 16 bits, to (T, H, D).
     See `rloo.model.flash_cpu`, which does the same on a CPU."""
@@ -98,7 +98,12 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scaling: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        calls: GPUAttentionRanges,
+        scaling: float,
     ) -> Tensor:
         output, normalizer, *state = _attend(query, key, value, calls.own, scaling, True)
         if calls.shared is not None:
@@ -225,7 +230,9 @@ def _try_segments(
 
     own = Segments(edges(0, 3, 5, 6), edges(0, 3, 5, 6), 3, 3)
     places = torch.arange(6, device=device)
-    calls = Calls(own, Segments(edges(0, 3), edges(0, 3), 3, 3), places[3:], places[:3])
+    calls = GPUAttentionRanges(
+        own, Segments(edges(0, 3), edges(0, 3), 3, 3), places[3:], places[:3]
+    )
     span = torch.tensor([0, 0, 0, 1, 1, 2], device=device)
     visible = (span == span[:, None]) | (span == 0)
     visible &= places <= places[:, None]

@@ -27,7 +27,7 @@ _MULTIPLIES = ("hyperclovax",)
 _ROUTES_BY_KEYS = ("doge",)
 
 
-class Scorer(nn.Module):
+class LogprobModel(nn.Module):
     """A causal language model up to the scores of given tokens at a temperature.
 
     Everything from hidden states to the balancing loss is computed inside `forward`, so that what
@@ -89,11 +89,11 @@ class Scorer(nn.Module):
         if self.own_logits:
             outputs = self.model(**batch.inputs, use_cache=False, **options)
             # Logits are overwritten where they are used.
-            return outputs, of_completions(outputs.logits, batch), torch.clone
+            return outputs, completion_outputs(outputs.logits, batch), torch.clone
         # By name at each call: dividing weights may put another module in its place.
         body = self.model.get_submodule(self._body)
         outputs = body(**batch.inputs, use_cache=False, **options)
-        return outputs, of_completions(outputs.last_hidden_state, batch), self.head
+        return outputs, completion_outputs(outputs.last_hidden_state, batch), self.head
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
@@ -121,7 +121,7 @@ def _path_of_body(model: PreTrainedModel) -> str:
     return names[0]
 
 
-def of_completions(outputs: Tensor, batch: MicroBatch) -> Tensor:
+def completion_outputs(outputs: Tensor, batch: MicroBatch) -> Tensor:
     """Those of a model's outputs (B, W, D) that predict the batch's completion tokens, (T, D)."""
     return outputs.flatten(0, 1).index_select(0, batch.source_T)
 

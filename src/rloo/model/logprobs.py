@@ -12,8 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from rloo.kernels import cpu_matmul, gpu_kernels
 from rloo.kernels.cpu_matmul import Matrix
-from rloo.kernels.fused_lm_head import Asked, HasMatrix, blocked_logprobs, blocked_scores, rows_of
-from rloo.kernels.fused_softmax import Rows, differentiate, select
+from rloo.kernels.fused_lm_head import (
+    HasMatrix,
+    LogprobRequest,
+    blocked_logprobs,
+    blocked_scores,
+    rows_of,
+)
+from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
 
 # The number of logits in a chunk. With gradients, the probabilities of a single chunk are kept
 # until the backward (256 MiB in float32, twice that on a GPU); those of several chunks are
@@ -49,7 +55,7 @@ class _SelectLogprobs(torch.autograd.Function):
         kept = _precise(logits)
         logprobs, entropy, total = (kept.new_empty(len(kept)) for _ in range(3))
         for part in _parts(kept):
-            rows = Rows(logprobs[part], entropy[part], kept[part], total[part])
+            rows = SoftmaxOutput(logprobs[part], entropy[part], kept[part], total[part])
             select(kept[part], targets[part], temperature, rows)
         ctx.save_for_backward(kept, targets, entropy, total)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
@@ -64,7 +70,7 @@ class _SelectLogprobs(torch.autograd.Function):
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(entropy)
         for part in _parts(kept):
-            rows = Rows(entropy[part], entropy[part], kept[part], total[part])
+            rows = SoftmaxOutput(entropy[part], entropy[part], kept[part], total[part])
             slope = None if of_entropy is None else of_entropy[part]
             differentiate(rows, targets[part], of_logprobs[part], slope)
         return kept.to(ctx.dtype), None, None
@@ -96,7 +102,7 @@ def token_logprobs(
     """
 
     if (matrix := _matrix(head)) is not None:
-        asked = Asked(targets, temperature, chunk_elements, cpu_matmul.rounds())
+        asked = LogprobRequest(targets, temperature, chunk_elements, cpu_matmul.rounds())
         return blocked_logprobs(hidden, matrix, asked)
 
     def select_from(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,7 +138,7 @@ def score_tokens(
             continue
         logits = _precise(logits)
         parts.append(logits.new_empty(len(logits)))
-        select(logits, targets_chunk, temperature, Rows(parts[-1]))
+        select(logits, targets_chunk, temperature, SoftmaxOutput(parts[-1]))
     return torch.cat(parts)
 
 

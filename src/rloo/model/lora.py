@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import reading
 from rloo.config.optional_packages import peft_library
-from rloo.distributed.sharded_tensor import divide_all, writable
+from rloo.distributed.sharded_tensor import shard_all, writable
 from rloo.model.adapter_merging import (
     TRAINED,
     adapted_layers,
@@ -50,7 +50,7 @@ HARMLESS = (
 )
 
 
-class Adapter:
+class LoRAAdapter:
     """The LoRA adapter of a PeftModel, and the transformers `model` that computes with it. Raises
     ValueError for an adapter that could not be trained, separated from its base, or merged."""
 
@@ -299,7 +299,7 @@ def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
     peft = peft_library()
     with reading(f"the adapter {name}", "model"), writable(wrapper):
         tensors = peft.load_peft_weights(name, device=str(wrapper.device), **source)
-        result = peft.set_peft_model_state_dict(wrapper, divide_all(tensors, wrapper), TRAINED)
+        result = peft.set_peft_model_state_dict(wrapper, shard_all(tensors, wrapper), TRAINED)
     missing = [key for key in result.missing_keys if TRAINED in key.split(".")]
     for fault, keys in (
         ("no weights for", missing),

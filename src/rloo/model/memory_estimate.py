@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rloo.distributed.sharded_tensor import local
+from rloo.distributed.sharded_tensor import to_local
 from rloo.model.autocast_cache import casting_once
 from rloo.model.logprobs import CHUNK_ELEMENTS
 from rloo.model.micro_batch import count_input_tokens, make_sample
@@ -200,13 +200,13 @@ def weight_bytes(module: nn.Module, device: torch.device | None = None) -> int:
     tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers(), *statistics(module))
     if device is not None:
         tensors = (tensor for tensor in tensors if tensor.device.type == device.type)
-    storages = (local(tensor).untyped_storage() for tensor in tensors)
+    storages = (to_local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def gradient_bytes(policy: Policy) -> int:
     """Bytes of the gradients of all trained parameters, as far as they are here."""
-    return sum(local(p).nbytes for p in policy.parameters)
+    return sum(to_local(p).nbytes for p in policy.parameters)
 
 
 def optimizer_bytes(policy: Policy) -> int:
@@ -220,7 +220,7 @@ def optimizer_bytes(policy: Policy) -> int:
     total = 0
     for parameter in policy.parameters:
         embeds = id(parameter) in embeddings
-        part = local(parameter)
+        part = to_local(parameter)
         kind = (part.shape, part.dtype, embeds)
         if kind not in sizes:
             module = nn.Embedding(1, 1) if embeds else nn.Module()
@@ -248,7 +248,7 @@ def step_bytes(policy: Policy) -> int:
 
 def _tensor_bytes(states: Any) -> int:
     return sum(
-        local(value).nbytes
+        to_local(value).nbytes
         for state in states
         for name, value in state.items()
         if isinstance(value, Tensor) and not name.startswith(_SHARED_STATE)

@@ -16,7 +16,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import check_sizes, load_pretrained, quiet, reading
 from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
-from rloo.distributed.sharded_tensor import fill, shape_of
+from rloo.distributed.sharded_tensor import copy_from_full, shape_of
 from rloo.model import lora
 from rloo.model.quantization import quantization_of
 from rloo.model.training_state import first_not_finite
@@ -174,7 +174,7 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
     saved = load_pretrained(type(model), path, dtype=dtype)
     own = model.state_dict(keep_vars=True)
     for name, whole in saved.state_dict().items():
-        fill(own[name], whole)
+        copy_from_full(own[name], whole)
 
 
 def num_embedded(model: PreTrainedModel) -> int:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.distributed.pytree import Flat, flatten, unflatten
-from rloo.distributed.sharded_tensor import is_divided
+from rloo.distributed.sharded_tensor import is_sharded
 from rloo.kernels import ops, torch_compat
 from rloo.kernels.fused_layers import computes
 from rloo.model.offload import ParkedState
 from rloo.model.optimizers import Scheduler
 from rloo.model.parallel.sharded_checkpoint import listed_parts, read_parts
 from rloo.model.training_state import (
-    NotFinite,
+    NotFiniteError,
     as_is,
     empty_state,
     first_not_finite,
@@ -38,7 +38,7 @@ EPSILON = 1e-6
 _OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share")
 
 
-class Stepper:
+class PolicyOptimizer:
     """Optimizer, schedule and (with `fp16`) loss scaling over the trained parameters of `model`.
     With `offload_optimizer` the optimizer's state is on the device only during a step."""
 
@@ -59,7 +59,7 @@ class Stepper:
         self._names, self._world = parameter_names(model), world
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        self._divided = any(map(is_divided, self._parameters))
+        self._divided = any(map(is_sharded, self._parameters))
         self._limit = config.max_grad_norm or math.inf
         # Where it is not enabled, it does nothing and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
@@ -74,12 +74,12 @@ class Stepper:
         if self._world.size > 1 and not self._divided:
             # Or it knows no scale where there was no loss.
             self._scaler.scale(torch.zeros(1, device=self._world.device))
-            self._world.sum_gradients(self._parameters)
+            self._world.all_reduce_gradients(self._parameters)
 
     def step(self, scale: float = 1.0) -> dict[str, float]:
         """One optimizer step on the gradients gathered so far, of `scale` times its length, since
         the learning rate is multiplied by that. A gradient that is not finite is
-        refused: the weights stay as they are, and `update/nonfinite` is 1. Raises NotFinite if a
+        refused: the weights stay as they are, and `update/nonfinite` is 1. Raises NotFiniteError if a
         finite gradient makes a weight that is not."""
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
@@ -119,7 +119,7 @@ class Stepper:
             return whole
         norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         # Of divided gradients it is what each has of a sum.
-        return float(norm.full_tensor() if is_divided(norm) else norm)
+        return float(norm.full_tensor() if is_sharded(norm) else norm)
 
     def _gradients_are_finite(self) -> bool:
         gradients = ((n, p.grad) for n, p in self._named.items())
@@ -173,22 +173,24 @@ class Stepper:
     def _not_finite(self, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
         """`first_not_finite`, of divided tensors in any process."""
         name = first_not_finite(tensors)
-        return next(filter(None, self._world.gather(name)), None) if self._divided else name
+        return (
+            next(filter(None, self._world.all_gather_object(name)), None) if self._divided else name
+        )
 
     def _share(self, flags: Tensor) -> float:
         """The share of these that are true, of divided tensors over all processes."""
         counts = [(int(flags.sum()), len(flags))]
-        counts = self._world.gather(counts[0]) if self._divided else counts
+        counts = self._world.all_gather_object(counts[0]) if self._divided else counts
         return sum(true for true, _ in counts) / sum(number for _, number in counts)
 
     def require_finite(self, *, moments: bool = False) -> None:
-        """Raise NotFinite if a trained weight is not finite, with `moments` also for the state of
+        """Raise NotFiniteError if a trained weight is not finite, with `moments` also for the state of
         the optimizer and the loss scale."""
         name = self._not_finite([*self._named.items(), *(self._moments() if moments else ())])
         if name is None and not math.isfinite(self._scaler.get_scale()):
             name = "the loss scale"
         if name is not None:
-            raise NotFinite(
+            raise NotFiniteError(
                 f"{name} is not finite: the run has diverged and nothing of this step is saved; go "
                 "on from the last checkpoint with smaller steps (learning_rate, max_grad_norm)"
             )

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
-from rloo.distributed.sharded_tensor import is_divided
+from rloo.distributed.sharded_tensor import is_sharded
 
 # These optimizers need more than the parameters and the usual options.
 OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")
@@ -36,7 +36,7 @@ def make_optimizers(
     weights are divided, for those of the user and of other libraries.
     """
     optimizer, scheduler = given
-    divided = any(map(is_divided, model.parameters()))
+    divided = any(map(is_sharded, model.parameters()))
     if divided and given != (None, None):
         raise ValueError(
             f"an optimizer or schedule of your own is given and parallel is {config.parallel}, "

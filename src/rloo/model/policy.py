@@ -15,22 +15,22 @@ from rloo.config.compat import deepspeed_config
 from rloo.config.config import RLOOConfig
 from rloo.data.images import tokenizer_of
 from rloo.distributed import World
-from rloo.distributed.sharded_tensor import is_divided, shape_of
+from rloo.distributed.sharded_tensor import is_sharded, shape_of
 from rloo.kernels.bf16_rounding import reduced_precision
 from rloo.model import prepare_model
-from rloo.model.forward import Scorer, balancing_coefficient
+from rloo.model.forward import LogprobModel, balancing_coefficient
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.micro_batch import MicroBatch, make_sample, pack, pad, split
 from rloo.model.model_loading import num_embedded
 from rloo.model.offload import activations_on_host
-from rloo.model.optimizer_step import Stepper
+from rloo.model.optimizer_step import PolicyOptimizer
 from rloo.model.optimizers import Given, Scheduler, make_optimizers
 from rloo.model.parallel import deepspeed_zero, fsdp2
-from rloo.model.parallel.deepspeed_optimizer import ZeroStepper
+from rloo.model.parallel.deepspeed_optimizer import ZeroOptimizer
 from rloo.model.quantization import count_parameters
 from rloo.model.reference import make_reference
 from rloo.model.save_load import ModelFiles
-from rloo.model.training_state import Version, digest
+from rloo.model.training_state import WeightsVersion, digest
 from rloo.types import Engine, Sample
 
 
@@ -44,7 +44,7 @@ def describe_parameters(policy: Policy) -> str:
     return f"{trained:,} trained of {total:,}{kind}"
 
 
-class Turn(NamedTuple):
+class ScheduledMicroBatch(NamedTuple):
     """A micro-batch, whether it counts, and whether it is the last one."""
 
     batch: MicroBatch
@@ -90,7 +90,7 @@ class Policy:
         self.notes = prepared.notes
         self.why_threads = "as torch has chosen"
         self.aux_loss_weight = balancing_coefficient(self.model, config)
-        self.scorer = Scorer(
+        self.scorer = LogprobModel(
             self.model, temperature=config.temperature, balanced=self.aux_loss_weight != 0
         )
         self.reference = make_reference(self.scorer, self.adapter, config)
@@ -100,7 +100,7 @@ class Policy:
             self._divide()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
-        self._version = Version(self.model, optimizer, world)
+        self._version = WeightsVersion(self.model, optimizer, world)
         self.stepper = self._make_stepper(optimizer, scheduler)
         self.files = ModelFiles(
             self.model, self.adapter, self.reference, processing_class, world, self.in_step
@@ -114,7 +114,7 @@ class Policy:
 
     def _divide(self) -> None:
         config = self.config
-        if any(map(is_divided, self.model.parameters())):
+        if any(map(is_sharded, self.model.parameters())):
             raise ValueError(
                 f"parallel is {config.parallel} and the model has been divided for another "
                 "trainer; give this one a model of its own (parallel, model)"
@@ -143,11 +143,15 @@ class Policy:
         if self.reference.model is not None:
             self.reference_logprobs(first)
 
-    def _make_stepper(self, optimizer: torch.optim.Optimizer, scheduler: Scheduler) -> Stepper:
+    def _make_stepper(
+        self, optimizer: torch.optim.Optimizer, scheduler: Scheduler
+    ) -> PolicyOptimizer:
         if self.divides and self.config.parallel != "fsdp2":
             settings = deepspeed_config.complete(self.config)
-            return ZeroStepper(self.scorer, optimizer, scheduler, self.config, self.world, settings)
-        return Stepper(self.model, optimizer, scheduler, self.config, self.world)
+            return ZeroOptimizer(
+                self.scorer, optimizer, scheduler, self.config, self.world, settings
+            )
+        return PolicyOptimizer(self.model, optimizer, scheduler, self.config, self.world)
 
     def in_step(self) -> AbstractContextManager[None]:
         """`World.in_step` where weights are divided: for all that computes with them."""
@@ -161,7 +165,7 @@ class Policy:
 
     def micro_batches(
         self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
-    ) -> Iterator[Turn]:
+    ) -> Iterator[ScheduledMicroBatch]:
         """This process's micro-batches (see `split`) of what was dealt. Where weights are divided
         all processes compute in step: those that have fewer take part in the others' with one that
         does not count."""
@@ -175,7 +179,7 @@ class Policy:
         for turn in range(turns):
             is_ours = turn < len(mine)
             part = mine[turn] if is_ours else [make_sample((0, 0), 1, 1)]
-            yield Turn(self.batch(part), is_ours, turn == turns - 1)
+            yield ScheduledMicroBatch(self.batch(part), is_ours, turn == turns - 1)
 
     def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
@@ -228,16 +232,16 @@ class Policy:
         if self.adapter is not None:
             return self.adapter.weights()
         named = self.model.named_parameters()
-        return ((name, p if is_divided(p) else p.detach()) for name, p in named)
+        return ((name, p if is_sharded(p) else p.detach()) for name, p in named)
 
     def load_into(self, engine: Engine) -> None:
         """Have an engine take the weights; where they are divided a collective."""
         version = self.version
-        with self.in_step() if engine.facts.shares_memory else nullcontext():
+        with self.in_step() if engine.capabilities.shares_memory else nullcontext():
             engine.load(self.weights, version)
 
     @contextmanager
-    def whole(self, *, in_turn: bool = False) -> Iterator[None]:
+    def gathered_weights(self, *, in_turn: bool = False) -> Iterator[None]:
         """Inside, each process computes with all weights by itself, without gradients; `in_turn`
         all compute the same with `model` itself, and of divided weights one layer after the other
         is gathered, under DeepSpeed all at once."""
@@ -251,13 +255,13 @@ class Policy:
             yield
 
     def _gathered(self, *, layers: bool = True) -> AbstractContextManager[None]:
-        if isinstance(self.stepper, ZeroStepper):
+        if isinstance(self.stepper, ZeroOptimizer):
             return self.stepper.zero.whole()
         return fsdp2.whole(self.scorer, layers=layers)
 
     @property
     def version(self) -> int:
-        """Of the weights as they are now: another number where they have changed (`Version`)."""
+        """Of the weights as they are now: another number where they have changed (`WeightsVersion`)."""
         return self._version.read()
 
     @property

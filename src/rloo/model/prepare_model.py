@@ -16,8 +16,8 @@ from rloo.config.config import RLOOConfig
 from rloo.config.loss_validation import FIXED_REFERENCE
 from rloo.kernels import cpu_matmul, fused_layers, fused_lora, torch_compat
 from rloo.model import attention, lora, offload, quantization
-from rloo.model.forward import Scorer
-from rloo.model.lora import Adapter
+from rloo.model.forward import LogprobModel
+from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import MicroBatch, pack, pad
 from rloo.model.training_state import digest
 from rloo.types import Sample
@@ -33,18 +33,18 @@ TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """A transformers model on its device, the adapter that is in it, whether its attention takes
     packed rows, a hash of its weights, and notes of what was changed."""
 
     model: PreTrainedModel
-    adapter: Adapter | None
+    adapter: LoRAAdapter | None
     packed: bool
     initial_weights: str
     notes: list[str]
 
 
-def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) -> Prepared:
+def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) -> PreparedModel:
     """Make `model` (or PeftModel) ready, in place. Raises ValueError if options do not fit it."""
     if config.fp16 and device.type == "cpu":
         raise ValueError(
@@ -57,7 +57,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
             "(tf32, use_cpu)"
         )
     offload.check(config, device)
-    adapter = Adapter(model) if lora.is_adapted(model) else None
+    adapter = LoRAAdapter(model) if lora.is_adapted(model) else None
     if adapter is None:
         lora.refuse_loose_layers(model)
     else:
@@ -89,7 +89,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     # An adapter without effect does not tell these weights from others.
     inert = adapter is not None and not adapter.has_effect
     initial = digest([p for p in model.parameters() if not (inert and p.requires_grad)])
-    return Prepared(model, adapter, packed, initial, notes)
+    return PreparedModel(model, adapter, packed, initial, notes)
 
 
 def without_packing(config: RLOOConfig, reason: str) -> str:
@@ -203,7 +203,7 @@ def unused_gpu_note(config: RLOOConfig, device: torch.device) -> list[str]:
 
 @torch.no_grad()
 def check_forward(
-    scorer: Scorer,
+    scorer: LogprobModel,
     samples: Sequence[Sample],
     device: torch.device,
     pad_token_id: int,

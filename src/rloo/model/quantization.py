@@ -204,7 +204,7 @@ def statistics(model: nn.Module) -> list[Tensor]:
     return [tensor for tensor in tensors if isinstance(tensor, Tensor)]
 
 
-class _Product(torch.autograd.Function):
+class _QuantizedMatmul(torch.autograd.Function):
     """states @ weight.T + bias. The dequantised weight exists only while it is used."""
 
     @staticmethod
@@ -231,7 +231,7 @@ def _multiply(layer: Any, states: Tensor) -> Tensor:
     elif torch.is_autocast_enabled(kind):
         states = states.to(torch.get_autocast_dtype(kind))
     with in_float32(rounding):
-        return _Product.apply(states, layer, rounding)
+        return _QuantizedMatmul.apply(states, layer, rounding)
 
 
 def _is_4bit(layer: Any) -> bool:

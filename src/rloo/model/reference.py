@@ -14,8 +14,8 @@ from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import quiet
 from rloo.distributed.sharded_tensor import lerp
 from rloo.kernels.bf16_rounding import reduced_precision
-from rloo.model.forward import Scorer
-from rloo.model.lora import Adapter
+from rloo.model.forward import LogprobModel
+from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import MicroBatch
 from rloo.model.model_loading import load_weights
 from rloo.model.offload import keep_on_host
@@ -24,7 +24,7 @@ from rloo.model.offload import keep_on_host
 FOLDER = "reference"
 
 
-class Reference:
+class ReferenceModel:
     """What the KL penalty is measured against; of this class itself, nothing (beta is 0). `model`
     is the reference's own copy of the weights, None where it has none."""
 
@@ -49,7 +49,7 @@ class Reference:
         2404.09656, equation 6). Raises ValueError where it is no copy."""
         raise ValueError("the reference is no copy of its own; only a copy moves (sync_ref_model)")
 
-    def divide(self, by: Callable[[Scorer], object]) -> None:
+    def divide(self, by: Callable[[LogprobModel], object]) -> None:
         """Divide a copy's weights among the processes."""
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
@@ -62,10 +62,10 @@ class Reference:
         """Take on what `save` wrote."""
 
 
-class UnderAdapter(Reference):
-    """The policy's own module as it computed before training: see `Adapter.as_reference`."""
+class AdapterDisabledReference(ReferenceModel):
+    """The policy's own module as it computed before training: see `LoRAAdapter.as_reference`."""
 
-    def __init__(self, scorer: Scorer, adapter: Adapter) -> None:
+    def __init__(self, scorer: LogprobModel, adapter: LoRAAdapter) -> None:
         self._scorer = scorer
         self._adapter = adapter
 
@@ -75,17 +75,17 @@ class UnderAdapter(Reference):
             return self._scorer.logprobs(batch)
 
 
-class FrozenCopy(Reference):
+class FrozenCopy(ReferenceModel):
     """A copy of the policy as it is now. One that `moves` is saved in checkpoints. `precision` is
     that in which matrices are kept (see `frozen_copy`)."""
 
     model: PreTrainedModel
 
     def __init__(
-        self, policy: Scorer, *, moves: bool, precision: torch.dtype | None = None
+        self, policy: LogprobModel, *, moves: bool, precision: torch.dtype | None = None
     ) -> None:
         self.model = frozen_copy(policy.model, precision)
-        self._scorer = Scorer(self.model, temperature=policy.temperature)
+        self._scorer = LogprobModel(self.model, temperature=policy.temperature)
         self._policy = policy
         self.moves = moves
 
@@ -102,15 +102,15 @@ class FrozenCopy(Reference):
             lerp(frozen, parameter.to(frozen.device), share)
 
     def offload(self, device: torch.device) -> None:
-        """See `Reference`."""
+        """See `ReferenceModel`."""
         keep_on_host(self.model, device)
 
-    def divide(self, by: Callable[[Scorer], object]) -> None:
-        """See `Reference`."""
+    def divide(self, by: Callable[[LogprobModel], object]) -> None:
+        """See `ReferenceModel`."""
         by(self._scorer)
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
-        """See `Reference`."""
+        """See `ReferenceModel`."""
         self.collected = state_of(self.model) if self.moves else None
 
     def save(self, checkpoint: str | Path) -> None:
@@ -159,7 +159,9 @@ def _frozen(values: Tensor) -> nn.Parameter:
     return nn.Parameter(values, requires_grad=False)
 
 
-def make_reference(scorer: Scorer, adapter: Adapter | None, config: RLOOConfig) -> Reference:
+def make_reference(
+    scorer: LogprobModel, adapter: LoRAAdapter | None, config: RLOOConfig
+) -> ReferenceModel:
     """The reference of a policy that has not been trained yet, as the options say. Raises
     ValueError for one to be offloaded that is no copy."""
     reference = _made(scorer, adapter, config)
@@ -168,11 +170,11 @@ def make_reference(scorer: Scorer, adapter: Adapter | None, config: RLOOConfig) 
     return reference
 
 
-def _made(scorer: Scorer, adapter: Adapter | None, config: RLOOConfig) -> Reference:
+def _made(scorer: LogprobModel, adapter: LoRAAdapter | None, config: RLOOConfig) -> ReferenceModel:
     if config.beta == 0:
-        return Reference()
+        return ReferenceModel()
     if adapter is not None:
-        return UnderAdapter(scorer, adapter)
+        return AdapterDisabledReference(scorer, adapter)
     precision = reduced_precision(config)
     # One that moves a little at a time would not move in 16 bits; a division wants one precision.
     if config.sync_ref_model or config.parallel != "replicate":

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from rloo.config.file_checks import quiet
 from rloo.distributed import World
 from rloo.distributed.atomic_io import open_as_usual
-from rloo.distributed.sharded_tensor import full, is_divided
+from rloo.distributed.sharded_tensor import full_tensor, is_sharded
 from rloo.model import lora
-from rloo.model.lora import Adapter
+from rloo.model.lora import LoRAAdapter
 from rloo.model.model_loading import load_weights
 from rloo.model.parallel.sharded_checkpoint import has_parts, read_parts
-from rloo.model.reference import Reference
+from rloo.model.reference import ReferenceModel
 
 # Weights that are saved in a trial, which takes less than a second.
 _TRIAL_BYTES = 1 << 26
@@ -36,8 +36,8 @@ class ModelFiles:
     def __init__(
         self,
         model: PreTrainedModel,
-        adapter: Adapter | None,
-        reference: Reference,
+        adapter: LoRAAdapter | None,
+        reference: ReferenceModel,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin,
         world: World,
         in_step: Callable[[], AbstractContextManager[None]],
@@ -47,7 +47,7 @@ class ModelFiles:
         self._world, self._in_step = world, in_step
         self.dtype: torch.dtype | None = None  # of a result's weights; None: their own
         self._exact = False
-        self._divided = any(map(is_divided, model.parameters()))
+        self._divided = any(map(is_sharded, model.parameters()))
         self._collected: dict[str, Tensor] | None = None
 
     @contextmanager
@@ -71,7 +71,7 @@ class ModelFiles:
         whole: dict[int, Tensor] = {}  # tied ones stay so
         for name, tensor in self._saved_of(model):
             if id(tensor) not in whole:
-                gathered = full(tensor)
+                gathered = full_tensor(tensor)
                 whole[id(tensor)] = gathered.cpu() if self._world.is_main else gathered[:0]
             found[name] = whole[id(tensor)]
         return found

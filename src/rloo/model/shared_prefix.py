@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rloo.kernels import torch_compat
 from rloo.model import flash_gpu
-from rloo.model.attention import Options, attend
-from rloo.model.flash_cpu import Calls, attend_packed
+from rloo.model.attention import AttentionOptions, attend
+from rloo.model.flash_cpu import CPUAttentionRanges, attend_packed
 from rloo.model.offload import send
 
 # The number of elements of the largest mask that is kept. A larger one is replaced by masks of
@@ -69,7 +69,9 @@ class _Rows:
                 setattr(self, name, send(tensor, device))
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention: query (R, H, W, D), key and value (R, H_kv, L, D) to (R, H, W, D)."""
         num_rows, width = self.valid.shape
         window = options.sliding_window
@@ -134,17 +136,17 @@ class PackedLayout:
         self._device = device
 
     @cached_property
-    def _calls(self) -> Calls:
+    def _calls(self) -> CPUAttentionRanges:
         """The calls of each span on itself, and those of a prompt's completions on the prompt."""
         own = [slice(span.start, span.stop) for span in self._spans if span.stop > span.start]
         prompts = [slice(span.start, span.stop) for span in self._spans if span.prompt is None]
         ends = {span.prompt: span.stop for span in self._spans}  # of each prompt's last completion
         groups = [(slice(p.stop, ends.get(n, p.stop)), p) for n, p in enumerate(prompts)]
         shared = [(queries, keys) for queries, keys in groups if queries.stop > queries.start]
-        return Calls(own, shared)
+        return CPUAttentionRanges(own, shared)
 
     @cached_property
-    def _segments(self) -> flash_gpu.Calls:
+    def _segments(self) -> flash_gpu.GPUAttentionRanges:
         """`_calls` for a GPU."""
         own, shared = self._calls.own, self._calls.shared
 
@@ -160,7 +162,9 @@ class PackedLayout:
 
         queries, keys = [q for q, _ in shared], [k for _, k in shared]
         pairs = segments(queries, keys) if shared else None
-        return flash_gpu.Calls(segments(own, own), pairs, tokens(queries), tokens(keys))
+        return flash_gpu.GPUAttentionRanges(
+            segments(own, own), pairs, tokens(queries), tokens(keys)
+        )
 
     @cached_property
     def _rows(self) -> tuple[list[_Rows], Tensor]:
@@ -177,7 +181,9 @@ class PackedLayout:
         place = torch.empty_like(held).index_put((held,), where)
         return [r.to(self._device) for r in rows], send(place, self._device)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention: query (1, H, T, D), key and value (1, H_kv, T, D) to (1, T, H, D)."""
         plain = options.softcap is None and options.sinks is None
         if not plain or options.sliding_window is not None:
@@ -200,7 +206,7 @@ class PackedLayout:
         return self._attend_in_rows(query, key, value, options)
 
     def _attend_in_rows(
-        self, query: Tensor, key: Tensor, value: Tensor, options: Options
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         all_rows, place = self._rows
         indices = [rows.index for rows in all_rows]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import largest_of_layers
 from rloo.kernels import torch_compat
@@ -54,14 +54,14 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class FittedBudget:
     """A token budget that fits, and the reason if it is not the requested one."""
 
     max_tokens: int
     reason: str | None = None
 
 
-def workload_of(prompts: Prompts, config: RLOOConfig, batches: Batches) -> Workload:
+def workload_of(prompts: Prompts, config: RLOOConfig, batches: BatchSizes) -> Workload:
     """The largest step that the dataset and the options allow. Raises ValueError if a rollout of
     completions of maximum length could not be held in this machine's memory."""
     held = batches.completions_per_rollout * config.max_completion_length * TOKEN_BYTES
@@ -102,7 +102,7 @@ def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> 
     return samples
 
 
-def fitting_budget(policy: Policy, workload: Workload) -> Fit:
+def fitting_budget(policy: Policy, workload: Workload) -> FittedBudget:
     """The budget `policy.max_tokens` if the largest micro-batch of `workload` fits into free
     memory, or else a smaller one, computed from small measurements and then verified.
 
@@ -114,12 +114,12 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
     on_cpu = policy.device.type == "cpu"
     room = available_bytes(policy.device) - missing_bytes(policy)
     # The process with the least memory decides for all, which measure in step.
-    room = min(policy.world.gather(int(CPU_SHARE * room) if _predicts(policy) else room))
+    room = min(policy.world.all_gather_object(int(CPU_SHARE * room) if _predicts(policy) else room))
     largest = largest_micro_batch(policy, workload, asked)
     certain = on_cpu and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
     # Measuring would end a profile in progress.
     if certain or torch_compat.is_profiled() or _fits(policy, largest, room):
-        return Fit(asked)
+        return FittedBudget(asked)
     single = make_samples(workload.longest_prompt, workload.completion_tokens, 1)
     least, needed = count_tokens(policy, single), _needed(policy, single, room)
     if not _fits(policy, single, room):
@@ -137,7 +137,7 @@ def fitting_budget(policy: Policy, workload: Workload) -> Fit:
             break
         budget = int(0.9 * budget)
     reason = f"the largest one would take {gigabytes(most)}, and {gigabytes(room)} are left"
-    return Fit(max(budget, least), reason)
+    return FittedBudget(max(budget, least), reason)
 
 
 def missing_bytes(policy: Policy) -> int:
@@ -190,11 +190,11 @@ def _needed(policy: Policy, samples: Sequence[Sample], room: int) -> int:
         needed = predicted_peak_bytes(policy, samples)
     except torch.OutOfMemoryError:  # even at an eighth of the size
         needed = 8 * room
-    return max(policy.world.gather(needed))
+    return max(policy.world.all_gather_object(needed))
 
 
 def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
-    return not policy.world.any(not _fits_here(policy, samples, room))
+    return not policy.world.any_rank(not _fits_here(policy, samples, room))
 
 
 def _predicts(policy: Policy) -> bool:

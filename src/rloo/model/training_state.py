@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from rloo.distributed import World
 from rloo.distributed.sharded_tensor import (
-    divide,
-    full,
-    is_divided,
-    local,
+    full_tensor,
+    is_sharded,
     numbers_before,
     shape_of,
+    shard_like,
+    to_local,
 )
 from rloo.kernels import torch_compat
 
@@ -39,7 +39,7 @@ def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
 def probe(parameters: Sequence[Tensor]) -> Tensor:
     """A fixed sample of parameters, by which changes are noticed: up to 1,024 numbers of each, of
     divided ones those of them that are here."""
-    parts = [(local(p).flatten(), numbers_before(p)) for p in parameters]
+    parts = [(to_local(p).flatten(), numbers_before(p)) for p in parameters]
     return torch.cat([part[: max(0, 1024 - before)] for part, before in parts])
 
 
@@ -48,7 +48,7 @@ def digest(parameters: Sequence[Tensor]) -> str:
     return hashlib.sha256(probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
 
 
-class Version:
+class WeightsVersion:
     """Numbers the states of a model's weights, in this process alone: two readings are equal only
     if nothing changed between them. Of divided weights all processes read at the same point, and
     the number is the same in all.
@@ -73,10 +73,10 @@ class Version:
     def read(self) -> int:
         """The number of the weights as they are now."""
         parameters = list(self._model.parameters())
-        found = [(local(p).data_ptr(), p._version) for p in parameters], digest(parameters)
+        found = [(to_local(p).data_ptr(), p._version) for p in parameters], digest(parameters)
         changed = self._seen not in (None, found)
-        if any(is_divided(p) for p in parameters):
-            changed = self._world.any(changed)
+        if any(is_sharded(p) for p in parameters):
+            changed = self._world.any_rank(changed)
         self._number += changed
         self._seen = found
         return self._number
@@ -96,7 +96,7 @@ def require_same_shapes(saved: dict[str, list[int]], current: dict[str, list[int
 def optimizer_state(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
-    take: Callable[[Tensor], Tensor] = local,
+    take: Callable[[Tensor], Tensor] = to_local,
 ) -> dict[str, Any]:
     """The state of an optimizer by the `names` of its parameters (by id): its live tensors, not
     copies. `take`: what is taken of a divided one (`local`, `gathered`, `as_is`)."""
@@ -154,16 +154,16 @@ def as_is(tensor: Tensor) -> Tensor:
 
 def gathered(tensor: Tensor) -> Tensor:
     """The whole of a divided tensor, on the host, in the main process alone; a collective."""
-    if not is_divided(tensor):
+    if not is_sharded(tensor):
         return tensor
-    whole = full(tensor)
+    whole = full_tensor(tensor)
     return whole.cpu() if tensor.device_mesh.get_rank() == 0 else whole.new_empty(0)  # type: ignore[attr-defined]
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
     """A value of the optimizer's state, divided where it has a number for each of a parameter's."""
     alike = isinstance(value, Tensor) and value.shape == parameter.shape
-    return divide(value, parameter) if alike and not is_divided(value) else value
+    return shard_like(value, parameter) if alike and not is_sharded(value) else value
 
 
 def empty_state(
@@ -186,18 +186,18 @@ def empty_state(
     return found
 
 
-class WeightsApart(FloatingPointError):
+class WeightsDiverged(FloatingPointError):
     """The processes of a run have other weights than the main one: nothing of it may be saved."""
 
 
-class NotFinite(FloatingPointError):
+class NotFiniteError(FloatingPointError):
     """Weights, or what the optimizer keeps of them, are not finite: nothing of it may be saved."""
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first tensor with a value that is not finite, None if all are finite; of
     divided ones, as far as they are here."""
-    parts = ((name, local(tensor)) for name, tensor in tensors)
+    parts = ((name, to_local(tensor)) for name, tensor in tensors)
     named = [(name, part) for name, part in parts if part.is_floating_point() and part.numel()]
     # One number a tensor, and one comparison for all. On a CPU sums are many times as fast,
     # but those of finite numbers may not be finite.

@@ -61,7 +61,7 @@ class LoopThread:
             for future in running.values():
                 future.cancel()  # after Ctrl-C nothing may continue in the background
 
-    def begin(self, call: Coroutine[Any, Any, T]) -> futures.Future[T]:
+    def submit(self, call: Coroutine[Any, Any, T]) -> futures.Future[T]:
         """Run a coroutine, and do not wait for it."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 

@@ -16,7 +16,7 @@ _SECONDS = 10.0
 _COLUMNS = ("answer", "solution")
 
 
-def look(rewards: RewardSet, rows: Any, tokenizer: Any) -> None:
+def check_dataset(rewards: RewardSet, rows: Any, tokenizer: Any) -> None:
     """Warn of references that a reward cannot read, with their row, and of texts that it looks for
     and never sees. Raises ValueError where it can read no reference, or says so itself. `rows` is a
     dataset or a mapping of columns, `tokenizer` may be a processor."""

@@ -37,7 +37,7 @@ class Reward:
 
 
 @dataclass(slots=True)
-class Log:
+class RewardLog:
     """Collects what one function logs during one call."""
 
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def make_arguments(
-    reward: Reward, given: Mapping[str, list[Any]], trainer_state: Any, log: Log
+    reward: Reward, given: Mapping[str, list[Any]], trainer_state: Any, log: RewardLog
 ) -> dict[str, Any]:
     """The keyword arguments that `reward` accepts; lists are copied so that it may change them, and
     so is the trainer's state, so that it cannot change the run."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rloo.config.file_checks import check_sizes, context_of, load_pretrained, reading
 from rloo.rewards.registry import check_folder, is_reward_model, load_reward
-from rloo.rewards.running_norm import Normalized
+from rloo.rewards.running_norm import RunningNormReward
 from rloo.types import Text, text_of
 
 # Tokens of one forward pass, padding included.
@@ -147,7 +147,7 @@ def as_reward(
 
     - An existing folder, `owner/name` on the hub, or the mapping `{name: ..., normalize: true,
       dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`,
-      loaded to `device` in the dtype in which it was saved, and `Normalized` if asked for. Built-in
+      loaded to `device` in the dtype in which it was saved, and `RunningNormReward` if asked for. Built-in
       names take precedence over folders.
     - A sequence classification module gives a `RewardModel`, in its present dtype and accelerator.
     - An object with `get_rewards(prompts, completions)` gives a function that calls it.
@@ -187,7 +187,7 @@ def as_reward(
     )
     if model.device.type != torch.device(device).type:
         nn.Module.to(model, device)
-    return Normalized(reward) if options.get("normalize") else reward
+    return RunningNormReward(reward) if options.get("normalize") else reward
 
 
 def _from_object(judge: Any) -> Callable[..., Any]:

@@ -14,28 +14,28 @@ from typing import Any, Literal
 from rloo.distributed.standard_streams import IS, counted
 from rloo.rewards import reward_function
 from rloo.rewards.async_functions import LoopThread
-from rloo.rewards.reward_function import RESERVED, Log, Reward
+from rloo.rewards.reward_function import RESERVED, Reward, RewardLog
 from rloo.rewards.state_guard import blame, keep_state, said_by
 from rloo.rewards.timeout import (
-    DeadlinePassed,
-    call_within_reward_timeout,
+    RewardTimeout,
+    call_with_timeout,
     process_ends_after,
 )
 from rloo.types import Text
 
 
 @dataclass(frozen=True, slots=True)
-class Raw:
+class RawScores:
     """What the functions returned and logged in one call each, by name; None for a call that
     failed and may be missing. `count` completions were scored, of which the functions have `seen`
     some (None: all)."""
 
     count: int
     by_function: dict[str, list[float | None] | None]
-    logs: dict[str, Log]
+    logs: dict[str, RewardLog]
     seen: int | None = None
 
-    def among(self, places: Sequence[int], count: int) -> Raw:
+    def among(self, places: Sequence[int], count: int) -> RawScores:
         """The same as of `count` completions, of which those at `places` were scored: of the others
         nothing is known."""
 
@@ -43,11 +43,13 @@ class Raw:
             known = dict(zip(places, values, strict=True))
             return [known.get(place) for place in range(count)]
 
-        return Raw(
+        return RawScores(
             count,
             {n: values and spread(values) for n, values in self.by_function.items()},
             {
-                name: Log({c: spread(values) for c, values in log.extras.items()}, log.metrics)
+                name: RewardLog(
+                    {c: spread(values) for c, values in log.extras.items()}, log.metrics
+                )
                 for name, log in self.logs.items()
             },
             self.count,
@@ -202,7 +204,7 @@ class RewardSet:
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]],
         trainer_state: Any,
-    ) -> Raw:
+    ) -> RawScores:
         """The first half of `score`: call the functions, and check what they return."""
         self.check(columns)
         given: dict[str, list[Any]] = {
@@ -215,7 +217,7 @@ class RewardSet:
         for name, values in given.items():
             if len(values) != count:
                 raise ValueError(f"{name!r} has {len(values)} rows for {count} completions")
-        logs = {reward.name: Log() for reward in self._rewards}
+        logs = {reward.name: RewardLog() for reward in self._rewards}
         arguments = {
             reward.name: reward_function.make_arguments(
                 reward, given, trainer_state, logs[reward.name]
@@ -232,15 +234,15 @@ class RewardSet:
                 warnings.warn(
                     f"{_describe(rewards)}; {counted(count, 'reward', IS)} missing", stacklevel=2
                 )
-                logs[name] = Log()
+                logs[name] = RewardLog()
             if self.on_error == "missing":
                 logs[name].log_metric(f"rewards/{name}/failed", failed)
             if not failed and (share := reward_function.share_of_nan(results[name])):
                 logs[name].log_metric(f"rewards/{name}/nan", share)
             by_function[name] = None if failed else rewards
-        return Raw(count, by_function, logs)
+        return RawScores(count, by_function, logs)
 
-    def combine(self, parts: Sequence[Raw], *, learn: bool = True) -> Scores:
+    def combine(self, parts: Sequence[RawScores], *, learn: bool = True) -> Scores:
         """The second half of `score`, of the parts that were scored apart, in their order."""
         count = sum(part.count for part in parts)
         by_function: dict[str, list[float | None]] = {name: [] for name in self.names}
@@ -310,7 +312,7 @@ class RewardSet:
 
     def _call_one(self, reward: Reward, arguments: dict[str, Any]) -> Any:
         with keep_state(repr(reward.name)), blame(reward.name, self.timeout):
-            return call_within_reward_timeout(self.timeout, partial(reward.function, **arguments))
+            return call_with_timeout(self.timeout, partial(reward.function, **arguments))
 
     def _call_together(
         self, rewards: Sequence[Reward], arguments: Mapping[str, dict[str, Any]]
@@ -331,7 +333,7 @@ class RewardSet:
 
     def _miss(self, name: str) -> None:
         with blame(name, self.timeout):
-            raise DeadlinePassed
+            raise RewardTimeout
 
 
 def _make_distinct(names: Sequence[str]) -> list[str]:
@@ -373,7 +375,7 @@ def _require_finite(totals: Sequence[float | None]) -> None:
             )
 
 
-def _metrics(part: Raw) -> dict[str, list[float]]:
+def _metrics(part: RawScores) -> dict[str, list[float]]:
     merged: dict[str, list[float]] = {}
     for log in part.logs.values():
         for name, numbers in log.metrics.items():
@@ -391,7 +393,7 @@ def _as_one_call(calls: Sequence[tuple[int, list[float]]]) -> float:
     return sum(flat) / len(flat)
 
 
-def _extras(part: Raw) -> dict[str, list[Any]]:
+def _extras(part: RawScores) -> dict[str, list[Any]]:
     merged: dict[str, list[Any]] = {}
     for name, log in part.logs.items():
         for column, values in log.extras.items():

@@ -21,12 +21,12 @@ from typing import Any
 import dill
 
 from rloo.distributed.standard_streams import IS, counted
-from rloo.distributed.worker_pool import Crew
-from rloo.distributed.worker_process import Worker, WorkerLost
-from rloo.distributed.worker_registry import Hub, find
+from rloo.distributed.worker_pool import WorkerPool
+from rloo.distributed.worker_process import Worker, WorkerDied
+from rloo.distributed.worker_registry import WorkerRegistry, acquire_worker
 from rloo.rewards.registry import load_reward
-from rloo.rewards.reward_function import Log
-from rloo.rewards.reward_set import Raw, RewardSet
+from rloo.rewards.reward_function import RewardLog
+from rloo.rewards.reward_set import RawScores, RewardSet
 from rloo.rewards.state_guard import describe_timeout, show
 from rloo.rewards.timeout import GRACE_SECONDS
 from rloo.types import Text
@@ -40,44 +40,44 @@ COME_SECONDS = 1800.0
 _LATE = 1
 
 
-class Scorers:
+class RewardWorkerPool:
     """Processes that score groups, `size` side by side, each by calls of all functions. What a
     function keeps in its module it keeps in each of them. Close it to end them."""
 
-    def __init__(self, rewards: RewardSet, size: int, hub: Hub | None = None) -> None:
+    def __init__(self, rewards: RewardSet, size: int, hub: WorkerRegistry | None = None) -> None:
         """Without a `hub`, that they come to, they are started here. Raises ValueError where
-        `why_not` has a reason."""
-        if (reason := why_not(rewards)) is not None:
+        `unavailable_reason` has a reason."""
+        if (reason := unavailable_reason(rewards)) is not None:
             raise ValueError(reason)
         setup = written((_parts(rewards), rewards.names, rewards.timeout, rewards.on_error))
-        self._crew = Crew(size, partial(find, "score", setup, hub, COME_SECONDS))
+        self._crew = WorkerPool(size, partial(acquire_worker, "score", setup, hub, COME_SECONDS))
         self._names, self._timeout = rewards.names, rewards.timeout
         self._missing = rewards.on_error == "missing"
         for _ in range(size):  # they start while the first group is sampled
-            self._crew.begin(lambda worker: worker.call(b"", START_SECONDS))
+            self._crew.submit(lambda worker: worker.call(b"", START_SECONDS))
         self.close = self._crew.close
 
-    def begin(
+    def submit(
         self, seed: int, make: Callable[[], Sequence[Any]], state: bytes = b""
-    ) -> Future[tuple[list[Text], Raw]]:
+    ) -> Future[tuple[list[Text], RawScores]]:
         """Score what `make` returns: the arguments of `RewardSet.call`, without the trainer's
         state, which is given as `written`. The global generators are seeded by `seed`. The
         completions and what was said of them."""
 
-        def job(worker: Worker) -> tuple[list[Text], Raw]:
+        def job(worker: Worker) -> tuple[list[Text], RawScores]:
             arguments = tuple(make())  # here, since it takes time
             message = written((seed, arguments, state))
             return arguments[1], self._score(message, len(arguments[1]), worker)
 
-        return self._crew.begin(job)
+        return self._crew.submit(job)
 
-    def _score(self, message: bytes, count: int, worker: Worker) -> Raw:
+    def _score(self, message: bytes, count: int, worker: Worker) -> RawScores:
         began, seconds = time.monotonic(), None
         if self._timeout:
             seconds = START_SECONDS + len(self._names) * (self._timeout + 2 * GRACE_SECONDS)
         try:
             return _of_json(worker.call(message, seconds))
-        except WorkerLost as lost:
+        except WorkerDied as lost:
             late = self._timeout and time.monotonic() - began >= self._timeout
             if not late or lost.status not in (None, _LATE):
                 raise  # it is done again
@@ -88,14 +88,14 @@ class Scorers:
             if not self._missing:
                 raise TimeoutError(said) from lost
             warnings.warn(f"{said}; {counted(count, 'reward', IS)} missing", stacklevel=2)
-            logs = {name: Log() for name in self._names}
+            logs = {name: RewardLog() for name in self._names}
             for name, log in logs.items():
                 log.log_metric(f"rewards/{name}/failed", True)
-            return Raw(count, dict.fromkeys(self._names), logs)
+            return RawScores(count, dict.fromkeys(self._names), logs)
 
-    def forget(self) -> None:
+    def cancel_pending(self) -> None:
         """Give up what was begun and waits."""
-        self._crew.forget()
+        self._crew.cancel_pending()
 
     @property
     def size(self) -> int:
@@ -117,7 +117,7 @@ class Scorers:
         return self._crew.busy_seconds()
 
 
-def why_not(rewards: RewardSet) -> str | None:
+def unavailable_reason(rewards: RewardSet) -> str | None:
     """Why these functions are called in the run's own process, None where others can."""
     for name, source, function in zip(
         rewards.names, rewards.sources, rewards.functions, strict=True
@@ -152,16 +152,18 @@ def written(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _of_json(answer: bytes) -> Raw:
+def _of_json(answer: bytes) -> RawScores:
     count, by_function, logs = json.loads(answer)
-    return Raw(count, by_function, {name: Log(*values) for name, values in logs.items()})
+    return RawScores(
+        count, by_function, {name: RewardLog(*values) for name, values in logs.items()}
+    )
 
 
 # -- in the process --------------------------------------------------------------------------------
 
 
 def serve(setup: bytes) -> Callable[[bytes], bytes]:
-    """What answers the calls of `Scorers`."""
+    """What answers the calls of `RewardWorkerPool`."""
     parts, names, timeout, on_error = dill.loads(setup)
     functions = [load_reward(part) for part in parts]
     rewards = RewardSet(functions, names=names, timeout=timeout, on_error=on_error)

@@ -11,14 +11,14 @@ from rloo.types import Text
 
 
 @dataclass
-class Moments:
+class RunningMoments:
     """The `count`, `mean` and sum of squared distances from the mean (`squares`) of numbers."""
 
     count: int = 0
     mean: float = 0.0
     squares: float = 0.0
 
-    def see(self, values: Iterable[float]) -> None:
+    def update(self, values: Iterable[float]) -> None:
         """Include further numbers (Welford 1962)."""
         for value in values:
             self.count += 1
@@ -41,13 +41,13 @@ class Moments:
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
-class Normalized:
+class RunningNormReward:
     """A reward function with the mean and deviation of its scores in training so far."""
 
     def __init__(self, function: Callable[..., list[float]]) -> None:
         self.__name__ = function.__name__
         self._function = function
-        self._past = Moments()
+        self._past = RunningMoments()
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
         """The function's own scores; the state does not change."""
@@ -58,7 +58,7 @@ class Normalized:
         become part of the past only afterwards: a score in its own scale is biased."""
         known = [score for score in scores if score is not None]
         scaled = iter(self._past.standardise(known))
-        self._past.see(known)
+        self._past.update(known)
         return [None if score is None else next(scaled) for score in scores]
 
     def state_dict(self) -> dict[str, Any]:

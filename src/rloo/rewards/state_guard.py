@@ -9,7 +9,7 @@ from typing import Any
 
 from rloo.config.user_functions import NotAllowed, noting_signals
 from rloo.rewards.process_state import inference_mode_kept, list_states
-from rloo.rewards.timeout import DeadlinePassed
+from rloo.rewards.timeout import RewardTimeout
 
 _HINT = "reward_on_error missing leaves its rewards out"
 
@@ -18,14 +18,14 @@ _HINT = "reward_on_error missing leaves its rewards out"
 def blame(name: str, seconds: float | None) -> Iterator[None]:
     """Give what a block raises, in which the reward function `name` runs, its name.
 
-    DeadlinePassed becomes a TimeoutError, and what would end the run as if nothing had happened
+    RewardTimeout becomes a TimeoutError, and what would end the run as if nothing had happened
     (SystemExit, KeyboardInterrupt) is NotAllowed. An Exception is passed on with a note, and what a
     signal raises (Ctrl-C) as it is.
     """
     with noting_signals() as came:
         try:
             yield
-        except DeadlinePassed as error:
+        except RewardTimeout as error:
             raise TimeoutError(describe_timeout(name, seconds)) from error
         except Exception as error:  # any error is passed on with the function's name added
             error.add_note(f"raised by the reward function {name!r}")

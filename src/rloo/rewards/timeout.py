@@ -26,12 +26,12 @@ _REPEAT_SECONDS = 0.5
 _SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 
 
-class DeadlinePassed(BaseException):
+class RewardTimeout(BaseException):
     """Raised inside a function that takes too long; no Exception, which functions catch."""
 
 
-def call_within_reward_timeout(seconds: float | None, function: Callable[[], Any]) -> Any:
-    """`function()`. Raises DeadlinePassed if it took longer than `seconds` (None or 0: no limit),
+def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any:
+    """`function()`. Raises RewardTimeout if it took longer than `seconds` (None or 0: no limit),
     also where it returned or raised something else in the end."""
     if not seconds:
         return function()
@@ -87,7 +87,7 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
 
     def interrupt(*_: Any) -> None:
         if not done.is_set():
-            raise DeadlinePassed
+            raise RewardTimeout
 
     previous = signal.signal(_SIGNAL, interrupt)
     watcher = threading.Thread(target=watch, daemon=True)
@@ -99,14 +99,14 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
             done.set()
     except Exception as error:
         if passed.is_set():
-            raise DeadlinePassed from error
+            raise RewardTimeout from error
         raise
     finally:
         done.set()  # the signal may have come just before the first one
         watcher.join()
         signal.signal(_SIGNAL, previous)
     if passed.is_set():
-        raise DeadlinePassed
+        raise RewardTimeout
     return result
 
 
@@ -127,5 +127,5 @@ def _call_in_a_thread(seconds: float, function: Callable[[], Any]) -> Any:
     if errors:
         raise errors[0]
     if not results:
-        raise DeadlinePassed
+        raise RewardTimeout
     return results[0]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rloo.algorithm.estimator_registry import Chosen, chosen_estimator
+from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
 from rloo.config.config import RLOOConfig
-from rloo.tools.exact_gradient import Bandit, Found, logits_table, measure
+from rloo.tools.exact_gradient import GradientComparison, TabularPolicy, logits_table, measure
 
 SIZES = (2, 3, 4)
 KL_WEIGHT = 0.3
@@ -18,21 +18,21 @@ EXACT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class EstimatorComparison:
     """One row of the table: `found` beside `usual`, which is leave-one-out's."""
 
     rewards: str
     beta: float
     size: int
     prompt: int
-    found: Found
-    usual: Found
+    found: GradientComparison
+    usual: GradientComparison
 
 
 def report(config: RLOOConfig) -> Iterator[str]:
     """The lines that tell what the estimator of `config` gives on average. Raises ValueError for an
     estimator that is not there or fails."""
-    estimator = chosen_estimator(config)
+    estimator = load_estimator(config)
     given = "the whole rollout" if estimator.over_rollout else "one group at a time"
     yield f"{estimator}, given {given}"
     yield "Every rollout of two small prompts; loss: mean over completions, at the first update."
@@ -53,10 +53,12 @@ def report(config: RLOOConfig) -> Iterator[str]:
     yield verdict(cases)
 
 
-def enumerate_cases(estimator: Chosen, betas: tuple[float, ...]) -> Iterator[Case]:
+def enumerate_cases(
+    estimator: LoadedEstimator, betas: tuple[float, ...]
+) -> Iterator[EstimatorComparison]:
     """Binary and graded rewards, two prompts, groups of 2 to 4. What is given one group is
     enumerated at each prompt alone; what is given rollouts on both, with fewer tokens."""
-    usual = chosen_estimator(RLOOConfig(estimator="rloo"))
+    usual = load_estimator(RLOOConfig(estimator="rloo"))
     num_tokens = 2 if estimator.over_rollout else 3
     for rewards in ("binary", "graded"):
         bandits = [_bandit(number, num_tokens, rewards) for number in range(2)]
@@ -66,10 +68,10 @@ def enumerate_cases(estimator: Chosen, betas: tuple[float, ...]) -> Iterator[Cas
                 ours = [f for prompts in together for f in measure(estimator, prompts, size, beta)]
                 theirs = [f for bandit in bandits for f in measure(usual, [bandit], size, beta)]
                 for number, (found, other) in enumerate(zip(ours, theirs, strict=True), start=1):
-                    yield Case(rewards, beta, size, number, found, other)
+                    yield EstimatorComparison(rewards, beta, size, number, found, other)
 
 
-def verdict(cases: list[Case]) -> str:
+def verdict(cases: list[EstimatorComparison]) -> str:
     """What follows from all cases, in one line."""
     if all(case.found.error < EXACT for case in cases):
         return f"exact: the expected gradient is the exact one in all {len(cases)} cases"
@@ -85,9 +87,9 @@ def verdict(cases: list[Case]) -> str:
     return f"biased: cosine down to {least:.4f}, {spread}"
 
 
-def _bandit(number: int, num_tokens: int, rewards: str) -> Bandit:
+def _bandit(number: int, num_tokens: int, rewards: str) -> TabularPolicy:
     policy, reference = (logits_table(2 * number + i, num_tokens) for i in range(2))
     num_sequences = 1 + (num_tokens - 1) * num_tokens
     graded = torch.sin(1.7 * torch.arange(num_sequences, dtype=torch.float64) + number)
     binary = (graded > graded.mean()).double()
-    return Bandit(policy, reference, binary if rewards == "binary" else graded)
+    return TabularPolicy(policy, reference, binary if rewards == "binary" else graded)

@@ -12,19 +12,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from rloo.algorithm.estimator_registry import Chosen
-from rloo.algorithm.estimators import Returns
+from rloo.algorithm.estimator_registry import LoadedEstimator
+from rloo.algorithm.estimators import EstimatorInput
 from rloo.algorithm.loss import sum_by
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
-    """A table of logits (V + 1, V) for `Bandit`, another one for each `number`."""
+    """A table of logits (V + 1, V) for `TabularPolicy`, another one for each `number`."""
     rows = torch.arange((num_tokens + 1) * num_tokens, dtype=torch.float64)
     return torch.sin(rows * (1.3 + number)).view(num_tokens + 1, num_tokens)
 
 
 @dataclass(frozen=True)
-class Bandit:
+class TabularPolicy:
     """A prompt all of whose completions are known: one or two of V tokens, of which 0 is the end.
 
     `logits` (V + 1, V) are the policy: row 0 for the first token, row 1 + a after token a;
@@ -75,7 +75,7 @@ class Bandit:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GradientComparison:
     """The expected gradient of an estimator at one prompt, beside the exact one: its length along
     that, its cosine with it, the norm of the difference over the exact norm; and the trace of the
     gradient's covariance over the squared scale: how much noise is in a unit of signal."""
@@ -86,7 +86,9 @@ class Found:
     variance: float
 
 
-def measure(estimator: Chosen, bandits: Sequence[Bandit], size: int, beta: float) -> list[Found]:
+def measure(
+    estimator: LoadedEstimator, bandits: Sequence[TabularPolicy], size: int, beta: float
+) -> list[GradientComparison]:
     """What `estimator` does at each of `bandits`, all of one V, over all rollouts that have `size`
     completions of each. The loss is the mean over completions; ratios are 1."""
     first, num_prompts = bandits[0], len(bandits)
@@ -104,7 +106,7 @@ def measure(estimator: Chosen, bandits: Sequence[Bandit], size: int, beta: float
     starts = (first.length_S.cumsum(0) - first.length_S)[sequence] - (length.cumsum(0) - length)
     token_T = torch.arange(len(owner_T)) + starts[owner_T]
     kl_PT = torch.stack([bandit.token_kl() for bandit in bandits])
-    returns = Returns(
+    returns = EstimatorInput(
         torch.stack([b.reward_S for b in bandits])[prompt, sequence],
         beta * kl_PT[prompt[owner_T], token_T],
         owner_T,
@@ -125,11 +127,11 @@ def measure(estimator: Chosen, bandits: Sequence[Bandit], size: int, beta: float
     return found
 
 
-def _compare(gradient_RD: Tensor, weight_R: Tensor, exact_D: Tensor) -> Found:
+def _compare(gradient_RD: Tensor, weight_R: Tensor, exact_D: Tensor) -> GradientComparison:
     mean_D = weight_R @ gradient_RD
     scale = (mean_D @ exact_D / (exact_D @ exact_D)).item()
     variance = (weight_R @ (gradient_RD**2).sum(1) - mean_D @ mean_D).item()
-    return Found(
+    return GradientComparison(
         scale=scale,
         cosine=torch.cosine_similarity(mean_D, exact_D, dim=0).item(),
         error=((mean_D - exact_D).norm() / exact_D.norm()).item(),

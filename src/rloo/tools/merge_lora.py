@@ -9,7 +9,7 @@ import torch
 
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import quiet
-from rloo.distributed.atomic_io import written
+from rloo.distributed.atomic_io import atomic_directory
 from rloo.model import lora
 from rloo.model.model_loading import dtype_on_disk, load_model
 from rloo.model.save_load import in_dtype, write_dtype
@@ -31,7 +31,7 @@ def merge(config: RLOOConfig) -> list[str]:
         merged = model.merge_and_unload(safe_merge=True)
     saved = config.save_dtype or dtype_on_disk(base) or "float32"
     dtype = getattr(torch, saved)
-    with written(out.parent, out.name) as folder:
+    with atomic_directory(out.parent, out.name) as folder:
         with quiet():
             merged.save_pretrained(
                 folder, state_dict=in_dtype(merged.state_dict(keep_vars=True), merged, dtype)

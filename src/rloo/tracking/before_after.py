@@ -13,7 +13,7 @@ from rloo.tracking.metrics import Z, deviation
 
 T = TypeVar("T")
 # Of rollouts, on either side.
-WINDOW = 8
+WINDOW_ROLLOUTS = 8
 # With fewer the standard error itself is too uncertain.
 FEWEST = 3
 # 97.5 % points of Student's t with 1, 2, ... degrees of freedom.
@@ -21,7 +21,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BeforeAfter:
     """Two means, with 95 % intervals, over `size` rollouts each; `moved`: see `direction`, None
     where nothing can be said."""
 
@@ -32,7 +32,7 @@ class Change:
     size: int
 
     @classmethod
-    def of_errors(cls, before: Sequence[float], after: Sequence[float], size: int) -> Change:
+    def of_errors(cls, before: Sequence[float], after: Sequence[float], size: int) -> BeforeAfter:
         """Of two pairs of a mean and its standard error."""
         first, last = ((mean - Z * error, mean + Z * error) for mean, error in (before, after))
         return cls(before[0], after[0], first, last, size)
@@ -51,40 +51,40 @@ class Change:
         return f"{self.before:.3g} to {self.after:.3g}"
 
 
-def sides(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+def windows(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
     """The first and the last third, at most 8 of each: what lies between keeps them apart. Of two
     rows one each; a single one is both the first and the last."""
-    size = min(WINDOW, max(1, len(rows) // 3))
+    size = min(WINDOW_ROLLOUTS, max(1, len(rows) // 3))
     return rows[:size], rows[max(0, len(rows) - size) :]
 
 
-def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> Change:
+def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> BeforeAfter:
     """How a metric went from the first rollouts to the last ones. Errors are those that a rollout
     knows of its own reward; those of other metrics come from the spread over rollouts."""
-    first, last = (_known(rows, name) for rows in sides(rollouts))
+    first, last = (_known(rows, name) for rows in windows(rollouts))
     (before, before_bounds), (after, after_bounds) = _mean(first, name), _mean(last, name)
-    return Change(before, after, before_bounds, after_bounds, min(len(first), len(last)))
+    return BeforeAfter(before, after, before_bounds, after_bounds, min(len(first), len(last)))
 
 
-def since_first(rollouts: Sequence[Mapping[str, float]]) -> Change:
+def since_first(rollouts: Sequence[Mapping[str, float]]) -> BeforeAfter:
     """How the reward went from the very first rollout to the last ones, of a fast learner that has
     learned before its first third is over. A rollout's own error, of few prompts, is taken as twice
     what it is, and as at least what is usual; the first three rollouts where none is known."""
     rows = _known(rollouts, "reward")
     errors = [e for row in rows if math.isfinite(e := row.get("reward/standard_error", math.nan))]
-    first, (_, last) = rows[: 1 if errors else FEWEST], sides(rows)
+    first, (_, last) = rows[: 1 if errors else FEWEST], windows(rows)
     if len(rows) < len(first) + FEWEST:
-        return Change.of_errors((math.nan, math.nan), (math.nan, math.nan), 0)
+        return BeforeAfter.of_errors((math.nan, math.nan), (math.nan, math.nan), 0)
     before, error = mean_reward(first)
     if errors:
         error = 2 * max(errors[0], median(errors))
-    return Change.of_errors((before, error), mean_reward(last), FEWEST)
+    return BeforeAfter.of_errors((before, error), mean_reward(last), FEWEST)
 
 
-def change_between(start: Mapping[str, Any], end: Mapping[str, Any], name: str) -> Change:
+def change_between(start: Mapping[str, Any], end: Mapping[str, Any], name: str) -> BeforeAfter:
     """How a metric went from one evaluation to another, by their 95 % intervals."""
     before, after = (math.nan if of.get(name) is None else of[name] for of in (start, end))
-    return Change(before, after, _bounds(start, name), _bounds(end, name), FEWEST)
+    return BeforeAfter(before, after, _bounds(start, name), _bounds(end, name), FEWEST)
 
 
 def _bounds(evaluation: Mapping[str, Any], name: str) -> tuple[float, float]:

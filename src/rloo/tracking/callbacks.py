@@ -81,9 +81,9 @@ class Events:
     def send(self, event: str, **details: Any) -> None:
         """Call the method `event` of every callback. What the main process's ask for, all do."""
         getattr(self.handler, event)(self._arguments, self.state, self.control, **details)
-        if self._world.links is not None and event not in ALONE:
+        if self._world.collectives is not None and event not in ALONE:
             asked = {n: bool(v) for n, v in vars(self.control).items() if n.startswith("should_")}
-            vars(self.control).update(self._world.from_main(asked))
+            vars(self.control).update(self._world.broadcast_object(asked))
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text as RichText
 
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import objective_line
 from rloo.distributed.standard_streams import counted, inert
@@ -50,7 +50,7 @@ def flow(phrases: Sequence[str], width: int, indent: int = 0) -> list[str]:
     return lines
 
 
-def header(info: Mapping[str, Any], config: RLOOConfig, batches: Batches) -> dict[str, str]:
+def header(info: Mapping[str, Any], config: RLOOConfig, batches: BatchSizes) -> dict[str, str]:
     """The entries of `info` in words, then the precision, the rollout and the objective."""
     precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
     prompts, generations = batches.prompts_per_rollout, config.num_generations

@@ -15,7 +15,7 @@ LEFT_OUT = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*.tmp", "rloo-weights-*",
 GROWING = ("*.jsonl", "runs/*")
 
 
-class Hub:
+class HubUploader:
     """The repository that a run pushes to: `hub_model_id`, or the name of `output_dir`."""
 
     def __init__(self, config: RLOOConfig) -> None:

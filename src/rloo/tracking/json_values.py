@@ -14,7 +14,7 @@ LARGEST_COUNT = 2**53
 LARGEST_NUMBER = 1e100
 
 
-class Unfit(Exception):
+class UnfitValue(Exception):
     """A value is not what it must be."""
 
 
@@ -22,7 +22,7 @@ def anything(value: Any, levels: int = 20) -> Any:
     """Any value that is not nested deeper, which no run writes and no recursion survives."""
     if isinstance(value, (dict, list)):
         if levels == 0:
-            raise Unfit
+            raise UnfitValue
         for item in value.values() if isinstance(value, dict) else value:
             anything(item, levels - 1)
     return value
@@ -31,7 +31,7 @@ def anything(value: Any, levels: int = 20) -> Any:
 def number(value: Any) -> int | float:
     """A finite number, of which a million squares can be added."""
     if number_or_none(value) is None:
-        raise Unfit
+        raise UnfitValue
     return value
 
 
@@ -40,7 +40,7 @@ def number_or_none(value: Any) -> int | float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise Unfit
+        raise UnfitValue
     return value if -LARGEST_NUMBER < value < LARGEST_NUMBER else None
 
 
@@ -54,21 +54,21 @@ def count(value: Any) -> int:
     """A whole number from 0 on."""
     taken = number(value)
     if not 0 <= taken < LARGEST_COUNT or taken != int(taken):
-        raise Unfit
+        raise UnfitValue
     return int(taken)
 
 
 def text(value: Any) -> str:
     """A text."""
     if not isinstance(value, str):
-        raise Unfit
+        raise UnfitValue
     return value
 
 
 def switch(value: Any) -> bool:
     """True or false."""
     if not isinstance(value, bool):
-        raise Unfit
+        raise UnfitValue
     return value
 
 
@@ -84,9 +84,9 @@ def one_of(*takes: Take) -> Take:
         for each in takes:
             try:
                 return each(value)
-            except Unfit:
+            except UnfitValue:
                 continue
-        raise Unfit
+        raise UnfitValue
 
     return take
 
@@ -96,7 +96,7 @@ def several(each: Take, size: int | None = None) -> Take:
 
     def take(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) != (len(value) if size is None else size):
-            raise Unfit
+            raise UnfitValue
         return [each(item) for item in value]
 
     return take
@@ -114,15 +114,15 @@ def record(
 
     def take(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise Unfit
+            raise UnfitValue
         taken = {}
         for name, item in value.items():
             try:
                 taken[name] = takes.get(name, others)(item)
-            except Unfit:
+            except UnfitValue:
                 continue
         if not must.keys() <= taken.keys():
-            raise Unfit
+            raise UnfitValue
         return taken
 
     return take

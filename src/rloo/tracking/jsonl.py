@@ -15,7 +15,7 @@ from typing import Any
 
 from rloo import __version__
 from rloo.config.secrets import hide
-from rloo.distributed.atomic_io import sync
+from rloo.distributed.atomic_io import fsync_path
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync(path.parent)
+    fsync_path(path.parent)
 
 
 def versions() -> dict[str, str]:

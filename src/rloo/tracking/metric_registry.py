@@ -21,7 +21,7 @@ Better = Literal["", "higher", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class HealthyRange:
     """From `low` to `high` (None: no limit) a metric is healthy; with `of_start` these are
     multiples of its own value in the run's first steps. Outside of it there is a question to ask,
     not always a fault."""
@@ -64,13 +64,13 @@ class Metric:
     name: str
     unit: str
     meaning: str
-    band: Band | None = None
+    band: HealthyRange | None = None
     better: Better = ""
     ranks: Ranks = "all"
     note: str = ""
 
 
-NONE = Band(high=0.0)
+NONE = HealthyRange(high=0.0)
 
 ROLLOUT = (
     Metric("reward", "reward", "Mean of the weighted reward over all scored completions.",
@@ -93,24 +93,24 @@ ROLLOUT = (
         band=NONE, better="lower", note="Absent if there were none."),
     Metric("rewards/math_reward/unjudged", "share",
         "Share of completions that `math` could not judge through no fault of theirs.",
-        band=Band(high=0.05), better="lower",
+        band=HealthyRange(high=0.05), better="lower",
         note="A judge was killed or stopped, or the time of the call was over."),
     Metric("rewards/code_reward/unjudged", "share",
         "Share of completions that `code` could not judge through no fault of theirs.",
-        band=Band(high=0.05), better="lower",
+        band=HealthyRange(high=0.05), better="lower",
         note="The sandbox failed three times in a row, or the row's tests cannot be run."),
     Metric("rewards/gym_reward/unjudged", "share",
         "Share of completions that a scorer of reasoning-gym has failed on.",
-        band=Band(high=0.05), better="lower",
+        band=HealthyRange(high=0.05), better="lower",
         note="It raised, took too long or too much memory, or the sandbox failed three times in a "
         "row."),
     Metric("groups/signal", "share",
         "Share of prompts whose completions differ in reward, so that there is something to learn.",
-        band=Band(low=0.25), better="higher",
+        band=HealthyRange(low=0.25), better="higher",
         note="Of groups with at least two scores, before the KL penalty."),
     Metric("frac_reward_zero_std", "share",
         "Share of prompts whose completions all have the same reward: 1 − `groups/signal`.",
-        band=Band(high=0.75), better="lower",
+        band=HealthyRange(high=0.75), better="lower",
         note="TRL computes it after the KL penalty, which makes it 0."),
     Metric("baseline/variance", "reward²", "Variance of the leave-one-out baselines."),
     Metric("completions/mean_length", "tokens", "Mean length of a completion.",
@@ -125,7 +125,7 @@ ROLLOUT = (
         "Length of the longest completion that ended by itself."),
     Metric("completions/clipped_ratio", "share",
         "Share of completions that were cut off at `max_completion_length`.",
-        band=Band(high=0.25), better="lower"),
+        band=HealthyRange(high=0.25), better="lower"),
     Metric("episodes/turns", "turns", "How often the model spoke in an episode, in the mean.",
         note="With tools, as the others of `episodes/` and `tools/`."),
     Metric("episodes/failed", "episodes",
@@ -177,7 +177,7 @@ ROLLOUT = (
 
 UPDATE = (
     Metric("kl", "nats/token", "How far the policy is from the reference model, per token.",
-        band=Band(high=1.0),
+        band=HealthyRange(high=1.0),
         note="Mean over tokens of log π − log π_ref (k1), π before the rollout's first update "
         "where the KL is in the reward. Under `preset trl` completions masked as truncated, which "
         "pay none there, are left out, here and in `kl/sequence` and `entropy`."),
@@ -186,28 +186,28 @@ UPDATE = (
     Metric("kl/coef", "", "β in this step.", ranks="same", note="With `kl_target`."),
     Metric("entropy", "nats/token",
         "How undecided the policy is at each token; near 0 it always writes the same.",
-        band=Band(low=0.05, high=3.0, of_start=True),
+        band=HealthyRange(low=0.05, high=3.0, of_start=True),
         note="Mean over tokens at the sampling temperature. Where not all completions are computed "
         "it is the mean of −log π of the sampled tokens by the sampler, which is the entropy on "
         "average, of the policy that sampled; if none counts, of all that were sampled, in the "
         "first step on a rollout."),
     Metric("mismatch/mean", "nats",
         "Mean difference of a token's log-prob between the engine that sampled and the trainer.",
-        band=Band(high=0.05), better="lower",
+        band=HealthyRange(high=0.05), better="lower",
         note="Absolute, of the policy's, over computed tokens; meaningful in the first step on a "
         "rollout, and with `max_staleness` where `staleness/max` is 0. In float32 about 1e-6."),
     Metric("mismatch/max", "nats", "Difference for the token where it is largest.",
         better="lower", ranks="largest"),
     Metric("sampling/importance_sampling_ratio/mean", "ratio",
         "Mean weight that corrects for having sampled from another distribution.",
-        band=Band(0.8, 1.2),
+        band=HealthyRange(0.8, 1.2),
         note="Of `rollout_importance_sampling_mode`, after truncating or dropping, over computed "
         "completions."),
     Metric("sampling/importance_sampling_ratio/max", "ratio", "The largest of these weights.",
         ranks="largest"),
     Metric("sampling/effective_share", "share",
         "Share of the completions that still counts after these weights.",
-        band=Band(low=0.5), better="higher",
+        band=HealthyRange(low=0.5), better="higher",
         note="(Σw)² / (n Σw²) over the n computed completions, w the mean of the weights over the "
         "completion's tokens."),
     Metric("clip_ratio/low_mean", "share",
@@ -216,7 +216,7 @@ UPDATE = (
     Metric("clip_ratio/high_mean", "share",
         "Share of ratios clipped from above, where the advantage is positive."),
     Metric("clip_ratio/region_mean", "share", "Share of ratios that were clipped: their sum.",
-        band=Band(high=0.2)),
+        band=HealthyRange(high=0.2)),
     Metric("aux_loss", "", "Balancing loss of a mixture of experts.",
         note="Before `router_aux_loss_coef`, as a mean over input tokens; in perfect balance it is "
         "the number of experts per token."),
@@ -225,7 +225,7 @@ UPDATE = (
         note="In a log over several steps that of the last one, as with Trainer."),
     Metric("learning_rate", "", "Learning rate of the step.", ranks="same"),
     Metric("update/changed_share", "share", "Share of parameters that the step changed.",
-        band=Band(low=0.01),
+        band=HealthyRange(low=0.01),
         note="Of up to 1,024 per tensor. Few change where steps are smaller than what the weights' "
         "precision can hold; none while the learning rate is 0."),
     Metric("update/computed_share", "share",
@@ -253,7 +253,7 @@ UPDATE = (
         better="lower", ranks="main"),
     Metric("rank/imbalance", "ratio",
         "Input tokens of the process that has most in this update, over the mean.",
-        band=Band(high=1.5), better="lower", note="With several processes."),
+        band=HealthyRange(high=1.5), better="lower", note="With several processes."),
     Metric("rank/wait_time", "s", "Seconds that the main process waited for the others.",
         better="lower", ranks="main", note="With several processes."),
     Metric("rank/gathered_bytes", "bytes", "Bytes that the main process gathered from all.",

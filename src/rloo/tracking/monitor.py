@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from rloo.addons.report.doctor.doctor_command import closing, findings_of
-from rloo.addons.report.doctor.live_rules import Watch
+from rloo.addons.report.doctor.live_rules import LiveDoctor
 from rloo.addons.report.doctor.run_record import Finding
 from rloo.addons.report.html import PAGE, write_page
 from rloo.addons.report.live.screen import Screen
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.vllm_options import tolerance_of
 from rloo.distributed.standard_streams import counted
 from rloo.tracking import console as view
-from rloo.tracking.before_after import WINDOW
+from rloo.tracking.before_after import WINDOW_ROLLOUTS
 from rloo.tracking.completion_tables import log_tables, note_of_unscored, warn_of_unscored
 from rloo.tracking.guarded import attempt
 from rloo.tracking.jsonl import (
@@ -42,9 +42,9 @@ from rloo.tracking.jsonl import (
     write_json,
 )
 from rloo.tracking.metrics import window_mean
-from rloo.tracking.run_rows import Journal
+from rloo.tracking.run_rows import JsonlWriter
 from rloo.tracking.sample_text import completions_table, record_of, spread
-from rloo.tracking.summary_text import DRIFTS, REWARD, is_of_function, training_of, verdict
+from rloo.tracking.summary_text import DRIFTS, REWARD, is_of_function, summary_text, training_of
 from rloo.types import Group
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ class Monitor:
         self._silent = silent
         moves = not config.disable_tqdm
         self._screen = Screen(console, max_steps=max_steps, silent=silent, moves=moves)
-        self._journal = Journal(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
-        self._watch = Watch(config.to_dict(), self.note)
+        self._journal = JsonlWriter(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
+        self._watch = LiveDoctor(config.to_dict(), self.note)
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
-        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW_ROLLOUTS)
         self._refused_steps = 0
         self._told_of_unscored = self._told_of_mismatch = self._warned_of_unscored = False
         self._last_table = 0
@@ -96,7 +96,7 @@ class Monitor:
         self._events: Events | None = None
         self._log: Callable[[dict[str, float]], object] = self.log_numbers
 
-    def start(self, info: Mapping[str, Any], batches: Batches) -> None:
+    def start(self, info: Mapping[str, Any], batches: BatchSizes) -> None:
         """Print the header: `info` (model, parameters, rewards, ...), rollout and objective."""
         self._steps_per_rollout = batches.steps_per_rollout
         facts = view.header(info, self.config, batches)
@@ -283,7 +283,7 @@ class Monitor:
             "training": attempt("how training went", training, None, self.note),
             "findings": [asdict(finding) for finding in findings],
         }
-        judged = partial(verdict, whole)
+        judged = partial(summary_text, whole)
         whole["verdict"] = attempt("what the run achieved", judged, "", self.note)
         advice = closing(findings, self.config.output_dir)
         if not self._silent:

@@ -158,7 +158,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return [line(row) for row in (rows[0], rule, *rows[1:])]
 
 
-class Clock:
+class PhaseTimer:
     """Seconds by phase, under the metrics' names, since they were last taken. While `profile` is
     set it looks on."""
 

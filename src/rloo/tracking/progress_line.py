@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rloo.tracking.before_after import WINDOW, mean_reward, sides
+from rloo.tracking.before_after import WINDOW_ROLLOUTS, mean_reward, windows
 from rloo.tracking.console import (
     FUNCTION_MEAN,
     Row,
@@ -19,7 +19,7 @@ from rloo.tracking.console import (
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class ProgressLine:
     """Where a run stands after one step: phrases by subject, each of which stays in one line.
     `progress` is number, pace and end; `reward` its mean and its change; `rows` the rest, by name;
     `span` says over how many steps they are averaged."""
@@ -49,7 +49,7 @@ class Figures:
         return self.rows["rewards"] if len(self.rows["rewards"]) > 1 else []
 
 
-def figures(
+def progress_line(
     step: int,
     max_steps: int,
     *,
@@ -57,7 +57,7 @@ def figures(
     recent: Sequence[Row],
     waiting: float = 1.0,
     memory: str = "",
-) -> Figures:
+) -> ProgressLine:
     """The figures after `step`. `scored` are all steps with rewards, in order; `recent` the last
     steps, over which metrics are averaged. `waiting` is the time of the whole run, evaluations and
     checkpoints included, over that of its steps."""
@@ -67,9 +67,9 @@ def figures(
         left = speed * waiting * (max_steps - step)
         progress += [f"{speed:.2g} s a step" if speed < 10 else f"{duration(speed)} a step"]
         progress += [f"{duration(left)} left", f"until {clock(left)}"] if step < max_steps else []
-    reward = [f"reward {plus_minus(*mean_reward(scored[-WINDOW:]))}"]
+    reward = [f"reward {plus_minus(*mean_reward(scored[-WINDOW_ROLLOUTS:]))}"]
     if len(scored) > 1:
-        (first, first_error), (now, error) = map(mean_reward, sides(scored))
+        (first, first_error), (now, error) = map(mean_reward, windows(scored))
         change = plus_minus(now - first, math.hypot(error, first_error), signed=True)
         reward.append(f"{change} since the start")
     names = dict.fromkeys(n for row in recent for n in row if FUNCTION_MEAN.fullmatch(n))
@@ -97,7 +97,7 @@ def figures(
         ),
         "time": [*_time_split(recent), *([f"memory {memory}"] if memory else [])],
     }
-    return Figures(step, max_steps, progress, reward, rows, _span(scored, recent))
+    return ProgressLine(step, max_steps, progress, reward, rows, _span(scored, recent))
 
 
 def _phrases(means: Row, *shown: tuple[str, str, float]) -> list[str]:
@@ -109,7 +109,7 @@ def _phrases(means: Row, *shown: tuple[str, str, float]) -> list[str]:
 
 
 def _span(scored: Sequence[Row], recent: Sequence[Row]) -> str:
-    rollouts, steps = min(WINDOW, len(scored)), len(recent)
+    rollouts, steps = min(WINDOW_ROLLOUTS, len(scored)), len(recent)
     if rollouts in (0, steps):
         return f"means of {counted(steps, 'step')}" if steps > 1 else "of 1 step"
     return f"reward: mean of {counted(rollouts, 'rollout')}, others of {counted(steps, 'step')}"

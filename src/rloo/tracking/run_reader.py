@@ -20,7 +20,7 @@ from rloo.config.parser import parse_command_line
 from rloo.distributed.standard_streams import counted
 from rloo.tracking.json_values import (
     Take,
-    Unfit,
+    UnfitValue,
     anything,
     count,
     label,
@@ -71,7 +71,7 @@ def _measured(value: Any) -> dict[str, Any]:
 def _moment(value: Any) -> int | float:
     """Seconds since 1970, of a time that a calendar has."""
     if not 0 <= number(value) < 2**37:
-        raise Unfit
+        raise UnfitValue
     return value
 
 
@@ -227,7 +227,7 @@ def row_of(name: str, line: str) -> dict[str, Any] | None:
     """The row that a line of the file of that name holds; None where it holds none."""
     try:
         return ROWS[name](_parsed(line))
-    except Unfit:
+    except UnfitValue:
         return None
 
 
@@ -243,7 +243,7 @@ def read_object(
     written = _text(path, faults)
     try:
         return record()(take(_parsed(written)))
-    except Unfit:
+    except UnfitValue:
         if written and faults is not None:
             faults.append(f"{path} is torn or no mapping, and left out")
         return {}
@@ -263,7 +263,7 @@ def _parsed(written: str) -> Any:
     try:
         return json.loads(written)
     except (ValueError, RecursionError) as error:
-        raise Unfit from error
+        raise UnfitValue from error
 
 
 def _options(path: Path, faults: list[str]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rloo.distributed.atomic_io import sync
+from rloo.distributed.atomic_io import fsync_path
 from rloo.tracking.jsonl import strict, write_text
 from rloo.tracking.run_reader import row_of
 
 
-class Journal:
+class JsonlWriter:
     """A run's files of one JSON row per line. A row that cannot be written now (a full disk) waits,
     in its place, and is written with the next one; what still waits belongs into a checkpoint."""
 
@@ -55,7 +55,7 @@ class Journal:
         """Have everything on the disk, as far as it takes it, before a checkpoint counts it."""
         for name in self.waiting:
             self.write(name, sync=True)
-        sync(self.folder)
+        fsync_path(self.folder)
 
     def truncate(
         self, name: str, keep: Callable[[Mapping[str, Any]], bool]

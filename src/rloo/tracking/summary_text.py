@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rloo.distributed.standard_streams import counted
-from rloo.tracking.before_after import Change, change_between, change_of, mean_reward, sides
+from rloo.tracking.before_after import BeforeAfter, change_between, change_of, mean_reward, windows
 from rloo.tracking.console import duration, percent, plus_minus
 from rloo.tracking.metrics import window_mean
 
@@ -17,7 +17,7 @@ DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
 GRADED = "graded"
 
 
-def verdict(summary: Mapping[str, Any]) -> str:
+def summary_text(summary: Mapping[str, Any]) -> str:
     """What the run achieved, one sentence per line: by the evaluations before and after if there
     were both, otherwise by the training reward in the first and last rollouts. Where a finding
     voids the run it comes first, and figures are given without judging them. `summary` is the
@@ -45,12 +45,12 @@ def training_of(rollouts: Sequence[Mapping[str, float]]) -> dict[str, Any] | Non
     first, last = (
         {"reward": list(mean_reward(rows))}
         | {name: mean for name, mean in window_mean(rows).items() if name in DRIFTS}
-        for rows in sides(rollouts)
+        for rows in windows(rollouts)
     )
     names = dict.fromkeys(n for row in rollouts for n in row if is_of_function(n))
     changes = {name: change_of(rollouts, name) for name in names}
     by_reward = {n: [c.before, c.after, c.moved] for n, c in changes.items()}
-    size = len(sides(rollouts)[0])
+    size = len(windows(rollouts)[0])
     return {"num_steps": size, "start": first, "end": last, "by_reward": by_reward}
 
 
@@ -143,7 +143,7 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
     if not (math.isfinite(before_error) and math.isfinite(after_error)):
         return f"{change}; its standard error is unknown, so this may be chance."
     first, last = sides
-    moved = Change.of_errors(first, last, training["num_steps"]).moved
+    moved = BeforeAfter.of_errors(first, last, training["num_steps"]).moved
     if moved is None:
         return f"{change}; with so few steps this may be chance."
     words = _sentence("The training reward", moved, *(plus_minus(*side) for side in sides))

@@ -16,18 +16,18 @@ import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.file_checks import context_of
 from rloo.data.dataset_formats import reference_hint, with_conversation, with_reference
 from rloo.data.dataset_loading import Given, load_rows
-from rloo.data.iterable_dataset import Prompts, StreamSource, as_table
-from rloo.data.prompt_dataset import Limit, PromptSource, image_reader, with_prompts
+from rloo.data.iterable_dataset import IterablePromptDataset, Prompts, as_table
+from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit, image_reader, with_prompts
 from rloo.data.tasks import load_task_rows
 from rloo.data.tokenization import encode_prompts, longest_token, note_of_special_tokens
 from rloo.distributed import World, make_world
-from rloo.distributed.sharded_tensor import is_divided, shape_of
+from rloo.distributed.sharded_tensor import is_sharded, shape_of
 from rloo.distributed.standard_streams import IS, counted
 from rloo.engines import EngineInputs, build_engine
 from rloo.kernels.bf16_rounding import reduced_precision
@@ -36,9 +36,9 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import quantised_layers
 from rloo.model.token_budget import available_bytes, gigabytes
 from rloo.rewards import RewardSet
-from rloo.rewards.dataset_check import look
+from rloo.rewards.dataset_check import check_dataset
 from rloo.rewards.reward_model import RewardModel, as_reward
-from rloo.rewards.running_norm import Normalized
+from rloo.rewards.running_norm import RunningNormReward
 from rloo.trainer.cpu_settings import let_segments_grow, set_arithmetic, set_threads
 from rloo.types import Engine, Prompt, Sampling
 
@@ -92,7 +92,9 @@ def make_rewards(
 
 def _source_of(spec: Any, function: Any) -> Any:
     """What makes the function anew in another process, where a name does."""
-    named = isinstance(spec, (str, Mapping)) and not isinstance(function, (Normalized, RewardModel))
+    named = isinstance(spec, (str, Mapping)) and not isinstance(
+        function, (RunningNormReward, RewardModel)
+    )
     return spec if named else None
 
 
@@ -103,7 +105,7 @@ def make_source(
     tokenizer: PreTrainedTokenizerBase,
     rewards: RewardSet,
     args: RLOOConfig,
-    limit: Limit,
+    limit: PromptLengthLimit,
 ) -> Prompts:
     """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts, for
     prompts beyond the `limit` (see `prompt_limit`), and for missing columns that a reward needs.
@@ -113,10 +115,10 @@ def make_source(
     characters = max(LONG_TEXT, limit.max_tokens * longest_token(tokenizer))
     encode = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs=options)
 
-    def source_of(rows: Dataset, seed: int) -> PromptSource:
+    def source_of(rows: Dataset, seed: int) -> PromptDataset:
         rows, notes = as_published(rows, args, rewards)
-        look(rewards, rows, tokenizer)
-        source = PromptSource(
+        check_dataset(rewards, rows, tokenizer)
+        source = PromptDataset(
             rows,
             encode,
             seed=seed,
@@ -129,7 +131,7 @@ def make_source(
 
     streaming = isinstance(rows, IterableDataset)
     seed = args.seed if args.data_seed is None else args.data_seed
-    return StreamSource(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
+    return IterablePromptDataset(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
 
 
 def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
@@ -185,12 +187,14 @@ def prompts_of_sets(
         except ValueError as error:
             raise ValueError(f"in {where}: {error}") from error
         notes += length_notes(source, where)
-        assert isinstance(source, PromptSource)  # `eval_sets` has read the streams
+        assert isinstance(source, PromptDataset)  # `eval_sets` has read the streams
         prompts[name] = source.all_prompts(args.eval_size)
     return prompts, notes
 
 
-def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False) -> Limit:
+def prompt_limit(
+    model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False
+) -> PromptLengthLimit:
     """The longest prompt that leaves room for the longest completion in the model's context, of
     tokens that the model embeds."""
     own = evaluation and args.eval_max_completion_length is not None
@@ -203,7 +207,7 @@ def prompt_limit(model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool =
             f"generation_kwargs.eos_token_id is {beyond[0]} but the model has {embedded} tokens; "
             "it would end no completion (generation_kwargs)"
         )
-    limit = Limit(longest, args.overlong_prompts, vocabulary=embedded)
+    limit = PromptLengthLimit(longest, args.overlong_prompts, vocabulary=embedded)
     if context is None:
         return limit
     room = context - completion
@@ -247,16 +251,16 @@ def length_notes(source: Prompts, where: str) -> list[str]:
     return notes
 
 
-def make_state(source: Prompts | None, args: RLOOConfig, batches: Batches) -> TrainerState:
+def make_state(source: Prompts | None, args: RLOOConfig, batches: BatchSizes) -> TrainerState:
     """The state of a run at step 0, with the number of steps and all intervals resolved. Raises
     ValueError if they would depend on the length of a stream."""
     steps = args.max_steps
-    if isinstance(source, StreamSource) and steps <= 0:
+    if isinstance(source, IterablePromptDataset) and steps <= 0:
         raise ValueError(
             "max_steps is -1 and the dataset is a stream, whose length is unknown; set the number "
             "of steps (max_steps)"
         )
-    if isinstance(source, PromptSource) and steps <= 0:
+    if isinstance(source, PromptDataset) and steps <= 0:
         rollouts = math.ceil(args.num_train_epochs * len(source) / batches.prompts_per_rollout)
         steps = rollouts * batches.steps_per_rollout
     return TrainerState(
@@ -341,22 +345,22 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
         precision=precision,
         dtype=getattr(torch, args.rollout_dtype) if args.rollout_dtype else precision,
         no_copy=no_copy,
-        whole=policy.whole,
+        whole=policy.gathered_weights,
         tell=_telling(owner),
     )
     _require_room(policy)
     _settle_threads(policy, args)
-    with policy.whole(in_turn=True):
+    with policy.gathered_weights(in_turn=True):
         engine, note = build_engine(args.rollout_engine, inputs)
     for option in ("rollout_dtype", "rollout_copy"):
-        if getattr(args, option) and not engine.facts.copies_weights:
+        if getattr(args, option) and not engine.capabilities.copies_weights:
             raise ValueError(
                 f"{option} is {getattr(args, option)}; only the native engine's fused decoder has "
                 f"weights of its own, and {type(policy.model).__name__} is not sampled by it "
                 "(rollout_copy, rollout_dtype, rollout_engine)"
             )
     policy.notes += [note] if note else []
-    room = engine.facts.cache_bytes
+    room = engine.capabilities.cache_bytes
     if policy.device.type == "cuda" and room is not None:
         policy.notes.append(
             f"keys and values of completions sampled at once may take {gigabytes(room)}: what is "
@@ -367,9 +371,9 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
 
 def _settle_threads(policy: Policy, args: RLOOConfig) -> None:
     times = args.num_threads is None and policy.device.type == "cpu"
-    with policy.whole() if times else nullcontext():
+    with policy.gathered_weights() if times else nullcontext():
         policy.why_threads = set_threads(policy.model, args)
-    torch.set_num_threads(policy.world.from_main(torch.get_num_threads()))
+    torch.set_num_threads(policy.world.broadcast_object(torch.get_num_threads()))
 
 
 def _telling(owner: Any) -> Callable[[str], None]:
@@ -385,10 +389,10 @@ def _telling(owner: Any) -> Callable[[str], None]:
 def _require_room(policy: Policy) -> None:
     """Raise ValueError where no process could have all of what is divided, as engines must."""
     parameters = list(policy.model.parameters())
-    if not any(map(is_divided, parameters)):
+    if not any(map(is_sharded, parameters)):
         return
     needed = sum(shape_of(p).numel() * p.itemsize for p in parameters)
-    room = min(policy.world.gather(available_bytes(policy.device)))
+    room = min(policy.world.all_gather_object(available_bytes(policy.device)))
     if needed > room:
         raise ValueError(
             f"parallel is {policy.config.parallel} and an engine here needs all weights, "

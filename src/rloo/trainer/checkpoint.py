@@ -21,7 +21,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rloo.distributed.atomic_io import discard, files_of, hash_file, sync, written
+from rloo.distributed.atomic_io import (
+    atomic_directory,
+    fsync_path,
+    hash_file,
+    list_files,
+    remove_tree,
+)
 from rloo.distributed.pytree import Flat, flatten, unflatten
 
 FORMAT = 2
@@ -35,7 +41,7 @@ _TAKEN = "; the one before is taken"
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The state of a run after `step` optimizer steps, without the weights: `optimizer` and
-    `scheduler` are of `Stepper.state`, `rng` of `capture_rng`; `trainer_state` is everything else
+    `scheduler` are of `PolicyOptimizer.state`, `rng` of `capture_rng`; `trainer_state` is everything else
     as plain JSON values."""
 
     step: int
@@ -81,7 +87,7 @@ def save_checkpoint(
     if obsolete:
         verify_checkpoint(final)
     for path in obsolete:
-        discard(path)
+        remove_tree(path)
     return final
 
 
@@ -98,7 +104,7 @@ def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
             place.mkdir(exist_ok=True)
         else:
             item.replace(place)
-            sync(place.parent)
+            fsync_path(place.parent)
     shutil.rmtree(temporary)
 
 
@@ -106,7 +112,7 @@ def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
 def _written(directory: Path, name: str) -> Iterator[Path]:
     """`written`, but for what safetensors and tokenizers, written in Rust, raise when a disk fails:
     that is an OSError."""
-    with written(directory, f"checkpoint-{name}") as temporary:
+    with atomic_directory(directory, f"checkpoint-{name}") as temporary:
         try:
             yield temporary
         except Exception as error:
@@ -235,7 +241,7 @@ def _read_tensors(folder: Path, name: str) -> Flat:
 
 
 def _write_manifest(folder: Path, checkpoint: Checkpoint) -> None:
-    body = {"format": FORMAT, "step": checkpoint.step, "files": files_of(folder)}
+    body = {"format": FORMAT, "step": checkpoint.step, "files": list_files(folder)}
     if not checkpoint.trainer_state:
         body["model_alone"] = True
     manifest = {"sha256": _hash_json(body), "body": body}
@@ -252,10 +258,10 @@ def _put_in_place(temporary: Path, final: Path) -> list[Path]:
     aside = final.with_name(f"{final.name}-replaced")
     if final.exists():
         if aside.exists():
-            discard(aside)
+            remove_tree(aside)
         final.rename(aside)
     temporary.rename(final)
-    sync(final.parent)
+    fsync_path(final.parent)
     return [aside] if aside.exists() else []
 
 

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
-from rloo.algorithm.state import Parts, RunState
+from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.model import lora
 from rloo.model.parallel.sharded_checkpoint import write_parts
 from rloo.tracking.model_card import has_other_card
 from rloo.trainer.checkpoint import model_alone, save_checkpoint, save_model
 from rloo.trainer.resume import snapshot
-from rloo.trainer.trl_overrides import Owner
+from rloo.trainer.trl_overrides import TrainerHooks
 
 
 def write_checkpoint(
-    parts: Parts, state: RunState, owner: Owner, told: dict[str, Any] | None
+    parts: TrainerComponents, state: TrainState, owner: TrainerHooks, told: dict[str, Any] | None
 ) -> None:
     """Write a checkpoint of the run as it is, see `snapshot`; of the model alone, if nothing is
     `told`. All processes call this."""
@@ -50,21 +50,21 @@ def write_checkpoint(
         )
 
 
-def _write_parts(parts: Parts, tensors: dict[str, Tensor], folder: Path) -> None:
+def _write_parts(parts: TrainerComponents, tensors: dict[str, Tensor], folder: Path) -> None:
     """With all other processes, write what is divided to the main one's `folder`."""
-    write_parts(parts.world.from_main(str(folder)), tensors, parts.world)
+    write_parts(parts.world.broadcast_object(str(folder)), tensors, parts.world)
     if parts.world.is_main:
         parts.policy.files.save_description(folder)
 
 
-def write_result(parts: Parts, owner: Owner) -> None:
+def write_result(parts: TrainerComponents, owner: TrainerHooks) -> None:
     """Write the model of a run, its tokenizer and its card. All processes call this."""
     folder = parts.monitor.output_dir
     with parts.policy.files.collected():
         if not parts.world.is_main:
             return
         other_card = has_other_card(folder)
-        with parts.stop.held():
+        with parts.stop.deferred():
             save_model(folder, lambda aside: owner.save_model(str(aside)))
             if parts.policy.adapter is None:
                 lora.remove(folder)
@@ -76,7 +76,7 @@ def write_result(parts: Parts, owner: Owner) -> None:
             owner.create_model_card()
 
 
-def renew_card(parts: Parts, owner: Owner) -> None:
+def renew_card(parts: TrainerComponents, owner: TrainerHooks) -> None:
     """Write the model card again, after an evaluation that followed the result."""
     if parts.world.is_main and not has_other_card(parts.monitor.output_dir):
         owner.create_model_card()

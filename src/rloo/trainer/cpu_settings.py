@@ -82,12 +82,12 @@ def _settle_products(policy: Policy, args: RLOOConfig) -> None:
     if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
         chosen = []
     fault = cpu_matmul.fault() if chosen != [] else None
-    if policy.world.any(fault is not None):
+    if policy.world.any_rank(fault is not None):
         here = fault or "another process cannot use it"
         policy.notes.append(f"MKL computes all products, not oneDNN: {here} (onednn)")
         chosen = []
     if chosen is None:
-        chosen = policy.world.from_main(
+        chosen = policy.world.broadcast_object(
             cpu_matmul.choose(bf16=args.bf16) if policy.world.is_main else []
         )
     cpu_matmul.use(chosen)
@@ -98,7 +98,7 @@ def _settle_compiled(policy: Policy, args: RLOOConfig) -> None:
     gpu_kernels.use(False)
     if args.torch_compile:
         here = _why_not_compiled(policy, args)
-        reason = next(filter(None, policy.world.gather(here)), None)
+        reason = next(filter(None, policy.world.all_gather_object(here)), None)
         if reason is not None:
             policy.notes.append(f"nothing is compiled: {reason} (torch_compile)")
         gpu_kernels.use(reason is None)
@@ -109,7 +109,9 @@ def _why_not_compiled(policy: Policy, args: RLOOConfig) -> str | None:
         return "the model is not on a GPU"
     config = policy.model.config.get_text_config()
     dtype = reduced_precision(args) or torch.float32
-    return gpu_kernels.why_not(policy.device, dtype, config.hidden_size, head_size(config))
+    return gpu_kernels.unavailable_reason(
+        policy.device, dtype, config.hidden_size, head_size(config)
+    )
 
 
 def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
@@ -120,8 +122,8 @@ def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
     if on_cpu:
         _settle_products(policy, args)
     if args.cpu_kernels is not False:
-        here = kernels.why_not() if on_cpu else "the model is not on a CPU"
-        reason = next(filter(None, policy.world.gather(here)), None)
+        here = kernels.unavailable_reason() if on_cpu else "the model is not on a CPU"
+        reason = next(filter(None, policy.world.all_gather_object(here)), None)
         if reason and args.cpu_kernels:
             raise ValueError(f"cpu_kernels is true, but {reason}; leave it out (cpu_kernels)")
         if reason and on_cpu:

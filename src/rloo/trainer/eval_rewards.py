@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from rloo.addons.report.doctor.run_record import written
-from rloo.algorithm.rank_rollout import Judge
+from rloo.algorithm.rank_rollout import RewardScorer
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.rewards import RewardSet
@@ -22,7 +22,7 @@ from rloo.types import Group, Prompt, Text
 
 
 @dataclass(slots=True)
-class Judging:
+class EvalRewards:
     """`rewards` score completions as rewards do. `pairwise` are objects whose
     `judge(prompts, pairs)` returns for each pair of completions 0 if the first is better, 1 if the
     second is, -1 where it cannot tell, as TRL's do. What the starting policy said and got is kept
@@ -40,7 +40,7 @@ class Judging:
         args: RLOOConfig,
         trained: RewardSet,
         world: World,
-    ) -> Judging:
+    ) -> EvalRewards:
         """Of rewards in any form that training takes, or objects with `judge`; else those of
         `args.eval_reward`. Raises ValueError for a name that is trained, too."""
         specs: Any = args.eval_reward if given is None else given
@@ -70,7 +70,7 @@ class Judging:
             self.rewards.check(prompts[0].columns)
 
     def measure(
-        self, name: str, groups: Sequence[Group], judge: Judge, step: int
+        self, name: str, groups: Sequence[Group], judge: RewardScorer, step: int
     ) -> dict[str, Any]:
         """The metrics of these groups of the evaluation set `name`: mean, deviation and interval of
         each reward; and how often completions are better than those of step 0 with the same prompt
@@ -81,7 +81,7 @@ class Judging:
         by_function: dict[str, list[list[float | None]]] = {}
         if self.rewards is not None:
             prompts = [group.prompt for group in groups]
-            own = Judge(
+            own = RewardScorer(
                 self.rewards, judge.tokenizer, judge.world, judge.trainer_state, judge.noise
             )
             judged, logged = own.score(prompts, [g.completions for g in groups], learn=False)
@@ -100,7 +100,7 @@ class Judging:
                 self._keep(name, now)
             elif (start := self._kept(name)) is not None:
                 found = self._wins(start, now, [group.prompt for group in groups])
-        return metrics | judge.world.from_main(found)
+        return metrics | judge.world.broadcast_object(found)
 
     def _keep(self, name: str, now: dict[str, Any]) -> None:
         self._start[name] = now

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import TrainerState
 
-from rloo.algorithm.baselines import centred
-from rloo.algorithm.rank_rollout import Judge, sample
+from rloo.algorithm.baselines import subtract_baseline
+from rloo.algorithm.rank_rollout import RewardScorer, generate_on_ranks
 from rloo.config.config import RLOOConfig
 from rloo.engines.counter_rng import noise_key
 from rloo.model.policy import Policy
@@ -28,12 +28,12 @@ from rloo.rewards.reward_function import read_signature
 from rloo.tracking.metrics import interval, mean_intervals, rollout_metrics, task_metrics
 from rloo.tracking.summary_text import GRADED
 from rloo.trainer.build import make_sampling
-from rloo.trainer.eval_rewards import Judging
+from rloo.trainer.eval_rewards import EvalRewards
 from rloo.types import Completion, Engine, Group, Prompt, Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class EvaluationSettings:
     """How an evaluation samples and counts. A completion passes if the first reward function gives
     it at least `pass_threshold`; one that could not be scored does not pass."""
 
@@ -44,10 +44,10 @@ class Settings:
     pass_k: Sequence[int] = (1,)
 
 
-def settings_of(policy: Policy) -> Settings:
+def settings_of(policy: Policy) -> EvaluationSettings:
     """The settings of a policy's options: the same noise every time."""
     config = policy.config
-    return Settings(
+    return EvaluationSettings(
         make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
         config.num_generations_eval or config.num_generations,
         noise_key(config.seed, "eval", 0),
@@ -57,7 +57,7 @@ def settings_of(policy: Policy) -> Settings:
 
 
 def evaluate(
-    engine: Engine, prompts: Sequence[Prompt], judge: Judge, settings: Settings
+    engine: Engine, prompts: Sequence[Prompt], judge: RewardScorer, settings: EvaluationSettings
 ) -> tuple[dict[str, Any], list[Group]]:
     """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
     `*_interval` are 95 % intervals over the prompts; `reward_kind` tells whether the first reward
@@ -70,7 +70,7 @@ def evaluate(
         )
 
     def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
-        sampled = sample(engine, prompts, count, how, settings.noise, judge.world)
+        sampled = generate_on_ranks(engine, prompts, count, how, settings.noise, judge.world)
         return judge.score(prompts, sampled, learn=False)
 
     groups, logged = measure(settings.sampling, num_samples)
@@ -121,12 +121,14 @@ class Evaluator:
     engine: Engine
     rewards: RewardSet
     state: TrainerState
-    judging: Judging
+    judging: EvalRewards
 
     def measure(self, sets: Sets) -> Results:
         """The metrics of each set; see `evaluate`."""
         policy, settings = self.policy, settings_of(self.policy)
-        judge = Judge(self.rewards, policy.tokenizer, policy.world, self.state, settings.noise)
+        judge = RewardScorer(
+            self.rewards, policy.tokenizer, policy.world, self.state, settings.noise
+        )
         generators = capture_rng()  # reward functions may draw from them
         results = {}
         try:
@@ -147,7 +149,7 @@ def loss_of(groups: Sequence[Group]) -> float:
     rounding and tells nothing of the policy."""
     rewards = [math.nan if r is None else r for group in groups for r in group.rewards]
     numbers = [number for number, group in enumerate(groups) for _ in group.rewards]
-    return 0.0 - float(centred(torch.tensor(rewards), torch.tensor(numbers)).mean())
+    return 0.0 - float(subtract_baseline(torch.tensor(rewards), torch.tensor(numbers)).mean())
 
 
 def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:

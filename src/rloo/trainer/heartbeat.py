@@ -16,33 +16,33 @@ from typing import TYPE_CHECKING, Any
 from rloo.trainer.run_lock import BEAT
 
 if TYPE_CHECKING:
-    from rloo.algorithm.state import Parts
+    from rloo.algorithm.state import TrainerComponents
 
 # Written by the run; and by who wants it to save and end.
 MEMBERS, STOP = ".members.json", ".stop"
 
 
 @contextmanager
-def present(parts: Parts) -> Iterator[None]:
+def heartbeat(parts: TrainerComponents) -> Iterator[None]:
     """In this block, in which the folder is ours, workers may come, others see who is here, and may
     have the run end, as by SIGTERM. A collective."""
     world, folder = parts.world, parts.monitor.output_dir
     place = {"host": socket.gethostname(), "pid": os.getpid()}
     here = {"role": "trainer", "number": world.rank, **place}
-    ranks = world.gather(here)
+    ranks = world.all_gather_object(here)
     if not world.is_main:
         yield
         return
-    if world.hub is not None:
-        world.hub.open()
+    if world.worker_registry is not None:
+        world.worker_registry.open()
     over = threading.Event()
     known = {"max_steps": parts.monitor.max_steps, "ranks": ranks}
     thread = threading.Thread(target=_watch, args=(parts, folder, known, over), daemon=True)
     thread.start()
     try:
         yield
-        if world.hub is not None:
-            world.hub.finish()
+        if world.worker_registry is not None:
+            world.worker_registry.finish()
     finally:
         over.set()
         thread.join()
@@ -51,8 +51,10 @@ def present(parts: Parts) -> Iterator[None]:
             (folder / MEMBERS).unlink(missing_ok=True)
 
 
-def _watch(parts: Parts, folder: Path, known: dict[str, Any], over: threading.Event) -> None:
-    hub, before, asked = parts.world.hub, "", False
+def _watch(
+    parts: TrainerComponents, folder: Path, known: dict[str, Any], over: threading.Event
+) -> None:
+    hub, before, asked = parts.world.worker_registry, "", False
     while True:
         now = json.dumps(known | {"workers": hub.members() if hub else []})
         with suppress(OSError):  # a full disk: training will tell

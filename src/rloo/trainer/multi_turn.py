@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset, IterableDataset
 
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import context_of
 from rloo.config.tool_options import check_tools, refuse_in_vain
 from rloo.config.user_functions import load_function
 from rloo.data.iterable_dataset import Prompts
-from rloo.data.prompt_dataset import PromptSource
-from rloo.distributed.sharded_tensor import is_divided
+from rloo.data.prompt_dataset import PromptDataset
+from rloo.distributed.sharded_tensor import is_sharded
 from rloo.model.model_loading import num_embedded
 from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
 from rloo.types import Engine
 
 if TYPE_CHECKING:  # a run without tools does not load them
-    from rloo.episodes.environments import Stage
-    from rloo.episodes.tools import Tools
+    from rloo.episodes.environments import EnvironmentPool
+    from rloo.episodes.tools import ToolSet
 
 # What is said to a model whose environment says the rest.
 _NOTHING = [{"role": "user", "content": ""}]
@@ -37,32 +37,37 @@ Factories = Factory | str | Mapping[str, Factory | str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class MultiTurnSetup:
     """Tools by the name of an environment, None where there is one for all, or none at all; and the
     environments; or a function that makes rollouts. Empty: completions are single turns, and
     nothing here does anything."""
 
-    tools: Mapping[str | None, Tools] = field(default_factory=dict)
-    stage: Stage | None = None
-    own: RolloutFunc | None = None
+    tools: Mapping[str | None, ToolSet] = field(default_factory=dict)
+    environments: EnvironmentPool | None = None
+    rollout_func: RolloutFunc | None = None
     factories: Sequence[Factory] = ()
 
-    def called(self, rewards: RewardSet) -> list[Any]:
+    def user_functions(self, rewards: RewardSet) -> list[Any]:
         """All functions of the user's that a rollout calls."""
-        own = [] if self.own is None else [self.own]
+        own = [] if self.rollout_func is None else [self.rollout_func]
         return [*rewards.functions, *self.functions, *self.factories, *own]
 
-    def dataset(self, rows: Any, args: RLOOConfig, batches: Batches) -> Any:
+    def dataset(self, rows: Any, args: RLOOConfig, batches: BatchSizes) -> Any:
         """`rows` to train on: without any, as many as a rollout has that say nothing, where there
         is one environment, which says all, and `max_steps` the length of the run, as in TRL."""
-        if rows is not None or self.stage is None or None not in self.tools or args.max_steps <= 0:
+        if (
+            rows is not None
+            or self.environments is None
+            or None not in self.tools
+            or args.max_steps <= 0
+        ):
             return rows
         return Dataset.from_dict({"prompt": [_NOTHING] * batches.prompts_per_rollout})
 
     def rows(self, given: Any, args: RLOOConfig) -> Any:
         """The same, where there are environments and rows have no prompt with one that says
         nothing. Those that are named, as files are, have what they have."""
-        if self.stage is None or args.prompt_template is not None:
+        if self.environments is None or args.prompt_template is not None:
             return given
         if isinstance(given, Mapping):
             return {name: self.rows(rows, args) for name, rows in given.items()}
@@ -89,20 +94,20 @@ class Turns:
     def checked(self, source: Prompts) -> Prompts:
         """The same. Raises ValueError for rows that there is no environment for, and for prompts
         that no episode can begin with, as far as the first one tells."""
-        if self.tools and isinstance(source, PromptSource):
+        if self.tools and isinstance(source, PromptDataset):
             from rloo.episodes.multi_turn_engine import check_prompts
 
             check_prompts(first := source.all_prompts(1))
-            if self.stage is not None:
-                self.stage.check(first)
+            if self.environments is not None:
+                self.environments.check(first)
                 if "environment" in source.columns:
-                    self.stage.check_names(source.values("environment"))
+                    self.environments.check_names(source.values("environment"))
         return source
 
     def with_rewards(self, given: Any, args: RLOOConfig) -> tuple[Any, RLOOConfig]:
         """`given` rewards, or those that `args` name, and then those of environments, which weigh
         1."""
-        if self.stage is None or not (own := self.stage.rewards()):
+        if self.environments is None or not (own := self.environments.rewards()):
             return given, args
         specs = args.reward if given is None else given
         specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
@@ -110,28 +115,30 @@ class Turns:
             args = args.with_values(reward_weights=[*args.reward_weights, *[1.0] * len(own)])
         return [*specs, *own], args
 
-    def offered(self, rewards: RewardSet) -> RewardSet:
+    def with_environment_rewards(self, rewards: RewardSet) -> RewardSet:
         """The same, with what its functions may ask for besides columns."""
-        if self.stage is not None:
+        if self.environments is not None:
             rewards.offered = ("environments",)
-        if self.own is not None:  # whatever it returns
+        if self.rollout_func is not None:  # whatever it returns
             rewards.offered = rewards.required
         return rewards
 
-    def around(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
+    def wrap_engine(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
         """An engine whose completions are episodes. Raises ValueError for a model whose chat
         template is not fit for that, and for what several processes cannot do."""
-        if self.own is not None or self.tools:
+        if self.rollout_func is not None or self.tools:
             self._check_processes(engine, trainer)
-        if self.own is not None:
-            from rloo.episodes.rollout_func import OwnRollouts
+        if self.rollout_func is not None:
+            from rloo.episodes.rollout_func import RolloutFuncEngine
 
-            policy.notes.append(f"{_named(self.own)} makes the rollouts (rollout_func)")
-            return OwnRollouts(engine, self.own, weakref.ref(trainer), num_embedded(policy.model))
+            policy.notes.append(f"{_named(self.rollout_func)} makes the rollouts (rollout_func)")
+            return RolloutFuncEngine(
+                engine, self.rollout_func, weakref.ref(trainer), num_embedded(policy.model)
+            )
         if not self.tools:
             return engine
-        from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-        from rloo.episodes.renderer_check import find_dialect
+        from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+        from rloo.episodes.renderer_check import find_renderer
 
         if policy.processing_class is not policy.tokenizer:
             raise ValueError(
@@ -143,34 +150,40 @@ class Turns:
         casts = {}
         for name, tools in self.tools.items():
             options = self.shown(args, name).chat_template_kwargs or {}
-            casts[name] = Cast(tools, find_dialect(policy.tokenizer, ends, options))
+            casts[name] = EpisodeSetup(tools, find_renderer(policy.tokenizer, ends, options))
             where = "" if name is None else f" in {name}"
             policy.notes.append(f"the model may call {', '.join(tools.names)}{where} (tools)")
-        limits = Limits(
+        limits = EpisodeLimits(
             args.max_tool_calling_iterations,
             args.episode_timeout,
             args.max_prompt_length,
             context_of(policy.model.config.get_text_config()),
         )
-        return EpisodeEngine(engine, casts, limits, self.stage)
+        return MultiTurnEngine(engine, casts, limits, self.environments)
 
     def _check_processes(self, engine: Engine, trainer: Any) -> None:
         """Raise ValueError for what would have to be in several processes at once."""
         world, judging = trainer.world, trainer.judging.rewards
-        divided = any(map(is_divided, trainer.policy.parameters))
-        if world.size > 1 and divided and not engine.facts.copies_weights:
+        divided = any(map(is_sharded, trainer.policy.parameters))
+        if world.size > 1 and divided and not engine.capabilities.copies_weights:
             raise ValueError(
-                f"the engine {engine.facts.name} gathers divided weights anew for each turn, for "
+                f"the engine {engine.capabilities.name} gathers divided weights anew for each turn, for "
                 "which all processes must come together, and their episodes do not have the same "
                 "number of turns; the native engine of a model with a fused decoder has a copy "
                 "(rollout_engine, rollout_copy, parallel)"
             )
-        there = [trainer.rewards] if self.own is not None or self.stage is not None else []
-        if self.own is not None and judging is not None:
+        there = (
+            [trainer.rewards]
+            if self.rollout_func is not None or self.environments is not None
+            else []
+        )
+        if self.rollout_func is not None and judging is not None:
             there.append(judging)
         for rewards in there:
             if world.size > 1 and not rewards.shared:
-                what = "rollout_func returns" if self.own is not None else "environments have"
+                what = (
+                    "rollout_func returns" if self.rollout_func is not None else "environments have"
+                )
                 raise ValueError(
                     f"one of the rewards {', '.join(rewards.names)} keeps a state (state_dict), so "
                     "that it is called for all completions in the main process, where what "
@@ -178,12 +191,12 @@ class Turns:
                 )
 
 
-def turns_of(
+def multi_turn_setup(
     given: Sequence[Callable[..., Any] | str] | None,
     factories: Factories,
     own: RolloutFunc | None,
     args: RLOOConfig,
-) -> Turns:
+) -> MultiTurnSetup:
     """The tools that are `given`, or else named by `args.tools`, and environments likewise. Raises
     ValueError for what is no tool, and for what cannot be combined with tools."""
     specs = args.tools if given is None else given
@@ -196,28 +209,28 @@ def turns_of(
     if not specs and factories is None:
         refuse_in_vain(args)
         if own is None:
-            return Turns()
+            return MultiTurnSetup()
     check_tools(args, own=own is not None)
     if own is not None:
-        return Turns(own=own)
+        return MultiTurnSetup(rollout_func=own)
     if "tools" in (args.chat_template_kwargs or {}):
         raise ValueError(
             "chat_template_kwargs has tools, which are told of by themselves; leave them out there "
             "(tools, chat_template_kwargs)"
         )
-    from rloo.episodes.environments import Stage, tools_of
-    from rloo.episodes.tools import Tools
+    from rloo.episodes.environments import EnvironmentPool, environment_tools
+    from rloo.episodes.tools import ToolSet
 
     functions = [load_function(s, "tool") if isinstance(s, str) else s for s in specs]
     characters = args.max_tool_response_length
     if factories is None:
-        return Turns({None: Tools(functions, characters=characters)})
+        return MultiTurnSetup({None: ToolSet(functions, characters=characters)})
     by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}
     made = {name: _factory(factory) for name, factory in by_name.items()}
-    stage = Stage(made)
-    return Turns(
+    stage = EnvironmentPool(made)
+    return MultiTurnSetup(
         {
-            name: Tools(functions, characters=characters, example=e, methods=tools_of(e))
+            name: ToolSet(functions, characters=characters, example=e, methods=environment_tools(e))
             for name, e in stage.examples.items()
         },
         stage,

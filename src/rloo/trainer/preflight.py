@@ -15,7 +15,7 @@ from typing import Any
 
 from rloo.addons.integrations.reasoning_gym.task_names import check_names
 from rloo.config.config import RLOOConfig
-from rloo.config.fields import Faults, faults_of
+from rloo.config.fields import ConfigErrors, config_errors
 from rloo.config.launcher_env import is_launched
 from rloo.config.reasoning_gym_options import is_gym
 from rloo.config.user_functions import check_function
@@ -65,7 +65,7 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
         with _noting(faults):
             check_function(config.estimator, "estimator")
     if faults:
-        raise Faults(faults)
+        raise ConfigErrors(faults)
 
 
 def check_merge(config: RLOOConfig) -> None:
@@ -86,7 +86,7 @@ def _noting(faults: list[str]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        faults += faults_of(error)
+        faults += config_errors(error)
 
 
 def check_threads(number: int | None) -> None:

@@ -8,40 +8,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from rloo.algorithm.state import Parts, RunState
+from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.distributed.process_exit import no_silent_end
-from rloo.distributed.sharded_tensor import is_divided
+from rloo.distributed.sharded_tensor import is_sharded
 from rloo.model.policy import Policy
-from rloo.model.training_state import WeightsApart, digest
+from rloo.model.training_state import WeightsDiverged, digest
 from rloo.tracking.jsonl import versions
 
 
 @contextmanager
-def together(parts: Parts, state: RunState) -> Iterator[None]:
+def ranks_in_sync(parts: TrainerComponents, state: TrainState) -> Iterator[None]:
     """Signals are handled in this block. No process leaves it by an error without the others, nor
     before the main one has saved what is to be saved. Raises ValueError where an earlier error has
     left them out of step."""
-    parts.world.require_lines()
-    links = parts.world.links
+    parts.world.require_device_groups()
+    links = parts.world.collectives
     if links is not None:
         links.signals = parts.stop
         links.where = lambda: f"{parts.clock.current or 'the start'} of step {state.step + 1}"
     try:
-        with parts.world.telling(), parts.stop.listening(), no_silent_end("the run"):
+        with parts.world.reporting_failure(), parts.stop.handling(), no_silent_end("the run"):
             yield
     finally:
         parts.rollouts.close()
         parts.world.end()
 
 
-def require_same_start(
+def check_ranks_agree(
     world: World, config: RLOOConfig, policy: Policy, called: Sequence[Any], data: Any
 ) -> None:
     """Raise ValueError, with both values and ranks, if a process has other options, weights,
     functions that are `called` (rewards, tools), prompts or versions than the main one."""
-    if world.links is None:
+    if world.collectives is None:
         return
     sources = [_source_of(function) for function in called]
     mine = {
@@ -51,7 +51,7 @@ def require_same_start(
         "the dataset": repr(data),
         "the rewards and tools": _short(repr(sources)),
     }
-    main, *others = world.gather(mine)
+    main, *others = world.all_gather_object(mine)
     for rank, facts in enumerate(others, start=1):
         for name, value in main.items():
             if facts[name] != value:
@@ -61,18 +61,18 @@ def require_same_start(
                 )
 
 
-def require_same_weights(parts: Parts, state: RunState) -> bool:
-    """Whether some process was asked to save. Raises WeightsApart for weights that have come
+def check_same_weights(parts: TrainerComponents, state: TrainState) -> bool:
+    """Whether some process was asked to save. Raises WeightsDiverged for weights that have come
     apart."""
-    if parts.world.links is None:
+    if parts.world.collectives is None:
         return parts.stop.save_wanted
     # Of divided weights there is one copy.
-    divided = any(map(is_divided, parts.policy.parameters))
+    divided = any(map(is_sharded, parts.policy.parameters))
     found = "" if divided else digest(parts.policy.parameters)
-    wants = parts.world.gather((parts.stop.save_wanted, found))
+    wants = parts.world.all_gather_object((parts.stop.save_wanted, found))
     for rank, (_, found) in enumerate(wants):
         if found != wants[0][1]:
-            raise WeightsApart(
+            raise WeightsDiverged(
                 f"after step {state.step} the weights of rank {rank} are not those of rank 0; all "
                 "start with the same and sum the same gradients, so one computes wrongly, or a "
                 "callback has changed them on some alone"

@@ -15,14 +15,14 @@ from rloo.config.vllm_options import servers_dtype, tolerance_of
 from rloo.data.tasks import resolve_model
 from rloo.distributed.sharded_tensor import shape_of
 from rloo.distributed.standard_streams import say
-from rloo.engines.engine_worker import how_of
+from rloo.engines.engine_worker import engine_worker_config
 from rloo.engines.native.fused_decoder import can_fuse
 from rloo.engines.native.support import supports
-from rloo.engines.remote_engine import ApartEngine, Workers
-from rloo.engines.vllm.nccl import why_not
-from rloo.engines.vllm.server_process import HERE, Serving, guarded_environment, require_key
-from rloo.engines.vllm.vllm_engine import Settings
-from rloo.model.export import Exported, tied_outputs
+from rloo.engines.remote_engine import RemoteEngine, RemoteEngineConfig
+from rloo.engines.vllm.nccl import unavailable_reason
+from rloo.engines.vllm.server_process import HERE, ServerConfig, guarded_environment, require_key
+from rloo.engines.vllm.vllm_engine import VLLMSettings
+from rloo.model.export import PolicyExport, tied_outputs
 from rloo.model.policy import Policy
 from rloo.tracking.jsonl import LOGS
 
@@ -34,9 +34,9 @@ def serving_of(
     *,
     tied: bool = False,
     sleeps: bool = False,
-) -> Serving:
-    """How a server of `model` is started for a run of these options. See `Serving`."""
-    return Serving(
+) -> ServerConfig:
+    """How a server of `model` is started for a run of these options. See `ServerConfig`."""
+    return ServerConfig(
         model,
         dtype=servers_dtype(config),
         max_model_length=config.vllm_max_model_length,
@@ -53,14 +53,16 @@ def serving_of(
     )
 
 
-def exported(policy: Policy) -> Exported:
+def exported(policy: Policy) -> PolicyExport:
     """The policy as servers take it."""
     config = policy.config
     dtype = getattr(torch, servers_dtype(config))
-    return Exported(policy, dtype, merge=bool(config.vllm_merge_adapter), untie=must_untie(policy))
+    return PolicyExport(
+        policy, dtype, merge=bool(config.vllm_merge_adapter), untie=must_untie(policy)
+    )
 
 
-def serving_alone(config: RLOOConfig, name: str) -> Serving:
+def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
     """How `rloo vllm-serve` starts a server of the model `name` for runs that are elsewhere.
     Raises OSError for one whose configuration is not to be had."""
     model = resolve_model(name)
@@ -92,7 +94,7 @@ def must_untie(policy: Policy) -> bool:
     return policy.device.type == "cpu" and bool(tied_outputs(policy.model))
 
 
-def settings_of(policy: Policy, source: Exported) -> Settings:
+def settings_of(policy: Policy, source: PolicyExport) -> VLLMSettings:
     """How a run finds its servers, and for how long it waits for them."""
     config = policy.config
     size, given = config.vllm_tensor_parallel_size, config.vllm_devices
@@ -120,7 +122,7 @@ def settings_of(policy: Policy, source: Exported) -> Settings:
     folder = Path(config.output_dir).absolute()
     elsewhere = config.rollout_engine == "vllm_server" or config.vllm_weights_dir
     weights = _weights_folder(config) if elsewhere else None
-    return Settings(
+    return VLLMSettings(
         serving,
         urls=tuple(config.vllm_server_base_url or ()),
         devices=tuple(devices),
@@ -144,15 +146,15 @@ def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
         return "an adapter travels as the files that vLLM loads"
     if config.rollout_engine == "vllm" and config.vllm_devices is None:
         return "the servers have the trainer's own GPU (vllm_devices)"
-    return why_not(policy.device)
+    return unavailable_reason(policy.device)
 
 
-def make_apart(policy: Policy, precision: torch.dtype | None) -> ApartEngine:
+def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
     """The native engine, or hf, in a process of its own, with the autocast `precision`."""
     config, model = policy.config, policy.model
     why_slow = None
     if config.rollout_engine != "hf":
-        with policy.whole(in_turn=True):
+        with policy.gathered_weights(in_turn=True):
             why_slow = supports(model, fused=False)
     if why_slow is not None:
         policy.notes.append(
@@ -179,8 +181,8 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> ApartEngine:
         )
     computed = str(precision).removeprefix("torch.") if precision else None
     placed = config.remote_workers in ("sample", "both")
-    hub = policy.world.hub if placed else None
-    how = how_of(
+    hub = policy.world.worker_registry if placed else None
+    how = engine_worker_config(
         model,
         engine=engine,
         # One that is placed sees the GPUs that it may use.
@@ -190,15 +192,15 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> ApartEngine:
         dtype=config.rollout_dtype or computed,
         trust_remote_code=config.trust_remote_code,
     )
-    source = Exported(policy, torch.float32, merge=True)
-    workers = Workers(
+    source = PolicyExport(policy, torch.float32, merge=True)
+    workers = RemoteEngineConfig(
         config.sampler_processes or 1,
         hub,
         seconds=config.ddp_timeout,
         folder=_weights_folder(config) if placed else None,
         room=4 * sum(shape_of(p).numel() for p in model.parameters()),
     )
-    return ApartEngine(how, source, workers)
+    return RemoteEngine(how, source, workers)
 
 
 def _weights_folder(config: RLOOConfig) -> Path:

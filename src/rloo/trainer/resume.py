@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rloo.algorithm.state import InHand, Parts, RunState
+from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
 from rloo.config.config import RLOOConfig
 from rloo.model.parallel.sharded_checkpoint import has_parts
 from rloo.model.training_state import (
@@ -45,7 +45,7 @@ CHOSEN = (
 # fmt: on
 
 
-def snapshot(parts: Parts, state: RunState, told: dict[str, Any]) -> Checkpoint:
+def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) -> Checkpoint:
     """Everything but the weights. `told`: the resolved options (`config`), and what a resumed run
     goes on to tell, as JSON values."""
     policy = parts.policy
@@ -61,9 +61,9 @@ def snapshot(parts: Parts, state: RunState, told: dict[str, Any]) -> Checkpoint:
         "callbacks": parts.events.state_dict(),
     }
     hand = None
-    if state.in_hand is not None:
-        samples = [replace(s, home=None) for s in state.in_hand.samples]
-        hand = replace(state.in_hand, samples=samples).state_dict()
+    if state.active_rollout is not None:
+        samples = [replace(s, owner_rank=None) for s in state.active_rollout.samples]
+        hand = replace(state.active_rollout, samples=samples).state_dict()
     return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state, hand)
 
 
@@ -86,7 +86,7 @@ def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
 
 
 def restore(
-    parts: Parts, state: RunState, path: Path, *, same_options: bool = False
+    parts: TrainerComponents, state: TrainState, path: Path, *, same_options: bool = False
 ) -> dict[str, Any]:
     """Restore a run from a checkpoint; return the checkpoint's trainer_state. Raises ValueError for
     one of another model, or that started from other weights, and for changed options that a
@@ -120,8 +120,8 @@ def restore(
     restore_rng(checkpoint.rng)
     first = state.step
     if checkpoint.rollout is not None:
-        state.in_hand = InHand.of_state(checkpoint.rollout, state.position)
-        first += parts.batches.steps_per_rollout - state.in_hand.done
+        state.active_rollout = ActiveRollout.of_state(checkpoint.rollout, state.position)
+        first += parts.batches.steps_per_rollout - state.active_rollout.steps_done
     parts.rollouts.load_state_dict(state.position, step=first)
     state.trainer.epoch = parts.rollouts.epoch
     best = saved["state"]["best_global_step"]
@@ -133,7 +133,7 @@ def restore(
     return saved
 
 
-def _compare(saved: dict[str, Any], parts: Parts, changed: list[str]) -> None:
+def _compare(saved: dict[str, Any], parts: TrainerComponents, changed: list[str]) -> None:
     before = saved["config"]
     config, policy = parts.config, parts.policy
     now = config.to_dict()

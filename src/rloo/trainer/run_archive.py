@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rloo.data.images import FOLDER as IMAGES
-from rloo.distributed.atomic_io import sync
+from rloo.distributed.atomic_io import fsync_path
 from rloo.tracking.model_card import FILE as CARD
 from rloo.tracking.model_card import has_other_card
 
-EARLIER = "earlier"
+ARCHIVE_DIR = "earlier"
 # What is being moved; it gets its number when all of it is there.
 _MOVING = "moving"
 # The result, as transformers and peft name it, and what scripts save beside it as with Trainer.
@@ -25,12 +25,12 @@ RESULT = (
 )  # fmt: skip
 
 
-def move_aside(folder: Path, records: list[Path]) -> Path:
+def archive_run(folder: Path, records: list[Path]) -> Path:
     """Move `records` and the result of a run to a new folder `earlier/N` in `folder`; returns it.
     Where that is interrupted, the next call goes on."""
-    (folder / EARLIER / _MOVING).mkdir(parents=True, exist_ok=True)
+    (folder / ARCHIVE_DIR / _MOVING).mkdir(parents=True, exist_ok=True)
     for item in [*_result(folder), *records]:  # by the records a run is known: last
-        place = folder / EARLIER / _MOVING / item.relative_to(folder)
+        place = folder / ARCHIVE_DIR / _MOVING / item.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         _move(item, place)
     return _number(folder)
@@ -47,16 +47,16 @@ def _move(item: Path, place: Path) -> None:
 
 def is_moving(folder: Path) -> bool:
     """Whether a run there was being moved when the process that moved it was killed."""
-    return (folder / EARLIER / _MOVING).exists()
+    return (folder / ARCHIVE_DIR / _MOVING).exists()
 
 
 def _number(folder: Path) -> Path:
-    earlier = folder / EARLIER
+    earlier = folder / ARCHIVE_DIR
     numbers = [int(path.name) for path in earlier.iterdir() if path.name.isdigit()]
     place = earlier / str(1 + max(numbers, default=0))
-    sync(earlier / _MOVING)
+    fsync_path(earlier / _MOVING)
     (earlier / _MOVING).rename(place)
-    sync(earlier)
+    fsync_path(earlier)
     return place
 
 

@@ -14,7 +14,7 @@ from rloo.addons.report.html import PAGE
 from rloo.config.config import RLOOConfig
 from rloo.config.parser import parse_command_line
 from rloo.distributed import World
-from rloo.distributed.atomic_io import discard, sync
+from rloo.distributed.atomic_io import fsync_path, remove_tree
 from rloo.tracking.jsonl import (
     ALARMS,
     COMPLETIONS,
@@ -37,7 +37,7 @@ from rloo.trainer.checkpoint import (
 from rloo.trainer.heartbeat import MEMBERS, STOP
 from rloo.trainer.preflight import check_folder
 from rloo.trainer.resume import changed_options
-from rloo.trainer.run_archive import EARLIER, is_moving, move_aside
+from rloo.trainer.run_archive import ARCHIVE_DIR, archive_run, is_moving
 from rloo.trainer.run_lock import LOCK, locked
 
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
@@ -51,7 +51,7 @@ RESULT = {"steps", "config", "totals"}
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartPoint:
     """Where a run begins: at a checkpoint, or without one (None) at step 0. With `same_options`
     only a run with the same options goes on. `finished` is the summary of a run that has ended."""
 
@@ -62,7 +62,9 @@ class Start:
 
 
 @contextmanager
-def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> Iterator[Start]:
+def acquire_run_dir(
+    config: RLOOConfig, resume_from_checkpoint: str | bool | None
+) -> Iterator[StartPoint]:
     """Own `config.output_dir` in this block, and prepare it for a run that starts where it is told:
     by `resume_from_checkpoint`, or by the option. Raises ValueError for a folder that is the
     model's, another program's or another run's."""
@@ -70,7 +72,7 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
     folder = Path(config.output_dir).absolute()
     resume = resume_from_checkpoint or config.resume_from_checkpoint
     if not os.path.exists(folder):  # also where no folder can have that name
-        find_start(folder, resume)  # what is refused leaves no folder
+        find_start_point(folder, resume)  # what is refused leaves no folder
     try:
         _make(folder)
         (folder / LOCK).touch()
@@ -79,8 +81,8 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
     with locked(folder):
         for name in (MEMBERS, STOP):  # of one that was killed
             (folder / name).unlink(missing_ok=True)
-        moved = move_aside(folder, _records(folder)) if is_moving(folder) else None
-        start = find_start(folder, resume)
+        moved = archive_run(folder, _records(folder)) if is_moving(folder) else None
+        start = find_start_point(folder, resume)
         if moved is not None:
             start.notes.append(f"the run that was in {folder} is now in {moved}")
         if start.same_options and start.checkpoint is None:
@@ -91,28 +93,28 @@ def claimed(config: RLOOConfig, resume_from_checkpoint: str | bool | None) -> It
 
 
 @contextmanager
-def claimed_by_main(
+def acquire_run_dir_on_main(
     world: World, config: RLOOConfig, resume_from_checkpoint: str | bool | None
-) -> Iterator[Start]:
-    """As `claimed`, by the main process for all."""
+) -> Iterator[StartPoint]:
+    """As `acquire_run_dir`, by the main process for all."""
     if world.is_main:
         with ExitStack() as stack:
             try:
-                start = stack.enter_context(claimed(config, resume_from_checkpoint))
+                start = stack.enter_context(acquire_run_dir(config, resume_from_checkpoint))
             except ValueError as error:
-                world.from_main((str(error), None, False, {}))
+                world.broadcast_object((str(error), None, False, {}))
                 raise
             found = start.checkpoint and str(start.checkpoint)
-            world.from_main(("", found, start.same_options, start.finished))
+            world.broadcast_object(("", found, start.same_options, start.finished))
             yield start
     else:
         begins: tuple[str, str | None, bool, dict[str, Any]] = ("", None, False, {})
-        refused, found, same_options, finished = world.from_main(begins)
+        refused, found, same_options, finished = world.broadcast_object(begins)
         if refused:
             raise ValueError(refused)
         if OUTPUT in os.environ:
             redirect_output(Path(config.output_dir) / LOGS / f"rank-{world.rank}.log")
-        yield Start(Path(found) if found else None, same_options, finished)
+        yield StartPoint(Path(found) if found else None, same_options, finished)
 
 
 def _require_same_run(folder: Path, config: RLOOConfig) -> None:
@@ -135,14 +137,14 @@ def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing or [folder]:  # it may have been made by a run that was killed then
         with suppress(OSError):  # a parent that may not be read: nobody can do more
-            sync(path.parent)
+            fsync_path(path.parent)
 
 
-def find_start(folder: Path, resume: str | bool | None) -> Start:
+def find_start_point(folder: Path, resume: str | bool | None) -> StartPoint:
     """Where to start: at the checkpoint named; for True and "auto" at the newest in `folder`.
     Raises ValueError if it does not exist, for True also where there was no run at all."""
     if resume is None or resume is False:
-        return Start(None)
+        return StartPoint(None)
     if resume is True or resume == AUTO:
         summary = read_summary(folder)
         newest, damaged = find_checkpoint(folder)
@@ -158,7 +160,7 @@ def find_start(folder: Path, resume: str | bool | None) -> Start:
             damaged = ["the run here ended before its first checkpoint; it starts again"]
         ended = resume == AUTO and summary.get("status") == "finished"
         finished = summary if ended and summary.keys() >= RESULT else {}
-        return Start(newest, resume == AUTO, finished, damaged)
+        return StartPoint(newest, resume == AUTO, finished, damaged)
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
@@ -166,10 +168,10 @@ def find_start(folder: Path, resume: str | bool | None) -> Start:
     here = (own for _, own in list_checkpoints(folder) if own.exists() and own.samefile(path))
     path = next(here, path)
     verify_checkpoint(path, whole=True)
-    return Start(path)
+    return StartPoint(path)
 
 
-def _go_back_to(start: Start, folder: Path) -> None:
+def _go_back_to(start: StartPoint, folder: Path) -> None:
     """Have nothing in `folder` that tells of a later step than the checkpoint: neither that the run
     has finished, nor another checkpoint, which a run that is killed now would go on from."""
     assert start.checkpoint is not None
@@ -185,7 +187,7 @@ def _go_back_to(start: Start, folder: Path) -> None:
     for _, later in [found for found in list_checkpoints(folder) if found[0] > step]:
         aside = later.with_name(f"superseded-{later.name}")
         if aside.exists() or aside.is_symlink():
-            discard(aside)
+            remove_tree(aside)
         later.rename(aside)
         start.notes.append(f"going on from step {step}: {later.name} is now {aside.name}")
 
@@ -200,7 +202,7 @@ def _records(folder: Path) -> list[Path]:
 def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
     """Move a run aside; returns what is to be said of it."""
     finished = read_summary(folder).get("status") == "finished"
-    place = move_aside(folder, records)
+    place = archive_run(folder, records)
     said = f"the run that was in {folder} is now in {place}"
     if finished:
         return said
@@ -214,18 +216,20 @@ def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
 
 def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
     """Refuse to move the run whose checkpoint is the model, which would not be found again."""
-    model, earlier = Path(config.model or ""), (folder / EARLIER).resolve()
+    model, earlier = Path(config.model or ""), (folder / ARCHIVE_DIR).resolve()
     model = Path(os.path.realpath(model.parent)) / model.name  # where it is named, if it is a link
     inside = config.model is not None and model.is_relative_to(folder.resolve())
     if inside and model.is_dir() and not model.is_relative_to(earlier):
         raise ValueError(
             f"model {config.model} is in output_dir {folder}, whose run would be moved to "
-            f"{EARLIER}/; name another folder (output_dir), or go on with that run "
+            f"{ARCHIVE_DIR}/; name another folder (output_dir), or go on with that run "
             "(resume_from_checkpoint)"
         )
 
 
-def clear(folder: Path, config: RLOOConfig, *, start: Start, resume: str | bool | None) -> None:
+def clear(
+    folder: Path, config: RLOOConfig, *, start: StartPoint, resume: str | bool | None
+) -> None:
     """Remove unfinished checkpoints. Where a run begins, move the one that was there to
     `earlier/N`, or with `overwrite_output_dir` remove all that this program wrote of it and nothing
     else. Raises ValueError where that would take what is needed, or what others wrote."""
@@ -258,9 +262,9 @@ def clear(folder: Path, config: RLOOConfig, *, start: Start, resume: str | bool 
             start.notes.append(_keep(folder, records, checkpoints))
         else:
             for item in records:
-                discard(item) if item.is_dir() else item.unlink()
+                remove_tree(item) if item.is_dir() else item.unlink()
     for path in folder.glob("tmp-checkpoint-*"):
-        discard(path)
+        remove_tree(path)
     if start.checkpoint is not None:
         _go_back_to(start, folder)
-    sync(folder)  # what was removed stays so
+    fsync_path(folder)  # what was removed stays so

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import DefaultFlowCallback
 
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
 
@@ -20,11 +20,11 @@ from rloo.config.config import RLOOConfig
 _TRIED_BYTES = 2**25
 
 
-def count_due(
-    config: RLOOConfig, state: TrainerState, batches: Batches, num_rows: int
+def count_evaluations_and_saves(
+    config: RLOOConfig, state: TrainerState, batches: BatchSizes, num_rows: int
 ) -> tuple[int, int]:
     """The evaluations and the checkpoints of a run from its first step on, as Trainer's own
-    callback asks for them and `Session` makes them: at the end of a rollout. With `save_strategy`
+    callback asks for them and `TrainingLoop` makes them: at the end of a rollout. With `save_strategy`
     best each evaluation may be the best one; callbacks that end a run are not known."""
     state, control = copy.copy(state), TrainerControl()
     flow, arguments = DefaultFlowCallback(), to_training_arguments(config)
@@ -56,7 +56,7 @@ def count_due(
     return evaluations, checkpoints
 
 
-def never_due(config: RLOOConfig) -> list[str]:
+def unused_intervals(config: RLOOConfig) -> list[str]:
     """A note for each interval that is given and, by its strategy, of no use."""
     notes = []
     for name in ("eval", "save"):

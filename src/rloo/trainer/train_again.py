@@ -14,7 +14,7 @@ from rloo.config.config import RLOOConfig
 _PLACE = ("is_world_process_zero", "is_local_process_zero", "is_hyper_param_search")
 
 
-class Schedule:
+class InitialLearningRates:
     """The learning rates as they were before the first step."""
 
     def __init__(self, scheduler: Any, remake: Callable[[int], Any] | None = None) -> None:

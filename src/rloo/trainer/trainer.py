@@ -14,42 +14,42 @@ from transformers.trainer_utils import TrainOutput
 
 from rloo.addons.integrations.reasoning_gym.curriculum import with_curriculum
 from rloo.algorithm.async_rollout import make_rollouts
-from rloo.algorithm.estimator_registry import chosen_estimator
-from rloo.algorithm.kl_controller import Adaptive
-from rloo.algorithm.state import Parts, RunState
-from rloo.algorithm.stop_signals import Stop
+from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.state import TrainerComponents, TrainState
+from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.launcher_env import check_launch
 from rloo.config.presets import remarks
-from rloo.data.iterable_dataset import Prompts, StreamSource
+from rloo.data.iterable_dataset import IterablePromptDataset, Prompts
 from rloo.model.model_loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler, decayed_names
 from rloo.model.policy import Policy
 from rloo.model.token_budget import workload_of
 from rloo.tracking.callbacks import Events, make_loggers
-from rloo.tracking.hub_upload import Hub
+from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.model_card import write_card
 from rloo.tracking.monitor import Monitor
-from rloo.tracking.profiler import Clock
+from rloo.tracking.profiler import PhaseTimer
 from rloo.trainer import build, train_again, trl_attributes, trl_overrides
 from rloo.trainer.build import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.trainer.checkpoint import find_checkpoint
 from rloo.trainer.cpu_settings import keep_freed_memory
-from rloo.trainer.eval_rewards import Judging
+from rloo.trainer.eval_rewards import EvalRewards
 from rloo.trainer.evaluate import Evaluator, Results, check_evaluation, flatten
-from rloo.trainer.heartbeat import present
-from rloo.trainer.multi_turn import Factories, RolloutFunc, turns_of
-from rloo.trainer.rank_checks import require_same_start, together
-from rloo.trainer.run_dir import AUTO, claimed_by_main
-from rloo.trainer.schedule import never_due
-from rloo.trainer.training_loop import Session
+from rloo.trainer.heartbeat import heartbeat
+from rloo.trainer.multi_turn import Factories, RolloutFunc, multi_turn_setup
+from rloo.trainer.rank_checks import check_ranks_agree, ranks_in_sync
+from rloo.trainer.run_dir import AUTO, acquire_run_dir_on_main
+from rloo.trainer.schedule import unused_intervals
+from rloo.trainer.training_loop import TrainingLoop
 from rloo.types import Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
 
 
-class RLOOTrainer(trl_attributes.Shown):
+class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
     """Trains a causal language model with REINFORCE Leave-One-Out.
 
     The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
@@ -65,7 +65,7 @@ class RLOOTrainer(trl_attributes.Shown):
     optimizer: Any
     lr_scheduler: Any
     on_measured: Callable[[Results], None] | None = None
-    _session: Session | None = None
+    _session: TrainingLoop | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -104,16 +104,16 @@ class RLOOTrainer(trl_attributes.Shown):
         self.args = obtain_config(args, model)
         check_launch(self.args)
         self.world = build.world_of(self.args)
-        with self.world.telling():
+        with self.world.reporting_failure():
             self.batches = batches_of(self.args, self.world.size)
-            chosen_estimator(self.args)
+            load_estimator(self.args)
             build.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.turns = turns_of(tools, environment_factory, rollout_func, self.args)
+            self.turns = multi_turn_setup(tools, environment_factory, rollout_func, self.args)
             self.tools = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
             given, weighed = self.turns.with_rewards(given, self.args)
-            self.rewards = self.turns.offered(
+            self.rewards = self.turns.with_environment_rewards(
                 build.make_rewards(
                     given, weighed, reward_processing_classes, device=self.world.device
                 )
@@ -123,7 +123,7 @@ class RLOOTrainer(trl_attributes.Shown):
             self.reward_processing_classes = trl_attributes.processing_classes(
                 self.rewards, reward_processing_classes
             )
-            self.judging = Judging.of(eval_reward_funcs, self.args, self.rewards, self.world)
+            self.judging = EvalRewards.of(eval_reward_funcs, self.args, self.rewards, self.world)
             self.model, self.processing_class, self.args = obtain_model(
                 model,
                 processing_class,
@@ -150,8 +150,11 @@ class RLOOTrainer(trl_attributes.Shown):
         self.refuse_changed()
         resume = self._begin_again(resume_from_checkpoint)
         parts, state = self.make_parts()
-        session = Session(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
-        with together(parts, state), claimed_by_main(self.world, self.args, resume) as start:
+        session = TrainingLoop(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
+        with (
+            ranks_in_sync(parts, state),
+            acquire_run_dir_on_main(self.world, self.args, resume) as start,
+        ):
             if start.finished and session.has_finished(start):
                 self.policy.files.load_pretrained(self.args.output_dir)
                 totals = start.finished["totals"]
@@ -159,7 +162,7 @@ class RLOOTrainer(trl_attributes.Shown):
                     session.push()
                 return TrainOutput(start.finished["steps"], totals["train_loss"], totals)
             self._session = session
-            with present(parts), self.args.in_training():
+            with heartbeat(parts), self.args.in_training():
                 totals = session.train(start)
         session.push()
         if self.args.dataset is not None:
@@ -186,7 +189,7 @@ class RLOOTrainer(trl_attributes.Shown):
             sets = self._prompts_of_sets(eval_dataset)
         if not sets:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
-        with self.world.telling():
+        with self.world.reporting_failure():
             results = self.evaluator.measure(sets)
         if eval_dataset is None and self.on_measured is not None:
             self.on_measured(results)
@@ -273,7 +276,7 @@ class RLOOTrainer(trl_attributes.Shown):
         if trains:
             source = self._prompts(self.train_dataset, self.args.dataset_split)
             self._source = with_curriculum(source, self.args)
-            stream = isinstance(self._source, StreamSource)
+            stream = isinstance(self._source, IterablePromptDataset)
             if stream:
                 self.args = trl_attributes.with_stream(self.args)
             where = "the stream's first rows" if stream else "training"
@@ -288,7 +291,7 @@ class RLOOTrainer(trl_attributes.Shown):
                 "on (train_dataset, dataset)"
             )
         self._notes += check_evaluation(self, self._eval_prompts, trains=trains)
-        self._notes += never_due(self.args) if trains else []
+        self._notes += unused_intervals(self.args) if trains else []
 
     def _set_up(self, given: Given, callbacks: Sequence[TrainerCallback]) -> None:
         self.state = build.make_state(self._source, self.args, self.batches)
@@ -312,21 +315,24 @@ class RLOOTrainer(trl_attributes.Shown):
         if self.policy.device.type == "cpu":
             keep_freed_memory()
         engine = build.make_engine(self.policy, self.args, self)
-        self.engine = self.turns.around(engine, self.policy, self)
+        self.engine = self.turns.wrap_engine(engine, self.policy, self)
         self.policy.notes += self._notes
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        self._schedule = train_again.Schedule(
+        self._schedule = train_again.InitialLearningRates(
             self.lr_scheduler, trl_overrides.schedule_of(self, given, _OWN)
         )
         self._folder = Path(self.args.output_dir).absolute()  # a reward may change the current one
         self._make_monitor()
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
-        self.hub = Hub(self.args)
-        called, data = self.turns.called(self.rewards), self._source and self._source.state_dict()
-        require_same_start(self.world, self.args, self.policy, called, data)
+        self.hub = HubUploader(self.args)
+        called, data = (
+            self.turns.user_functions(self.rewards),
+            self._source and self._source.state_dict(),
+        )
+        check_ranks_agree(self.world, self.args, self.policy, called, data)
 
     def _make_monitor(self) -> None:
         silent = not self.world.is_main
@@ -347,7 +353,7 @@ class RLOOTrainer(trl_attributes.Shown):
             return resume
         if before is not None and not resume and not finished:
             newest = self.world.is_main and find_checkpoint(self._folder)[0] is not None
-            resume = self.world.from_main(bool(newest))
+            resume = self.world.broadcast_object(bool(newest))
         train_again.forget(
             self.state, self.control, build.make_state(self._source, self.args, self.batches)
         )
@@ -374,12 +380,12 @@ class RLOOTrainer(trl_attributes.Shown):
             self.judging.check(prompts)
         return sets
 
-    def make_parts(self) -> tuple[Parts, RunState]:
+    def make_parts(self) -> tuple[TrainerComponents, TrainState]:
         """What `rloo.algorithm.train.train_on_rollout` works with, before the first step."""
         source, args, batches, engine = self._source, self.args, self.batches, self.engine
         if source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
-        world, policy, events, clock = self.world, self.policy, self.events, Clock()
+        world, policy, events, clock = self.world, self.policy, self.events, PhaseTimer()
         tokenizer, workload = policy.tokenizer, workload_of(source, args, batches)
         sampling = build.make_sampling(args, policy.stop_token_ids, tokenizer)
         policy.notes += build.bias_of(sampling)
@@ -387,16 +393,16 @@ class RLOOTrainer(trl_attributes.Shown):
             args, world, batches, engine, source, self.rewards, sampling, tokenizer, self.state,
             clock,
         )  # fmt: skip
-        parts = Parts(
+        parts = TrainerComponents(
             args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock,
-            Stop(usr1_saves=args.on_sigusr1 == "save"),
+            StopSignals(usr1_saves=args.on_sigusr1 == "save"),
         )  # fmt: skip
-        state = RunState(self.state, self.control, Adaptive(args.beta), rollouts.state_dict())
+        state = TrainState(self.state, self.control, KLController(args.beta), rollouts.state_dict())
         return parts, state
 
 
 # As they were made: assigning to the class cannot change what counts as overridden.
-_SHOWN = dict(vars(trl_attributes.Shown))
+_SHOWN = dict(vars(trl_attributes.TRLTrainerAttributes))
 _OWN = {n: v for n, v in _SHOWN.items() if n not in trl_attributes.LOADERS} | dict(
     vars(RLOOTrainer)
 )

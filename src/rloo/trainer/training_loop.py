@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from rloo.addons.report.doctor.dataset_stats import facts_of, facts_of_error, longest_completion
-from rloo.algorithm.oom_retry import rehearse
-from rloo.algorithm.state import Parts, RunState
+from rloo.algorithm.oom_retry import fit_token_budget
+from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.stop_signals import ForcedInterrupt, Stopped
-from rloo.algorithm.train import begin_step, finish_step, note_what_is_due, train_on_rollout
+from rloo.algorithm.train import begin_step, finish_step, note_pending_work, train_on_rollout
 from rloo.config.compat.deepspeed_config import division_named
 from rloo.config.config import LENGTH, RLOOConfig
 from rloo.config.show import render_resolved
@@ -22,33 +22,33 @@ from rloo.config.user_functions import NotAllowed
 from rloo.distributed.standard_streams import counted
 from rloo.model.memory_estimate import process_peaks
 from rloo.model.policy import describe_parameters
-from rloo.model.training_state import NotFinite, WeightsApart, capture_rng, restore_rng
-from rloo.tracking.hub_upload import Hub
+from rloo.model.training_state import NotFiniteError, WeightsDiverged, capture_rng, restore_rng
+from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.jsonl import CONFIG, SUMMARY, versions, write_json, write_text
 from rloo.tracking.profiler import StepProfile
 from rloo.trainer.checkpoint import verify_checkpoint
 from rloo.trainer.checkpoint_writer import renew_card, write_checkpoint, write_result
 from rloo.trainer.cpu_settings import arithmetic
 from rloo.trainer.evaluate import Evaluator, Results, Sets, is_better
-from rloo.trainer.rank_checks import require_same_weights
+from rloo.trainer.rank_checks import check_same_weights
 from rloo.trainer.resume import changed_options, named_since, restore
-from rloo.trainer.run_dir import MARK, Start
-from rloo.trainer.trl_overrides import Owner
+from rloo.trainer.run_dir import MARK, StartPoint
+from rloo.trainer.trl_overrides import TrainerHooks
 
 # The rollout that is profiled; the first two still fill caches and select kernels.
 PROFILED_ROLLOUT = 3
 
 
 @dataclass
-class Session:
+class TrainingLoop:
     """Trains once. `sets` are the evaluation sets."""
 
-    owner: Owner
-    parts: Parts
-    state: RunState
+    owner: TrainerHooks
+    parts: TrainerComponents
+    state: TrainState
     evaluator: Evaluator
     sets: Sets
-    hub: Hub
+    hub: HubUploader
     status: str = "failed"
     _start: dict[str, Any] = field(default_factory=dict)
     _totals: dict[str, float] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Session:
         self._folder = self.parts.monitor.output_dir
         self._named = self.config.named
 
-    def has_finished(self, start: Start) -> bool:
+    def has_finished(self, start: StartPoint) -> bool:
         """Whether the run that ended here is the one that is asked for; says so. Raises ValueError
         for one with other options that has left no checkpoint to go on from."""
         before = start.finished["config"]
@@ -79,7 +79,7 @@ class Session:
         self.parts.monitor.require_page()
         return True
 
-    def train(self, start: Start) -> dict[str, float]:
+    def train(self, start: StartPoint) -> dict[str, float]:
         """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
 
         This is the one place where a run ends: however it does, a checkpoint of the last finished
@@ -92,7 +92,7 @@ class Session:
             self.hub.create()
         if start.checkpoint is not None:
             self._resume(start.checkpoint, same_options=start.same_options)
-        rehearse(parts, state)
+        fit_token_budget(parts, state)
         parts.policy.files.try_save()
         again = {"resume_from_checkpoint": None, "overwrite_output_dir": False}
         shown = render_resolved(self._resolved().with_values(**again))
@@ -123,7 +123,7 @@ class Session:
                 ) from error
             raise
         finally:
-            with parts.stop.held():
+            with parts.stop.deferred():
                 monitor.finish(self._summary())
         return self._totals
 
@@ -145,7 +145,7 @@ class Session:
         self._start, self._seconds_before = saved["start"], saved["seconds"]
         self._last, self._named = saved["last"], named_since(saved, self.config)
         monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
-        monitor.window = parts.world.from_main(monitor.window)  # it alone reads the files
+        monitor.window = parts.world.broadcast_object(monitor.window)  # it alone reads the files
         monitor.note(f"resumed from {checkpoint} at step {state.step}")
 
     def _train_to_the_end(self) -> None:
@@ -156,12 +156,14 @@ class Session:
         pace = None  # seconds per token of the last rollout that was not profiled
         if state.step_open:  # a callback ended an earlier session
             finish_step(parts, state)
-        if state.in_hand is None:
+        if state.active_rollout is None:
             self._settle()
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            if state.in_hand is None:  # else it is known; the data is already at what follows
+            if (
+                state.active_rollout is None
+            ):  # else it is known; the data is already at what follows
                 state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
@@ -181,17 +183,17 @@ class Session:
     def _settle(self) -> None:
         """Do what is due between two rollouts: evaluate, end the epoch, save."""
         parts, state = self.parts, self.state
-        save_wanted = require_same_weights(parts, state)
+        save_wanted = check_same_weights(parts, state)
         self._evaluate_if_due()
         over = state.is_over or int(parts.rollouts.epoch) != state.open_epoch
         if state.open_epoch is not None and over:
             parts.events.send("on_epoch_end")
             parts.monitor.log_if_asked()
             state.open_epoch = None
-            note_what_is_due(state)
+            note_pending_work(state)
             self._evaluate_if_due()
-        if save_wanted or parts.stop.save_wanted or state.save_due:
-            state.save_due = False
+        if save_wanted or parts.stop.save_wanted or state.save_pending:
+            state.save_pending = False
             self._save_as_wanted()
 
     def _save_as_wanted(self) -> None:
@@ -212,9 +214,9 @@ class Session:
 
     def _evaluate_if_due(self) -> None:
         state = self.state
-        if state.evaluation_due:
-            state.save_due |= self._evaluate()
-            state.save_due |= state.control.should_save
+        if state.evaluation_pending:
+            state.save_pending |= self._evaluate()
+            state.save_pending |= state.control.should_save
 
     def _evaluate(self, *, first: bool = False) -> bool:
         """Evaluate; returns True if a checkpoint must be saved now."""
@@ -231,7 +233,7 @@ class Session:
         def count(results: Results) -> None:
             self.owner.on_measured = None
             self.parts.stop.hold()  # from here on it counts
-            state.evaluation_due, state.evaluated_at = False, state.step
+            state.evaluation_pending, state.evaluated_at = False, state.step
             self._write_down(name, state.step, results)
             figures = next(iter(results.values()), {})
             if first:
@@ -270,12 +272,12 @@ class Session:
         pace, size = steps / seconds, self.parts.batches.completions_per_step
         speeds = {"train_steps_per_second": pace, "train_samples_per_second": size * pace}
         totals = {"train_runtime": seconds, **speeds, "train_loss": self.parts.monitor.mean_loss}
-        return self.parts.monitor.log_totals(self.parts.world.from_main(totals))
+        return self.parts.monitor.log_totals(self.parts.world.broadcast_object(totals))
 
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, and evaluate them again."""
         state, step = self.state.trainer, self.state.trainer.best_global_step
-        self.parts.world.gather(None)  # the main process has written it
+        self.parts.world.all_gather_object(None)  # the main process has written it
         if state.best_model_checkpoint is None or step is None or step == state.global_step:
             return
         best = Path(state.best_model_checkpoint)
@@ -292,14 +294,14 @@ class Session:
         self._last = state.global_step, next(iter(results.values()))
 
     def _save_model(self) -> None:
-        """Write the result, unless it is not finite (NotFinite)."""
+        """Write the result, unless it is not finite (NotFiniteError)."""
         self.parts.policy.stepper.require_finite()
         self._saved_at = self.state.step
         write_result(self.parts, self.owner)
 
     def _save_checkpoint(self, *, push: bool = True, last: bool = False) -> None:
         whole = last or not self.config.save_only_model
-        with self.parts.policy.in_step(), self.parts.stop.held():
+        with self.parts.policy.in_step(), self.parts.stop.deferred():
             self._commit(whole=whole)
             self._saved_step = self.state.step if whole else self._saved_step
             self.parts.events.send("on_save")
@@ -333,10 +335,10 @@ class Session:
         self.status = "interrupted" if stopped else "failed"
         self.parts.monitor.examine(facts_of_error(error, self.parts.monitor.note))
         if state.step == self._saved_step or isinstance(
-            error, (ForcedInterrupt, NotFinite, WeightsApart)
+            error, (ForcedInterrupt, NotFiniteError, WeightsDiverged)
         ):
             return
-        if state.moved:
+        if state.weights_ahead_of_record:
             self.parts.monitor.note(
                 f"the weights are those of step {state.step + 1}, which was not recorded: nothing "
                 "of it is saved; go on from the last checkpoint"
@@ -345,13 +347,13 @@ class Session:
         restore_rng(state.generators)  # of the step in hand nothing stays
         if self.parts.policy.divides:
             self.parts.world.fail(error)  # so that the others come
-            if len(set(self.parts.world.meet(state.step) or [])) != 1:
+            if len(set(self.parts.world.regroup(state.step) or [])) != 1:
                 self.parts.monitor.note(
                     "weights are divided, and not all processes came to save them: the run goes on "
                     "from its last checkpoint (parallel, save_steps)"
                 )
                 return
-        with self.parts.stop.held():
+        with self.parts.stop.deferred():
             self._save_checkpoint(push=False, last=True)
 
     def _resolved(self) -> RLOOConfig:
@@ -360,7 +362,7 @@ class Session:
             **arithmetic(),
             max_tokens_per_micro_batch=self.parts.policy.max_tokens,
             packing=self.parts.policy.packed,
-            rollout_engine=self.parts.engine.facts.name,
+            rollout_engine=self.parts.engine.capabilities.name,
         )
 
     def _describe(self) -> dict[str, Any]:
@@ -369,7 +371,7 @@ class Session:
             "model": self.config.model or type(parts.policy.model).__name__,
             "parameters": describe_parameters(parts.policy),
             **parts.rollouts.describe(),
-            "engine": parts.engine.facts.name,
+            "engine": parts.engine.capabilities.name,
             "packing": parts.policy.packed,
             "threads": f"{torch.get_num_threads()} ({parts.policy.why_threads})",
             **({"processes": parts.world.size} if parts.world.size > 1 else {}),

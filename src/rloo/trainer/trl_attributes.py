@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, TrainerCallb
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_pt_utils import AcceleratorConfig, log_metrics, save_metrics, save_state
 
-from rloo.config.batch_sizes import Batches
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.accelerator_config import read_accelerator_config
 from rloo.config.config import RLOOConfig
 from rloo.data.images import images_of
@@ -23,7 +23,7 @@ from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
 from rloo.rewards.reward_model import RewardModel
 from rloo.tracking.callbacks import Callback
-from rloo.tracking.hub_upload import Hub
+from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.jsonl import strict
 from rloo.tracking.monitor import Monitor, numbers_of
 from rloo.trainer.build import load_given
@@ -64,14 +64,14 @@ def with_stream(args: RLOOConfig) -> RLOOConfig:
     return args.with_values(dataloader_num_workers=0, accelerator_config=read)
 
 
-class Shown:
+class TRLTrainerAttributes:
     """Attributes of a trainer that scripts and callbacks read, and methods that they call."""
 
     args: RLOOConfig
-    batches: Batches
+    batches: BatchSizes
     callback_handler: CallbackHandler
     eval_dataset: Any
-    hub: Hub
+    hub: HubUploader
     model: Any
     monitor: Monitor
     policy: Policy

@@ -132,7 +132,7 @@ def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[
     return remake
 
 
-class Owner(Protocol):
+class TrainerHooks(Protocol):
     """The trainer, of which a subclass may override these methods: they are what a run uses.
     `on_measured` is called as soon as `evaluate` has measured the trainer's own sets."""
 

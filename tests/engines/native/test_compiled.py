@@ -9,7 +9,7 @@ from rloo.engines.native import c_decoding
 from rloo.engines.native import native_engine as native
 from rloo.engines.native.fused_decoder import FusedDecoder
 from rloo.engines.native.native_engine import NativeEngine
-from rloo.kernels.decode import Wave, round_up
+from rloo.kernels.decode import DecodingRows, round_up
 from rloo.types import Prompt, Sampling
 from support.engines import expected_logprobs, rounding_errors
 from support.models import COMMON, VOCAB_SIZE, WINDOW, disturb
@@ -30,7 +30,9 @@ PROMPTS = [
     for number, length in enumerate((3, 41, 7, 32))
 ]
 
-pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=str(kernels.why_not()))
+pytestmark = pytest.mark.skipif(
+    kernels.unavailable_reason() is not None, reason=str(kernels.unavailable_reason())
+)
 
 
 @pytest.fixture(autouse=True)
@@ -120,13 +122,13 @@ def test_the_same_noise_draws_what_torch_draws(name, options, calls):
 
 
 def test_no_token_is_computed_for_rows_that_have_ended(monkeypatch):
-    made, decode_more = [], Wave.decode
+    made, decode_more = [], DecodingRows.decode
 
     def counting(self, *args):
         made.append((len(self.rows), decode_more(self, *args), len(self.rows)))
         return made[-1][1]
 
-    monkeypatch.setattr(Wave, "decode", counting)
+    monkeypatch.setattr(DecodingRows, "decode", counting)
     model = make("llama, biases")
     prompts = [Prompt(i, p.token_ids, "", offset=i * i) for i, p in enumerate(PROMPTS)]
     sample(model, Sampling(max_tokens=12, stop_token_ids=()), prompts=prompts, samples=1)
@@ -180,7 +182,7 @@ def test_a_row_does_not_depend_on_the_others():
     assert [group[:3] for group in together] == sample(model, sampling, samples=3)
 
     few = make_engine(model, cache_bytes=1 << 17)
-    assert few.facts.rows_at_once(52, 41, 70) < 52
+    assert few.capabilities.rows_at_once(52, 41, 70) < 52
     # Prompts of other waves are padded to other widths, which rounds their attention otherwise.
     assert texts(few.sample(PROMPTS, 13, sampling, noise=5)) == texts(together)
 
@@ -245,7 +247,7 @@ def test_new_weights_are_used_and_diverged_ones_reported():
 def test_caches_take_no_more_than_is_said(monkeypatch, name, width):
     """One completion a prompt, so that none shares its prompt's."""
     engine = make_engine(make(name))
-    sizes, decode = [], Wave.decode
+    sizes, decode = [], DecodingRows.decode
 
     def measuring(wave, *args):
         done = decode(wave, *args)
@@ -255,8 +257,8 @@ def test_caches_take_no_more_than_is_said(monkeypatch, name, width):
         return done
 
     slots = []
-    monkeypatch.setattr(Wave, "decode", measuring)
+    monkeypatch.setattr(DecodingRows, "decode", measuring)
     engine.sample(PROMPTS, 1, Sampling(width, ()), noise=5)
 
     assert slots[-1] == round_up(width - 1)  # the last token is read by none
-    assert max(sizes) <= len(PROMPTS) * engine.facts.bytes_per_row(41, width)
+    assert max(sizes) <= len(PROMPTS) * engine.capabilities.bytes_per_row(41, width)

@@ -49,7 +49,7 @@ def test_logprobs_are_those_of_a_plain_forward(name):
     model = make_fusable(name)
     sampling = Sampling(max_tokens=20, stop_token_ids=())
     engine = NativeEngine(model, pad_token_id=0)
-    assert engine.facts.copies_weights
+    assert engine.capabilities.copies_weights
 
     groups = engine.sample(PROMPTS, 3, sampling, noise=5)
 
@@ -181,7 +181,7 @@ def test_unknown_arithmetic_is_not_fused_and_said_to_be_slower():
     engine, note = build_engine("auto", EngineInputs(make_model("gemma2"), 0))
 
     assert isinstance(engine, NativeEngine)
-    assert not engine.facts.copies_weights
+    assert not engine.capabilities.copies_weights
     assert "layer by layer, which is slower" in str(note)
 
 
@@ -192,5 +192,5 @@ def test_a_decoder_that_differs_from_its_module_is_not_used():
     engine, note = build_engine("auto", EngineInputs(model, 0))
 
     assert isinstance(engine, NativeEngine)
-    assert not engine.facts.copies_weights
+    assert not engine.capabilities.copies_weights
     assert note is not None

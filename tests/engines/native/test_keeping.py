@@ -11,7 +11,7 @@ import torch
 
 from rloo.engines.hf_engine import HFEngine
 from rloo.engines.native.native_engine import NativeEngine
-from rloo.episodes.multi_turn_engine import kept
+from rloo.episodes.multi_turn_engine import kept_across_turns
 from rloo.types import Prompt, Sampling
 from support.engines import make_prompts
 from support.marks import every_second
@@ -50,7 +50,7 @@ def play(
     prompts = make_prompts() if prompts is None else prompts
     rows = [(prompt, prompt, k) for prompt in prompts for k in range(K)]
     drawn = []
-    with kept(engine) if keep else nullcontext():
+    with kept_across_turns(engine) if keep else nullcontext():
         for turn in range(turns):
             if turn == 0:
                 said = list(itertools.chain(*engine.sample(prompts, K, SAMPLING, 5)))
@@ -158,7 +158,7 @@ def test_rows_that_are_taken_out_can_go_on(share, monkeypatch):
 
 def test_waves_that_caches_do_not_outlive_change_nothing():
     expected = played(HFEngine, "qwen3")
-    facts = NativeEngine(make_sharp("qwen3"), pad_token_id=0).facts
+    facts = NativeEngine(make_sharp("qwen3"), pad_token_id=0).capabilities
     for rows in (1, 10):
         cache_bytes = rows * facts.bytes_per_row(12, SAMPLING.max_tokens)
         engine = NativeEngine(make_sharp("qwen3"), pad_token_id=0, cache_bytes=cache_bytes)
@@ -166,7 +166,7 @@ def test_waves_that_caches_do_not_outlive_change_nothing():
 
 
 def test_where_all_rows_fit_at_first_they_fit_later():
-    facts = NativeEngine(make_sharp("qwen3"), pad_token_id=0).facts
+    facts = NativeEngine(make_sharp("qwen3"), pad_token_id=0).capabilities
     room = 4 * K * facts.bytes_per_row(12, SAMPLING.max_tokens)
     engine = NativeEngine(make_sharp("qwen3"), pad_token_id=0, cache_bytes=room)
     shapes, starts = counting(engine), []
@@ -190,7 +190,7 @@ def test_where_all_rows_fit_at_first_they_fit_later():
 def test_more_tokens_than_were_counted_are_computed_again():
     engine, shapes = NativeEngine(make_sharp("qwen3"), pad_token_id=0), []
     (prompt,) = make_prompts((20,))
-    with engine.keeping():
+    with engine.prefix_caching():
         ((c,),) = engine.sample([prompt], 1, Sampling(4, ()), 5)
         shapes = counting(engine)
         row = replace(prompt, token_ids=prompt.token_ids + c.token_ids[:2], offset=2)
@@ -273,7 +273,7 @@ def test_outside_nothing_is_kept_and_nothing_else_is_done():
     prompts = make_prompts()
     alone = engine.sample(prompts, K, SAMPLING, 5)
     assert engine._kept is None
-    with engine.keeping():
+    with engine.prefix_caching():
         inside = engine.sample(prompts, K, SAMPLING, 5)
         assert engine._kept is not None
     assert inside == alone

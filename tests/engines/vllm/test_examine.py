@@ -5,10 +5,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rloo.engines.vllm.client import Client, ServerError
+from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
 from rloo.engines.vllm.server_check import examine
-from rloo.engines.vllm.server_process import Serving
+from rloo.engines.vllm.server_process import ServerConfig
 from support.fake_vllm import FakeVLLM
 from support.models import make_model
 from support.text import make_tokenizer
@@ -23,9 +23,9 @@ def server():
 
 def look(server, *, needed=100, tokenizer=None, **options):
     async def inside():
-        client = Client(server.url)
+        client = VLLMClient(server.url)
         try:
-            wanted = Serving("the/model", **options)
+            wanted = ServerConfig("the/model", **options)
             return await examine(client, wanted, tokenizer or make_tokenizer(), needed=needed)
         finally:
             await client.close()
@@ -68,7 +68,7 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_right_line(server, fau
     with pytest.raises(ValueError, match=fact) as error:
         look(server, **options)
     place = urlsplit(server.url)
-    line = Serving("the/model", **options).line(place.hostname, place.port)
+    line = ServerConfig("the/model", **options).line(place.hostname, place.port)
     assert line in str(error.value) and f"--host {place.hostname} --port {place.port}" in line
     assert server.url in str(error.value) and "rloo vllm-serve" in str(error.value)
 
@@ -86,11 +86,11 @@ def test_an_untied_server_on_a_cpu_is_taken(server):
 
 
 def test_a_server_that_is_not_there_is_named():
-    client = Client("http://127.0.0.1:9")
+    client = VLLMClient("http://127.0.0.1:9")
 
     async def inside():
         try:
-            await examine(client, Serving("m"), make_tokenizer(), needed=1)
+            await examine(client, ServerConfig("m"), make_tokenizer(), needed=1)
         finally:
             await client.close()
 

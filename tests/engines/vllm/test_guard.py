@@ -13,7 +13,7 @@ from rloo.addons.launch.cluster import Cluster
 from rloo.addons.launch.local_backend import environment_of
 from rloo.addons.launch.roles import make_job
 from rloo.addons.launch.slurm_backend import FOLDER, script
-from rloo.engines.vllm.server_plugin.rloo_guard import WEIGHTS, Guard
+from rloo.engines.vllm.server_plugin.rloo_guard import WEIGHTS, RouteGuard
 from rloo.engines.vllm.server_process import KEY, require_key
 
 # A vLLM that tells how it was started.
@@ -46,7 +46,7 @@ def asked(path, *, key="", given=None, method="POST", body=b""):
         async def send(message):
             statuses.append(message.get("status"))
 
-        guard = Guard(app)
+        guard = RouteGuard(app)
         guard.key = key
         headers = [] if given is None else [(b"Authorization", given)]
         scope = {"type": "http", "path": path, "method": method, "headers": headers}
@@ -154,6 +154,6 @@ def test_launched_servers_listen_here_or_ask_for_the_jobs_key():
 
 
 def test_the_guard_needs_nothing_but_the_standard_library(tmp_path):
-    folder = Path(__file__).parents[3] / "src" / "rloo" / "engines" / "vllm" / "inside"
+    folder = Path(__file__).parents[3] / "src" / "rloo" / "engines" / "vllm" / "server_plugin"
     code = f"import sys; sys.path.append({str(folder)!r}); import rloo_guard"
     assert subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode == 0

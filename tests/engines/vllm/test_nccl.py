@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from rloo.engines.vllm import nccl
-from rloo.engines.vllm.server_process import Serving
+from rloo.engines.vllm.server_process import ServerConfig
 from rloo.trainer import remote_engines
 from support.engines import make_prompts
 from support.fake_vllm import Status
 from support.vllm_engines import SAMPLING, change, made_on_fakes, make_policy, sample_of
 
 made = pytest.fixture(made_on_fakes)
-TRANSFERS = Serving("m", transfers=True)
+TRANSFERS = ServerConfig("m", transfers=True)
 ROUTES = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weights")
 
 
@@ -67,7 +67,7 @@ class InitInfo:
 
 @pytest.fixture
 def played(monkeypatch):
-    """vLLM's modules with `Sender`, and a trainer that could send."""
+    """vLLM's modules with `WeightSender`, and a trainer that could send."""
     names = ("", ".base", ".factory", ".nccl_engine")
     for name in (
         "vllm",
@@ -138,9 +138,11 @@ def failing():
 def test_files_take_over_where_it_fails(made, played, place, said_there, monkeypatch):
     policy = make_policy()
     if place is hanging:  # what is sent has 2 s, and what is asked for beside it all of the 60
-        start = nccl.Transfer.__init__
+        start = nccl.NCCLTransfer.__init__
         monkeypatch.setattr(
-            nccl.Transfer, "__init__", lambda self, *given: start(self, *given[:-1], given[-1] / 30)
+            nccl.NCCLTransfer,
+            "__init__",
+            lambda self, *given: start(self, *given[:-1], given[-1] / 30),
         )
     engine, server, said = make(made, policy, played, deadline=60.0)
 
@@ -207,11 +209,13 @@ def test_a_server_that_takes_none_is_given_files(made):
 def test_where_weights_may_go_over_nccl(monkeypatch, options, gpu, transfers, noted):
     given = {"rollout_engine": "vllm_server", "vllm_server_base_url": ["http://h:1"], **options}
     policy = make_policy(**given)
-    monkeypatch.setattr(remote_engines, "why_not", (lambda _: None) if gpu else nccl.why_not)
+    monkeypatch.setattr(
+        remote_engines, "why_not", (lambda _: None) if gpu else nccl.unavailable_reason
+    )
     settings = remote_engines.settings_of(policy, remote_engines.exported(policy))
-    assert settings.serving.transfers == transfers
+    assert settings.server.transfers == transfers
     line = ["--weight-transfer-config", '{"backend": "nccl"}']
-    assert (line[0] in settings.serving.command()) == transfers
+    assert (line[0] in settings.server.command()) == transfers
     notes = [note for note in policy.notes if "NCCL" in note]
     assert len(notes) == (noted is not None) and all(noted in note for note in notes)
-    assert "not installed" in (nccl.why_not(torch.device("cuda")) or "")
+    assert "not installed" in (nccl.unavailable_reason(torch.device("cuda")) or "")

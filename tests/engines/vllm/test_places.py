@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from rloo.engines.vllm import router as module
-from rloo.engines.vllm.router import NoServers, Places
-from rloo.engines.vllm.server_state import Member
+from rloo.engines.vllm.router import LoadBalancer, NoServers
+from rloo.engines.vllm.server_state import ServerState
 
 
-def make_members(*rooms: int) -> list[Member]:
-    return [Member(None, room=room) for room in rooms]
+def make_members(*rooms: int) -> list[ServerState]:
+    return [ServerState(None, room=room) for room in rooms]
 
 
 async def started(*coroutines):
@@ -23,17 +23,17 @@ async def started(*coroutines):
 def test_the_one_with_the_least_to_do_is_given_and_nobody_overtakes():
     async def run():
         members = make_members(8, 8)
-        places = Places(members)
+        places = LoadBalancer(members)
         given = [await places.take(4) for _ in range(4)]
         assert sorted(map(id, given)) == sorted(map(id, [*members, *members]))
         waiting = await started(places.take(4), places.take(4))
         assert not any(task.done() for task in waiting)
-        places.leave(given[2], 4)
+        places.remove_server(given[2], 4)
         await asyncio.sleep(0)
         assert [task.done() for task in waiting] == [True, False]
         assert waiting[0].result() is given[2] and given[2].busy == 8
         again = await started(places.take(4, again=True))
-        places.leave(given[0], 4)
+        places.remove_server(given[0], 4)
         await asyncio.sleep(0)
         assert again[0].done() and not waiting[1].done()
         waiting[1].cancel()
@@ -44,11 +44,11 @@ def test_the_one_with_the_least_to_do_is_given_and_nobody_overtakes():
 def test_who_is_near_is_given_while_it_is_well_has_room_and_nobody_waits():
     async def run():
         members = near, other = make_members(8, 8)
-        places = Places(members)
+        places = LoadBalancer(members)
         assert [await places.take(4, near=near) for _ in range(2)] == [near, near]
         assert await places.take(4, near=near) is other
         assert (near.busy, other.busy) == (8, 4)
-        places.leave(near, 4)
+        places.remove_server(near, 4)
         near.fault = "gone"
         assert await places.take(4, near=near) is other
         near.fault = None
@@ -65,7 +65,7 @@ def test_who_is_near_is_given_while_it_is_well_has_room_and_nobody_waits():
 def test_a_group_larger_than_any_room_goes_to_a_server_with_nothing_to_do():
     async def run():
         small, large = make_members(2, 6)
-        places = Places([small, large])
+        places = LoadBalancer([small, large])
         first = await places.take(4)
         second = await places.take(4)
         assert {id(first), id(second)} == {id(small), id(large)}
@@ -76,10 +76,10 @@ def test_a_group_larger_than_any_room_goes_to_a_server_with_nothing_to_do():
 def test_what_is_given_in_the_moment_of_a_cancellation_is_given_back():
     async def run():
         (member,) = make_members(4)
-        places = Places([member])
+        places = LoadBalancer([member])
         await places.take(4)
         (task,) = await started(places.take(4))
-        places.leave(member, 4)  # given to the task, which does not know it yet
+        places.remove_server(member, 4)  # given to the task, which does not know it yet
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -91,7 +91,7 @@ def test_what_is_given_in_the_moment_of_a_cancellation_is_given_back():
 def test_a_server_that_is_lost_in_the_moment_it_is_given_is_not_asked():
     async def run():
         first, second = make_members(8, 4)
-        places = Places([first, second])
+        places = LoadBalancer([first, second])
         (task,) = [asyncio.create_task(places.take(4))]
         places.holding = True
         await asyncio.sleep(0)
@@ -107,7 +107,7 @@ def test_nobody_waits_for_servers_that_do_not_come_back():
     async def run():
         (member,) = make_members(4)
         member.fault = "gone"
-        places = Places([member])
+        places = LoadBalancer([member])
         with pytest.raises(NoServers, match="no vLLM server is left: gone"):
             await places.take(1)
         member.recovery = asyncio.create_task(asyncio.sleep(0.01))
@@ -132,12 +132,12 @@ def steps_of(monkeypatch, servers: int, groups: int) -> float:
 
     async def run():
         members = make_members(*[8] * servers)
-        places = Places(members)
+        places = LoadBalancer(members)
 
         async def one():
             member = await places.take(4)
             await asyncio.sleep(0)
-            places.leave(member, 4)
+            places.remove_server(member, 4)
 
         monkeypatch.setattr(module, "_key", counted)
         await asyncio.gather(*[one() for _ in range(groups)])

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.server_process import OwnServer, Serving, start_all
+from rloo.engines.vllm.server_process import LocalServer, ServerConfig, start_all
 
 PROGRAM = (sys.executable, str(Path(__file__).parents[2] / "support" / "small_server.py"))
 
@@ -43,12 +43,15 @@ def tree(pid):
 @pytest.mark.parametrize(
     "serving, expected",
     [
-        (Serving("m"), "vllm serve m --host 127.0.0.1 --port 8000 --dtype float32"),
-        (Serving("m", lora_rank=9), "--enable-lora --max-lora-rank 16 --max-loras 2"),
-        (Serving("m", max_model_length=99), "--max-model-len 99"),
-        (Serving("m", sleeps=True), "--enable-sleep-mode"),
-        (Serving("m", arguments=("--seed", "1")), "--seed 1"),
-        (Serving("a b", executable=("/x/vllm",)), "/x/vllm serve 'a b' --host 127.0.0.1 --port"),
+        (ServerConfig("m"), "vllm serve m --host 127.0.0.1 --port 8000 --dtype float32"),
+        (ServerConfig("m", lora_rank=9), "--enable-lora --max-lora-rank 16 --max-loras 2"),
+        (ServerConfig("m", max_model_length=99), "--max-model-len 99"),
+        (ServerConfig("m", sleeps=True), "--enable-sleep-mode"),
+        (ServerConfig("m", arguments=("--seed", "1")), "--seed 1"),
+        (
+            ServerConfig("a b", executable=("/x/vllm",)),
+            "/x/vllm serve 'a b' --host 127.0.0.1 --port",
+        ),
     ],
 )
 def test_the_line_has_what_the_run_needs(serving, expected):
@@ -58,7 +61,7 @@ def test_the_line_has_what_the_run_needs(serving, expected):
 
 
 def test_a_server_of_ours_is_stopped_with_its_workers(tmp_path):
-    server = OwnServer(Serving("m", executable=PROGRAM), tmp_path / "log")
+    server = LocalServer(ServerConfig("m", executable=PROGRAM), tmp_path / "log")
     server.start()
     asyncio.run(ready(server))
     pids = tree(server._process.pid)
@@ -68,8 +71,8 @@ def test_a_server_of_ours_is_stopped_with_its_workers(tmp_path):
 
 
 def test_a_server_that_ends_at_once_says_why(tmp_path):
-    serving = Serving("m", executable=PROGRAM, arguments=("--fail",))
-    server = OwnServer(serving, tmp_path / "log")
+    serving = ServerConfig("m", executable=PROGRAM, arguments=("--fail",))
+    server = LocalServer(serving, tmp_path / "log")
     server.start()
     with pytest.raises(ServerError, match=r"(?s)starting: .* has ended; the end of .*no such"):
         asyncio.run(server.wait(20.0))
@@ -82,7 +85,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_once_more(tmp_path):
     once = tmp_path / "once.sh"
     once.write_text(f'if mkdir {mark} 2>/dev/null; then kill -9 $$; fi; exec "$@"\n')
     program = ("/bin/sh", str(once), *PROGRAM)
-    server = OwnServer(Serving("m", executable=program), tmp_path / "log")
+    server = LocalServer(ServerConfig("m", executable=program), tmp_path / "log")
 
     async def both():
         ((started, client),) = await start_all([server], "m", 20.0)
@@ -96,7 +99,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_once_more(tmp_path):
 
 
 def test_a_program_that_does_not_exist_is_named(tmp_path):
-    server = OwnServer(Serving("m", executable=("/no/such/vllm",)), tmp_path / "log")
+    server = LocalServer(ServerConfig("m", executable=("/no/such/vllm",)), tmp_path / "log")
     with pytest.raises(
         ValueError, match=r"there is no program /no/such/vllm; .*use_vllm, vllm_executable"
     ):
@@ -107,8 +110,8 @@ def test_a_program_that_does_not_exist_is_named(tmp_path):
 def test_a_server_ends_when_we_are_killed(tmp_path):
     program = (
         "import sys, time; sys.path[:0] = sys.argv[2:];"
-        "from pathlib import Path; from rloo.engines.vllm.server_process import OwnServer, Serving;"
-        f"server = OwnServer(Serving('m', executable={PROGRAM!r}), Path(sys.argv[1]));"
+        "from pathlib import Path; from rloo.engines.vllm.server_process import LocalServer, ServerConfig;"
+        f"server = LocalServer(ServerConfig('m', executable={PROGRAM!r}), Path(sys.argv[1]));"
         "server.start(); print(server._process.pid, flush=True); time.sleep(1000)"
     )
     log = tmp_path / "log"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo.engines.vllm.client import Client, ServerError
+from rloo.engines.vllm.client import ServerError, VLLMClient
 from support.engines import make_prompts
 from support.fake_vllm import FakeVLLM
 from support.models import make_model
@@ -235,7 +235,7 @@ def test_a_call_on_a_client_that_was_closed_meanwhile_is_an_error_of_the_server(
     """As where a server is given up while something still speaks to it."""
 
     async def speak():
-        client = Client("http://127.0.0.1:9")
+        client = VLLMClient("http://127.0.0.1:9")
         await client.close()
         await client.weight_version(seconds=5.0)
 

@@ -13,7 +13,7 @@ from rloo.engines import EngineInputs, build_engine
 from rloo.engines.vllm.client import ServerError
 from rloo.engines.vllm.router import NoServers
 from rloo.engines.weight_store import locked
-from rloo.model.export import Exported
+from rloo.model.export import PolicyExport
 from support.adapters import make_adapted, perturb
 from support.engines import make_prompts
 from support.fake_vllm import Status
@@ -179,7 +179,7 @@ def test_a_server_that_serves_the_base_in_silence_is_refused_before_the_first_st
 
 def test_the_perturbation_leaves_the_adapter_and_its_version_as_they_were():
     policy = make_policy(make_adapted())
-    source, version = Exported(policy, torch.float32), policy.version
+    source, version = PolicyExport(policy, torch.float32), policy.version
     before = [p.clone() for p in policy.parameters]
     with source.perturbed(0.05):
         assert not any(map(torch.equal, before, policy.parameters))

@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.algorithm.advantages import assign
-from rloo.algorithm.reward_shaping import shape
-from rloo.algorithm.update import micro_loss
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.update import micro_batch_loss
 from rloo.distributed import World
-from rloo.engines.vllm.server_pool import Fleet
-from rloo.episodes.multi_turn_engine import Cast, EpisodeEngine, Limits
-from rloo.episodes.renderer_check import find_dialect
-from rloo.episodes.tools import Tools
+from rloo.engines.vllm.server_pool import ServerPool
+from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
+from rloo.episodes.renderer_check import find_renderer
+from rloo.episodes.tools import ToolSet
 from rloo.model.policy import Policy
 from rloo.types import Group, Prompt, Sampling
 from support.chat import add, make_brace_tokenizer, make_talkative_model
@@ -26,7 +26,7 @@ from support.vllm_engines import COMPLETIONS, SAMPLING, TOKENS, change, made_on_
 
 made = pytest.fixture(made_on_fakes)
 TOKENIZER = make_brace_tokenizer()
-TOOLS = Tools([add], characters=100)
+TOOLS = ToolSet([add], characters=100)
 CONTENT = [{"role": "user", "content": "1 + 2?"}]
 TEMPERATURE = 0.8
 EPISODES = Sampling(400, (TOKENIZER.eos_token_id,), temperature=TEMPERATURE)
@@ -44,11 +44,11 @@ def play(made, policy, samples=8, before=lambda engine, servers: None, **setting
         policy, served=lambda: (make_talkative_model(TOKENIZER, boost=1.0), TOKENIZER), **settings
     )
     policy.load_into(engine)
-    dialect = find_dialect(TOKENIZER, [TOKENIZER.eos_token_id], {"tools": TOOLS.schemas})
+    dialect = find_renderer(TOKENIZER, [TOKENIZER.eos_token_id], {"tools": TOOLS.schemas})
     ids = dialect.template.encode(f"<|im_start|>user\n{CONTENT[0]['content']}<|im_end|>\n")
     prompt = Prompt(7, ids, CONTENT)
     before(engine, servers)
-    around = EpisodeEngine(engine, {None: Cast(TOOLS, dialect)}, Limits(rounds=2))
+    around = MultiTurnEngine(engine, {None: EpisodeSetup(TOOLS, dialect)}, EpisodeLimits(rounds=2))
     (episodes,) = around.sample([prompt], samples, EPISODES, 3)
     return prompt, episodes, servers
 
@@ -144,14 +144,14 @@ def test_a_server_that_is_lost_between_turns_leaves_them_to_the_others(made, sca
 
 
 def test_an_episode_stays_with_the_server_that_has_its_beginning(made, monkeypatch):
-    asked, original = {}, Fleet._ask
+    asked, original = {}, ServerPool._ask
 
     def ask(self, member, request):
         if request.prompt.id == 7:
             asked.setdefault(request.numbers.start, []).append(member.url)
         return original(self, member, request)
 
-    monkeypatch.setattr(Fleet, "_ask", ask)
+    monkeypatch.setattr(ServerPool, "_ask", ask)
     _, episodes, servers = play(made, make_speaker(), servers=3, samples=24)
 
     turns = [e.episode.turns for e in episodes]
@@ -208,9 +208,12 @@ def production(group: Group, packing: bool) -> dict[str, torch.Tensor]:
     policy = make_speaker(packing=packing, rollout_importance_sampling_mode="sequence_truncate")
     change(policy)
     assert policy.packed == packing
-    terms, samples = terms_of(policy.config), shape(rollout_of([group]), policy.config)
-    credit = assign(samples, policy, terms)
-    loss, _ = micro_loss(policy, policy.batch(samples), credit, terms, len(samples))
+    terms, samples = (
+        terms_of(policy.config),
+        make_training_samples(rollout_of([group]), policy.config),
+    )
+    credit = compute_advantages(samples, policy, terms)
+    loss, _ = micro_batch_loss(policy, policy.batch(samples), credit, terms, len(samples))
     loss.backward()
     return gradients(policy.model)
 

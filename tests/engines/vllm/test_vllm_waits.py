@@ -16,16 +16,16 @@ BESIDE = (
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.
 HAS_ENDED = {
-    ("serving.py", "process.wait()"),  # after SIGKILL
-    ("engine.py", "done['vllm'].result()"),  # it is done
-    ("workers.py", "self._process.wait()"),  # after SIGKILL
-    ("placed.py", "process.wait()"),
-    ("crew.py", "future.result()"),
-    ("crew.py", "done.result()"),
-    ("apart.py", "part.result()"),
-    ("hub.py", "listener.accept()"),  # until it is closed, in a thread that nobody waits for
-    ("beside.py", "sampled.result()"),
-    ("places.py", "place.result()"),
+    ("server_process.py", "process.wait()"),  # after SIGKILL
+    ("vllm_engine.py", "done['vllm'].result()"),  # it is done
+    ("worker_process.py", "self._process.wait()"),  # after SIGKILL
+    ("remote_worker.py", "process.wait()"),
+    ("worker_pool.py", "future.result()"),
+    ("worker_pool.py", "done.result()"),
+    ("remote_engine.py", "part.result()"),
+    ("worker_registry.py", "listener.accept()"),  # until it is closed, in a thread that nobody waits for
+    ("async_rollout.py", "sampled.result()"),
+    ("router.py", "place.result()"),
 }
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rloo.addons.planner.gpu.cost_model import ENGINE, Job
+from rloo.addons.planner.gpu.cost_model import ENGINE, RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
-from rloo.addons.planner.gpu.layouts import Layout, best, forecast, most_samples
+from rloo.addons.planner.gpu.layouts import ParallelLayout, best, forecast, most_samples
 from rloo.addons.planner.gpu.model_shapes import TYPICAL, shape_of_size
 
 
-def make_job(shape=TYPICAL[3], gpu="h100", **changes) -> Job:
+def make_job(shape=TYPICAL[3], gpu="h100", **changes) -> RolloutCost:
     usual = {
         "shape": shape,
         "gpu": GPUS[gpu],
@@ -24,7 +24,7 @@ def make_job(shape=TYPICAL[3], gpu="h100", **changes) -> Job:
         "reference": False,
         "checkpointing": False,
     }
-    return Job(**{**usual, **changes})
+    return RolloutCost(**{**usual, **changes})
 
 
 @pytest.mark.parametrize(
@@ -103,24 +103,26 @@ def test_weights_travel_at_their_rate():
 
 def test_beside_each_other_a_step_is_the_longer_part():
     job = make_job()
-    one = forecast(job, Layout(8, 8, 1, True, 1))
+    one = forecast(job, ParallelLayout(8, 8, 1, True, 1))
     assert one.seconds == max(one.sampling, one.training) + one.publishing
     assert one.reading == pytest.approx(256 * 8 * 1000 * 1.5e-6) and one.reading < one.sampling
     slow = replace(job, rates={**job.rates, "reading": 1e-3})
-    read = forecast(slow, Layout(8, 8, 1, True, 1))
+    read = forecast(slow, ParallelLayout(8, 8, 1, True, 1))
     assert read.seconds == 256 * 8 * 1000 * 1e-3 + read.publishing
     assert read.bottleneck == "reading answers"
-    usual = forecast(job, Layout(8, 8, 1, True, 0))
+    usual = forecast(job, ParallelLayout(8, 8, 1, True, 0))
     assert usual.seconds == usual.sampling + usual.training + usual.publishing
 
 
 def test_what_does_not_fit_is_not_offered():
     job = make_job(shape_of_size("70B"), checkpointing=True)
     assert best(8, job) == {}
-    assert forecast(job, Layout(64, 64, 1, True, 1)) is None  # 141 GB of weights in an engine
-    assert forecast(job, Layout(64, 16, 4, True, 1)) is not None
-    assert forecast(make_job(), Layout(8, 8, 1, False, 1)) is None  # 131 GB in a trainer
-    assert forecast(make_job(gpu="b200"), Layout(8, 8, 1, False, 1)) is not None
+    assert (
+        forecast(job, ParallelLayout(64, 64, 1, True, 1)) is None
+    )  # 141 GB of weights in an engine
+    assert forecast(job, ParallelLayout(64, 16, 4, True, 1)) is not None
+    assert forecast(make_job(), ParallelLayout(8, 8, 1, False, 1)) is None  # 131 GB in a trainer
+    assert forecast(make_job(gpu="b200"), ParallelLayout(8, 8, 1, False, 1)) is not None
 
 
 def test_more_gpus_are_never_slower_and_all_of_them_are_used():
@@ -135,7 +137,7 @@ def test_more_gpus_are_never_slower_and_all_of_them_are_used():
 
 def test_the_most_samples_fill_an_engine_or_a_micro_batch():
     job = make_job()
-    one = forecast(job, Layout(8, 8, 1, True, 1))
+    one = forecast(job, ParallelLayout(8, 8, 1, True, 1))
     most = most_samples(job, one)
     fits = [200 + k * 4000 <= one.micro_batch for k in (most, most + 1)]
     cache = [

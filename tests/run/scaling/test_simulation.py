@@ -5,10 +5,10 @@ from math import exp
 
 import pytest
 
-from rloo.addons.planner.gpu.simulation import Flow, simulate
+from rloo.addons.planner.gpu.simulation import SimulatedRun, simulate
 
 
-def flow(**changes) -> Flow:
+def flow(**changes) -> SimulatedRun:
     usual = {
         "groups": 4,
         "rollouts": 40,
@@ -16,7 +16,7 @@ def flow(**changes) -> Flow:
         "sample": lambda _, groups: 3.0,
         "train": lambda _: 2.0,
     }
-    return Flow(**{**usual, **changes})
+    return SimulatedRun(**{**usual, **changes})
 
 
 def test_one_after_the_other_takes_the_sum():

@@ -1,4 +1,4 @@
-"""Where tensors are, and what their operations do to a device: torch's calls for places (`Places`)
+"""Where tensors are, and what their operations do to a device: torch's calls for places (`LoadBalancer`)
 and its operations (`Operations`), as they are made."""
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ from support.gpu.device import Device
 
 # Functions of the project, and the phase that each is; of nested phases the inner one counts.
 PARTS = (
-    ("rloo.engines.native.cuda_graphs:Repeated.__call__", "token"),
-    ("rloo.engines.native.cuda_graphs:Repeated._record", "capture"),
+    ("rloo.engines.native.cuda_graphs:CapturedGraph.__call__", "token"),
+    ("rloo.engines.native.cuda_graphs:CapturedGraph._record", "capture"),
     ("rloo.model.policy:Policy.batch", "micro_batch"),
-    ("rloo.algorithm.update:micro_loss", "micro_batch"),
-    ("rloo.model.optimizer_step:Stepper.backward", "micro_batch"),
-    ("rloo.algorithm.oom_retry:rehearse", "rehearsal"),
-    ("rloo.algorithm.oom_retry:check_first", "check"),
+    ("rloo.algorithm.update:micro_batch_loss", "micro_batch"),
+    ("rloo.model.optimizer_step:PolicyOptimizer.backward", "micro_batch"),
+    ("rloo.algorithm.oom_retry:fit_token_budget", "rehearsal"),
+    ("rloo.algorithm.oom_retry:verify_packed_forward", "check"),
     ("rloo.trainer.checkpoint_writer:write_checkpoint", "save"),
 )
 
@@ -29,9 +29,9 @@ def counted(device: Device) -> Iterator[None]:
     """Inside, waits and launches are counted by phase: `sample`, `credit`, `update` (the run's own
     clock), in them `token`, `micro_batch` and `capture`; else `other`. `device.steps` has
     how often the host waited in each step's update."""
-    from rloo.tracking.profiler import Clock
+    from rloo.tracking.profiler import PhaseTimer
 
-    of_clock = Clock.phase
+    of_clock = PhaseTimer.phase
     device.steps = []
 
     @contextmanager
@@ -43,7 +43,7 @@ def counted(device: Device) -> Iterator[None]:
             device.steps.append(device.waits_of(name) - before)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Clock, "phase", phase))
+        stack.enter_context(patch.object(PhaseTimer, "phase", phase))
         for place, name in PARTS:
             owner, attribute = _find(place)
             stack.enter_context(

@@ -18,7 +18,7 @@ from rloo.addons.importers.hydra import is_yaml
 from rloo.addons.importers.ms_swift import import_ms_swift
 from rloo.addons.importers.nemo_rl import import_nemo_rl
 from rloo.addons.importers.openrlhf import import_openrlhf
-from rloo.addons.importers.settings_reader import Imported, Left
+from rloo.addons.importers.settings_reader import ImportResult, Unmapped
 from rloo.addons.importers.trl import import_trl
 from rloo.addons.importers.verl import import_verl
 from rloo.config.compat.aliases import resolve
@@ -34,7 +34,7 @@ from rloo.config.yaml_io import write_yaml
 _SECRET = re.compile(r"(?:api_?key|_token|secret|password|wandb\.key)$", re.IGNORECASE)
 _HAS_SECRET = re.compile(r"(?:api_?key|token|secret|password)['\"]?\s*[:=]", re.IGNORECASE)
 # What --from takes -> (the system's name, what reads it: a path or command line, with overrides).
-IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], Imported]]] = {
+IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], ImportResult]]] = {
     "areal": ("AReaL", import_areal),
     "ms-swift": ("ms-swift", import_ms_swift),
     "nemo_rl": ("NeMo-RL", import_nemo_rl),
@@ -58,7 +58,7 @@ def _key_of(system: str) -> str:
     return _NAMED.get(_plainly(system), system)
 
 
-def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Imported:
+def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> ImportResult:
     """Read `source`: the path of a YAML file or shell script, or a command line; `overrides` are
     that system's own, after it. Raises ValueError for what cannot be read, and a result that
     contradicts itself here. `system` may end in the version that it is for, verl@0.3."""
@@ -93,16 +93,16 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
             options[name] = os.path.expanduser(options[name])
     # One value that is none here ends no conversion of all others.
     left = [
-        Left(name, options.pop(name), f"it {rule}; here it has its default")
+        Unmapped(name, options.pop(name), f"it {rule}; here it has its default")
         for name, _, rule in out_of_range(options)
         if name in options
     ]
     config = RLOOConfig(**options)  # whether they fit together
     notes = [*found.notes, *(f"{name} {value} is left out: {why}" for name, value, why in left)]
-    return Imported(options, found.taken, [*found.left, *left], [*notes, *remarks(config)])
+    return ImportResult(options, found.taken, [*found.left, *left], [*notes, *remarks(config)])
 
 
-def render_imported(system: str, found: Imported) -> str:
+def render_imported(system: str, found: ImportResult) -> str:
     """YAML that `rloo train` reads: the options unlike our defaults, and as comments the rest."""
     preset = found.options.get("preset")
     defaults = RLOOConfig().to_dict() | preset_options(preset) | {"preset": None}

@@ -14,8 +14,8 @@ from rloo.addons.importers.known_keys import AREAL
 from rloo.addons.importers.settings_reader import (
     ENGINES,
     PROCESSES,
-    Imported,
-    Source,
+    ImportResult,
+    SettingsReader,
     follow_references,
     greedy,
 )
@@ -103,11 +103,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def import_areal(path: str, overrides: Sequence[str] = ()) -> Imported:
+def import_areal(path: str, overrides: Sequence[str] = ()) -> ImportResult:
     """AReaL's YAML file or script at `path`, or a launch line, with `overrides` after it. Raises
     ValueError for what cannot be read."""
     given = read_settings(path, overrides, _MARK, "with --config FILE")
-    source = Source(follow_references(given.values), _NAMES)
+    source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
     source.leave_unread(given.unread)
     options = source.take_same(_SAME)
@@ -120,7 +120,7 @@ def import_areal(path: str, overrides: Sequence[str] = ()) -> Imported:
     return source.finish(options, _REASONS, AREAL)
 
 
-def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _read_run(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     names = [source.take(key, str) for key in ("experiment_name", "trial_name")]
     for part in ("actor", "rollout", "ref", "saver", "recover", "evaluator", "stats_logger"):
         source.expect(f"{part}.experiment_name", names[0], "the run has one name (run_name)")
@@ -144,7 +144,7 @@ def _read_run(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return read | {"report_to": loggers or "none"}
 
 
-def _read_timer(source: Source, name: str, ours: str) -> dict[str, Any]:
+def _read_timer(source: SettingsReader, name: str, ours: str) -> dict[str, Any]:
     """How often `name` acts, as our strategy and steps."""
     if steps := source.take(f"{name}.freq_steps", int):
         return {f"{ours}_strategy": "steps", f"{ours}_steps": steps}
@@ -157,7 +157,7 @@ def _read_timer(source: Source, name: str, ours: str) -> dict[str, Any]:
     return {f"{ours}_strategy": "no"}
 
 
-def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _read_data(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     if (longest := source.take("train_dataset.max_length", int)) is not None:
         read |= {"max_prompt_length": longest, "overlong_prompts": "drop"}
@@ -183,7 +183,7 @@ def _read_data(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _read_batches(source: Source) -> dict[str, Any]:
+def _read_batches(source: SettingsReader) -> dict[str, Any]:
     prompts = source.take("train_dataset.batch_size", int, 1)
     parts = source.take_count("actor.ppo_n_minibatches", 4)
     if prompts % parts:
@@ -195,7 +195,7 @@ def _read_batches(source: Source) -> dict[str, Any]:
     return read | ({"steps_per_generation": parts} if parts > 1 else {})
 
 
-def _read_optimizer(source: Source) -> dict[str, Any]:
+def _read_optimizer(source: SettingsReader) -> dict[str, Any]:
     key = "actor.optimizer.type"
     kind = source.take(key, str, "adam")
     optimizers = {"adam": "adamw_torch_fused", "sgd": "sgd"}
@@ -214,7 +214,7 @@ def _read_optimizer(source: Source) -> dict[str, Any]:
     return read | {"lr_scheduler_type": named}
 
 
-def _read_adapter(source: Source) -> dict[str, Any]:
+def _read_adapter(source: SettingsReader) -> dict[str, Any]:
     if not source.take("actor.use_lora", bool, False):
         return {}
     source.expect("actor.peft_type", "lora", "adapters are LoRA (use_peft)")

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.importers.settings_reader import Source
+from rloo.addons.importers.settings_reader import SettingsReader
 from rloo.addons.importers.shared_objective import in_our_form
 
 _NORM = ("mean_level", "mean_leave1out", "std_level", "std_unbiased", "eps", "group_size")
 
 
-def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def read_objective(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     """Take all that makes the objective; `options` are those read so far."""
     bound = source.take("actor.reward_clip", float, 20.0)
     read: dict[str, Any] = {
@@ -40,7 +40,7 @@ def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return in_our_form(source, read, options)
 
 
-def _read_kl(source: Source) -> dict[str, Any]:
+def _read_kl(source: SettingsReader) -> dict[str, Any]:
     beta = source.take("actor.kl_ctl", float, 0.1)
     if beta and not any(key.startswith("ref.") for key in source.values):
         source.notes.append(
@@ -56,7 +56,7 @@ def _read_kl(source: Source) -> dict[str, Any]:
     }
 
 
-def _read_weights(source: Source) -> dict[str, Any]:
+def _read_weights(source: SettingsReader) -> dict[str, Any]:
     """The decoupled objective: weights of the trainer's over the sampler's probabilities."""
     decoupled = source.take("actor.use_decoupled_loss", bool, False)
     recomputed = source.take("actor.recompute_logprob", bool, False)
@@ -102,7 +102,7 @@ def _read_weights(source: Source) -> dict[str, Any]:
     }
 
 
-def _read_norms(source: Source, options: dict[str, Any], bound: float) -> dict[str, Any]:
+def _read_norms(source: SettingsReader, options: dict[str, Any], bound: float) -> dict[str, Any]:
     """`reward_norm` over completions, then `adv_norm` over tokens, as baseline and scale; rewards
     are clipped to `bound` before."""
     size = options["num_generations"]
@@ -156,7 +156,7 @@ def _shifted(rewards: dict[str, Any] | None, size: int) -> float | None:
     return size / (size - 1) if rewards["mean_level"] == "group" else None
 
 
-def _read_norm(source: Source, key: str, size: int) -> dict[str, Any] | None:
+def _read_norm(source: SettingsReader, key: str, size: int) -> dict[str, Any] | None:
     """One NormConfig with AReaL's defaults; None where it is null or not there."""
     given = any(f"{key}.{name}" in source.values for name in _NORM)
     if source.take(key) is None and not given:
@@ -175,7 +175,7 @@ def _read_norm(source: Source, key: str, size: int) -> dict[str, Any] | None:
     }
 
 
-def _over_completions(source: Source, norm: dict[str, Any], size: int) -> dict[str, Any]:
+def _over_completions(source: SettingsReader, norm: dict[str, Any], size: int) -> dict[str, Any]:
     """`reward_norm` as a baseline and a scale. AReaL's deviation is about the mean that was taken
     off, also where that leaves one out: it is n / (n - 1) times the usual one, and so cancels."""
     leave1out = norm["mean_leave1out"]
@@ -196,7 +196,7 @@ def _over_completions(source: Source, norm: dict[str, Any], size: int) -> dict[s
     return {"mean_level": "none"}
 
 
-def _give_back_norm(source: Source, key: str, norm: dict[str, Any], reason: str) -> None:
+def _give_back_norm(source: SettingsReader, key: str, norm: dict[str, Any], reason: str) -> None:
     for name in ("mean_level", "std_level", "mean_leave1out", "eps"):
         source.give_back(f"{key}.{name}", norm[name], reason)
     source.notes.append(f"{key} is left out, which changes the objective: {reason}")

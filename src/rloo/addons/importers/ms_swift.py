@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rloo.addons.importers.hydra import is_yaml
-from rloo.addons.importers.settings_reader import ENGINES, PROCESSES, Imported, Source
+from rloo.addons.importers.settings_reader import ENGINES, PROCESSES, ImportResult, SettingsReader
 from rloo.addons.importers.shell import read_flags
-from rloo.addons.importers.source_file import Launch, find_file, read_launch
+from rloo.addons.importers.source_file import LaunchCommand, find_file, read_launch
 from rloo.config.compat.deepspeed_config import STAGES
 from rloo.config.yaml_io import read_value, read_yaml
 
@@ -88,13 +88,13 @@ _LOSSES = {
 _MARK = re.compile(r"rlhf|(?:.*/)?cli/rlhf\.py")
 
 
-def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> Imported:
+def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> ImportResult:
     """A command line, or the script or flat YAML file at that path. Raises ValueError unless it has
     exactly one command `swift rlhf`, and for options that cannot be read."""
     if not text.strip():
         raise ValueError("--from ms-swift needs a command line (swift rlhf ...) or a script's path")
     values, notes, unread = _read_given(text, dict(read_flags(list(overrides))))
-    source = Source(values, _NAMES)
+    source = SettingsReader(values, _NAMES)
     source.notes += notes
     source.leave_unread(unread)
     options = source.take_same(_SAME)
@@ -108,7 +108,7 @@ def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> Imported:
     return source.finish(options, _REASONS)
 
 
-def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
+def _read_data(source: SettingsReader, options: Mapping[str, Any]) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, ours in (("dataset", "dataset"), ("val_dataset", "eval_dataset")):
         if not (names := source.take(key, list[str])):
@@ -150,7 +150,7 @@ def _read_data(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _read_division(source: Source) -> dict[str, Any]:
+def _read_division(source: SettingsReader) -> dict[str, Any]:
     """A file of DeepSpeed's, or one of those that ms-swift has by these names."""
     name = source.take("deepspeed", str, "zero0")
     stage, offload, _ = name.partition("_offload")
@@ -170,7 +170,7 @@ def _read_division(source: Source) -> dict[str, Any]:
     return {"parallel": stage, "deepspeed": {"zero_optimization": zero}}
 
 
-def _read_batches(source: Source) -> dict[str, Any]:
+def _read_batches(source: SettingsReader) -> dict[str, Any]:
     """One step learns from batch size * accumulation * processes completions, as there."""
     processes = source.take_count("NPROC_PER_NODE", 1) * source.take_count("NNODES", 1)
     size = source.take_count("per_device_train_batch_size", 1)
@@ -188,7 +188,7 @@ def _read_batches(source: Source) -> dict[str, Any]:
     }
 
 
-def _read_model(source: Source) -> dict[str, Any]:
+def _read_model(source: SettingsReader) -> dict[str, Any]:
     key = "tuner_type" if "tuner_type" in source.values else "train_type"
     tuner = source.take(key, str, "lora")
     if tuner not in ("lora", "full"):
@@ -214,7 +214,7 @@ def _read_model(source: Source) -> dict[str, Any]:
     return read | source.take_same(_ADAPTER) | {"use_peft": True}
 
 
-def _read_rewards(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
+def _read_rewards(source: SettingsReader, options: Mapping[str, Any]) -> dict[str, Any]:
     """Built-in rewards that we have too; of any other the name, which must become a function."""
     longest = source.take("soft_max_length", int, options["max_completion_length"])
     shorter = source.take("soft_cache_length", int)
@@ -235,7 +235,7 @@ def _read_rewards(source: Source, options: Mapping[str, Any]) -> dict[str, Any]:
     return {"reward": rewards}
 
 
-def _read_objective(source: Source) -> dict[str, Any]:
+def _read_objective(source: SettingsReader) -> dict[str, Any]:
     """The estimator, its scale and the place of the KL, which follow from each other there."""
     estimator = source.take("advantage_estimator", str, "grpo")
     if estimator not in ("grpo", "rloo", "reinforce_plus_plus"):
@@ -258,7 +258,7 @@ def _read_objective(source: Source) -> dict[str, Any]:
     return read | _read_loss(source) | _read_weights(source)
 
 
-def _read_loss(source: Source) -> dict[str, Any]:
+def _read_loss(source: SettingsReader) -> dict[str, Any]:
     kind = source.take("loss_type", str, "grpo")
     level = source.take("importance_sampling_level", str, "token")
     if kind == "bnpo":
@@ -271,7 +271,7 @@ def _read_loss(source: Source) -> dict[str, Any]:
     return read | {"importance_sampling_level": "token" if level == "token" else "sequence_mean"}
 
 
-def _read_weights(source: Source) -> dict[str, Any]:
+def _read_weights(source: SettingsReader) -> dict[str, Any]:
     if (mode := source.take("rollout_importance_sampling_mode", str)) is None:
         return {}
     if mode.startswith("sequence"):
@@ -308,7 +308,7 @@ def _read_file(path: str) -> dict[str, Any]:
     return {name.removeprefix("ENV."): value for name, value in values.items()}
 
 
-def _parse(launch: Launch) -> dict[str, Any]:
+def _parse(launch: LaunchCommand) -> dict[str, Any]:
     """The options of the one `swift rlhf` in a shell script or command line; the variables that it
     sets and does not use, which are the program's; and its other commands. A value is text, a list
     of texts where there are several, "true" where there is none."""

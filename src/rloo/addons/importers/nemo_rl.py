@@ -18,8 +18,8 @@ from rloo.addons.importers.settings_reader import (
     IN_MEMORY,
     NOT_AHEAD,
     PROCESSES,
-    Imported,
-    Source,
+    ImportResult,
+    SettingsReader,
     follow_references,
     greedy,
     read_batches,
@@ -107,11 +107,11 @@ _REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> Imported:
+def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> ImportResult:
     """NeMo-RL's YAML file or script at the path `text`, or a command line, with `overrides` after
     it. Raises ValueError for what cannot be read."""
     given = read_settings(text, overrides, _MARK, "run_grpo.py", own=_SETTING)
-    source = Source(follow_references(given.values), _NAMES)
+    source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
     source.leave_unread(given.unread)
     megatron = source.take("policy.megatron_cfg.enabled", bool, False)
@@ -125,7 +125,7 @@ def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> Imported:
     return source.finish(options, _REASONS, NEMO_RL)
 
 
-def _read_batches(source: Source, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """`train_global_batch_size` counts completions."""
     prompts = source.take("grpo.num_prompts_per_step", int, 32)
     whole = prompts * options["num_generations"]
@@ -144,7 +144,7 @@ def _read_batches(source: Source, options: dict[str, Any]) -> tuple[dict[str, An
     return read, each
 
 
-def _read_data(source: Source) -> dict[str, Any]:
+def _read_data(source: SettingsReader) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for section, ours in (("data.train", "dataset"), ("data.validation", "eval_dataset")):
         if isinstance(several := source.values.get(section), list):
@@ -178,7 +178,7 @@ def _read_data(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_run(source: Source, each: int) -> dict[str, Any]:
+def _read_run(source: SettingsReader, each: int) -> dict[str, Any]:
     read: dict[str, Any] = {"logging_steps": each}
     total = source.take("grpo.max_num_steps", int, 10**6)
     if total < 10**6:

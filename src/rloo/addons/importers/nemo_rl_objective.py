@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.importers.settings_reader import Source
+from rloo.addons.importers.settings_reader import SettingsReader
 from rloo.addons.importers.shared_objective import (
     GROUP_MEAN,
     LEAVE_ONE_OUT,
@@ -25,7 +25,7 @@ _SCALING = "grpo.reward_scaling."
 _SHAPING = "grpo.reward_shaping."
 
 
-def read_objective(source: Source, options: dict[str, Any], each: int) -> dict[str, Any]:
+def read_objective(source: SettingsReader, options: dict[str, Any], each: int) -> dict[str, Any]:
     """Take all that makes the objective; `options` are those read so far, and a rollout serves
     `each` optimizer steps."""
     read: dict[str, Any] = {"importance_sampling_level": "token"}
@@ -36,7 +36,7 @@ def read_objective(source: Source, options: dict[str, Any], each: int) -> dict[s
     return in_our_form(source, read, options)
 
 
-def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _read_estimator(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     name = source.take(f"{_ADVANTAGE}name", str, "grpo")
     leave1out = source.take("grpo.use_leave_one_out_baseline", bool, True)
     leave1out = source.take(f"{_ADVANTAGE}use_leave_one_out_baseline", bool, leave1out)
@@ -71,7 +71,7 @@ def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return without_estimator(source, f"{_ADVANTAGE}name", name, options)
 
 
-def _read_loss(source: Source, each: int) -> dict[str, Any]:
+def _read_loss(source: SettingsReader, each: int) -> dict[str, Any]:
     by_token = source.take(f"{_LOSS}token_level_loss", bool, True)
     by_sequence = source.take(f"{_LOSS}sequence_level_importance_ratios", bool, False)
     low = source.take(f"{_LOSS}ratio_clip_min", float, 0.2)
@@ -95,7 +95,7 @@ def _read_loss(source: Source, each: int) -> dict[str, Any]:
     return read
 
 
-def _read_rewards(source: Source) -> dict[str, Any]:
+def _read_rewards(source: SettingsReader) -> dict[str, Any]:
     """Linear scaling from one range to another, and the penalty of long completions."""
     read: dict[str, Any] = {}
     if source.take(f"{_SCALING}enabled", bool, False):
@@ -119,7 +119,7 @@ def _read_rewards(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_kl(source: Source, each: int) -> dict[str, Any]:
+def _read_kl(source: SettingsReader, each: int) -> dict[str, Any]:
     in_reward = source.take(f"{_LOSS}use_kl_in_reward", bool, False)
     kind = source.take(f"{_LOSS}reference_policy_kl_type", str, "k3")
     source.expect(f"{_LOSS}kl_input_clamp_value", 20.0, "only the estimate is clipped (kl_clip)")
@@ -147,7 +147,7 @@ def _read_kl(source: Source, each: int) -> dict[str, Any]:
     return read
 
 
-def _read_weights(source: Source, read: dict[str, Any]) -> dict[str, Any]:
+def _read_weights(source: SettingsReader, read: dict[str, Any]) -> dict[str, Any]:
     """The trainer's probabilities over the sampler's."""
     start = f"{_LOSS}truncated_importance_sampling_"
     corrected = source.take(f"{_LOSS}use_importance_sampling_correction", bool, False)

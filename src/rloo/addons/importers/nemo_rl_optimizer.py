@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.importers.settings_reader import Source
+from rloo.addons.importers.settings_reader import SettingsReader
 from rloo.addons.importers.shared_optimizer import read_betas, read_schedule
 
 _TORCH = "policy.optimizer.kwargs."
@@ -12,7 +12,7 @@ _MEGATRON = "policy.megatron_cfg.optimizer."
 _DECAY = "policy.megatron_cfg.scheduler."
 
 
-def read_optimizer(source: Source, each: int, megatron: bool) -> dict[str, Any]:
+def read_optimizer(source: SettingsReader, each: int, megatron: bool) -> dict[str, Any]:
     """The optimizer of the backend that is on; a rollout is `each` optimizer steps."""
     read: dict[str, Any] = {"max_grad_norm": source.take("policy.max_grad_norm", float, 1.0)}
     if megatron:
@@ -32,7 +32,7 @@ def read_optimizer(source: Source, each: int, megatron: bool) -> dict[str, Any]:
     return read | _read_schedules(source, each, read["learning_rate"])
 
 
-def _read_megatron(source: Source, each: int) -> dict[str, Any]:
+def _read_megatron(source: SettingsReader, each: int) -> dict[str, Any]:
     read = {
         "learning_rate": source.take(f"{_MEGATRON}lr", float, 5e-6),
         "weight_decay": source.take(f"{_MEGATRON}weight_decay", float, 0.01),
@@ -59,7 +59,7 @@ def _read_megatron(source: Source, each: int) -> dict[str, Any]:
     return read
 
 
-def _read_schedules(source: Source, each: int, peak: float) -> dict[str, Any]:
+def _read_schedules(source: SettingsReader, each: int, peak: float) -> dict[str, Any]:
     """A list of torch's schedules, one after the other; or one as a section."""
     key = "policy.scheduler"
     if isinstance(source.values.get(key), list):
@@ -88,7 +88,7 @@ def _read_schedules(source: Source, each: int, peak: float) -> dict[str, Any]:
     return read
 
 
-def read_adapter(source: Source, megatron: bool) -> dict[str, Any]:
+def read_adapter(source: SettingsReader, megatron: bool) -> dict[str, Any]:
     """LoRA of the backend that is on."""
     start = "policy.megatron_cfg.peft." if megatron else "policy.dtensor_cfg.lora_cfg."
     if not source.take(f"{start}enabled", bool, False):

@@ -18,8 +18,8 @@ from rloo.addons.importers.settings_reader import (
     IN_MEMORY,
     NOT_AHEAD,
     PROCESSES,
-    Imported,
-    Source,
+    ImportResult,
+    SettingsReader,
     greedy,
     one_of,
     read_batches,
@@ -105,13 +105,15 @@ _REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
+def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> ImportResult:
     """A command line, or the script at that path, with `overrides` (--flag value) after it. Raises
     ValueError unless it has one command `openrlhf.cli.train_ppo_ray`, and for values that cannot be
     read."""
     launch = read_launch(text, _MARK, _PROGRAM, _SETTING)
     flags = read_flags([*launch.words, *overrides])
-    source = Source({FORMERLY.get(name, name): value for name, value in flags.items()}, _NAMES)
+    source = SettingsReader(
+        {FORMERLY.get(name, name): value for name, value in flags.items()}, _NAMES
+    )
     source.notes += launch.notes
     for why, words in launch.unread.items():
         source.leave_unread({why: {FORMERLY.get(name, name): v for name, v in words.items()}})
@@ -129,7 +131,7 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> Imported:
     return source.finish(options, _REASONS, KNOWN)
 
 
-def _read_lengths(source: Source) -> dict[str, Any]:
+def _read_lengths(source: SettingsReader) -> dict[str, Any]:
     """`max_len` bounds prompt and completion together, there at the sampler."""
     total = source.take("data.max_len", int, 2048)
     longest = source.take("rollout.max_new_tokens", int)
@@ -145,7 +147,7 @@ def _read_lengths(source: Source) -> dict[str, Any]:
     )
 
 
-def _read_batches(source: Source, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """`train.batch_size` counts completions, `rollout.batch_size` prompts."""
     prompts = source.take("rollout.batch_size", int, 1024)
     read, each = read_batches(source, prompts, source.take("train.batch_size", int, 128), options)
@@ -165,7 +167,7 @@ def _read_batches(source: Source, options: dict[str, Any]) -> tuple[dict[str, An
     return read, each
 
 
-def _read_data(source: Source) -> dict[str, Any]:
+def _read_data(source: SettingsReader) -> dict[str, Any]:
     column = source.take("data.input_key", str, "input")
     template = source.take("data.input_template", str)
     if source.take("data.apply_chat_template", bool, False):
@@ -181,7 +183,7 @@ def _read_data(source: Source) -> dict[str, Any]:
     return {"prompt_template": f"{{{column}}}"}
 
 
-def _read_rewards(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _read_rewards(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     """Reward functions and models, and the penalty of long completions."""
     rewards: list[Any] = []
     standardised = source.take("reward.normalize_enable", bool, False)
@@ -213,7 +215,7 @@ def _read_rewards(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return read | ({"reward_weights": weights} if set(weights) - {1.0} else {})
 
 
-def _read_run(source: Source, each: int) -> dict[str, Any]:
+def _read_run(source: SettingsReader, each: int) -> dict[str, Any]:
     read = {"logging_steps": source.take("logger.logging_steps", int, 1) * each}
     read |= steps_between("save", source.take("ckpt.save_steps", int, -1), each)
     evaluated = source.take("eval.dataset", str)
@@ -239,7 +241,7 @@ def _read_run(source: Source, each: int) -> dict[str, Any]:
     return read | {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
 
 
-def _read_optimizer(source: Source) -> dict[str, Any]:
+def _read_optimizer(source: SettingsReader) -> dict[str, Any]:
     key = "actor.lr_scheduler"
     least = source.take("actor.min_lr_ratio", float, 0.1)
     kind = source.take(key, str, "cosine_with_min_lr")
@@ -247,7 +249,7 @@ def _read_optimizer(source: Source) -> dict[str, Any]:
     return read | read_schedule(source, key, kind, least if "min_lr" in kind else 0.0)
 
 
-def _read_adapter(source: Source) -> dict[str, Any]:
+def _read_adapter(source: SettingsReader) -> dict[str, Any]:
     rank = source.take("ds.lora.rank", int, 0)
     if rank <= 0:
         return {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.importers.settings_reader import Source
+from rloo.addons.importers.settings_reader import SettingsReader
 from rloo.addons.importers.shared_objective import (
     GROUP_MEAN,
     LEAVE_ONE_OUT,
@@ -30,7 +30,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def read_objective(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     """Take all that makes the objective; `options` are those read so far."""
     low, high = source.take("reward.clip_range", list[float], [-10.0, 10.0])
     read: dict[str, Any] = {
@@ -45,7 +45,7 @@ def read_objective(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return in_our_form(source, read, options)
 
 
-def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _read_estimator(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     key = f"{_ADVANTAGE}estimator"
     name = source.take(key, str, "gae")
     if name not in _ESTIMATORS:
@@ -57,7 +57,7 @@ def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _read_loss(source: Source) -> dict[str, Any]:
+def _read_loss(source: SettingsReader) -> dict[str, Any]:
     clip = source.take("actor.eps_clip", float, 0.2)
     low, high = source.take("actor.eps_clip_low_high", list[float], [clip, clip])
     read = clip_bounds(low, high) | {"delta": source.take("actor.dual_clip", float)}
@@ -67,7 +67,7 @@ def _read_loss(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_kl(source: Source) -> dict[str, Any]:
+def _read_kl(source: SettingsReader) -> dict[str, Any]:
     in_loss = source.take("algo.kl.use_loss", bool, False)
     read = {
         "beta": source.take("algo.kl.init_coef", float, 0.01),
@@ -86,7 +86,7 @@ def _read_kl(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_weights(source: Source) -> dict[str, Any]:
+def _read_weights(source: SettingsReader) -> dict[str, Any]:
     """`is_correction`: the trainer's probabilities over vLLM's."""
     start = f"{_ADVANTAGE}is_correction_"
     kind = source.take(f"{start}type", str, "tis")

@@ -31,7 +31,7 @@ _RESOLVERS: dict[str, Callable[..., float]] = {
 }  # fmt: skip
 
 
-class Left(NamedTuple):
+class Unmapped(NamedTuple):
     """A setting that has no counterpart here."""
 
     key: str
@@ -40,17 +40,17 @@ class Left(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
     """`options` under our names, `taken` the keys of the source that they came from, `left` those
     that have no counterpart, `notes` what a reader must know besides."""
 
     options: dict[str, Any]
     taken: list[str]
-    left: list[Left]
+    left: list[Unmapped]
     notes: list[str] = field(default_factory=list)
 
 
-class Source:
+class SettingsReader:
     """Another system's settings by their dotted names; what is read of them is remembered."""
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
@@ -59,7 +59,7 @@ class Source:
         self.original = dict(values)
         self._names = names or {}
         self.taken: list[str] = []
-        self.left: list[Left] = []
+        self.left: list[Unmapped] = []
         self.notes: list[str] = []
         self._read: set[str] = set()
 
@@ -75,7 +75,7 @@ class Source:
             return default
         value = self.values.pop(key)
         if not _is_known(value):
-            self.left.append(Left(key, value, NOT_IN_FILE))
+            self.left.append(Unmapped(key, value, NOT_IN_FILE))
             return default
         self.taken.append(key)
         if value is None or kind is None:
@@ -122,27 +122,27 @@ class Source:
     def leave(self, key: str, reason: str) -> None:
         """Put `key`, where it is given, among those without a counterpart."""
         if key in self.values:
-            self.left.append(Left(key, self.values.pop(key), reason))
+            self.left.append(Unmapped(key, self.values.pop(key), reason))
 
     def give_back(self, key: str, value: Any, reason: str) -> None:
         """Leave `key` after all, although it was taken."""
         if key in self.taken:
             self.taken.remove(key)
-            self.left.append(Left(key, value, reason))
+            self.left.append(Unmapped(key, value, reason))
 
     def leave_unread(self, unread: Mapping[str, Mapping[str, Any]]) -> None:
         """Put what is no setting of the command, by its reason, among what has no counterpart."""
         for reason, words in unread.items():
             for key, value in words.items():
                 why = reason if _is_known(key) else NOT_IN_FILE
-                self.left.append(Left(key, value, why))
+                self.left.append(Unmapped(key, value, why))
 
     def finish(
         self,
         options: dict[str, Any],
         reasons: Mapping[str, tuple[str, ...]],
         known: Known | None = None,
-    ) -> Imported:
+    ) -> ImportResult:
         """All that was read; what remains is left with the first of `reasons` -> the beginnings of
         keys that it is for, unless it is none that the system has in its `known` sections."""
         for key in list(self.values):
@@ -165,15 +165,15 @@ class Source:
         if unsaid := [left.key for left in self.left if left.reason == NOT_IN_FILE]:
             told = ", ".join(unsaid[:6]) + (", ..." if len(unsaid) > 6 else "")
             self.notes.append(f"only a run would tell {told}: the value there is not taken over")
-        return Imported(options, self.taken, self.left, self.notes)
+        return ImportResult(options, self.taken, self.left, self.notes)
 
 
-def greedy(source: Source, key: str) -> None:
+def greedy(source: SettingsReader, key: str) -> None:
     """Evaluation at temperature 0, which is not asked for here."""
     source.notes.append(f"evaluation is sampled and greedy, both ({key} 0)")
 
 
-def one_of(source: Source, key: str, ours: str, files: list[str]) -> str:
+def one_of(source: SettingsReader, key: str, ours: str, files: list[str]) -> str:
     """The folder that has these `files` and no others, or the first of them, which is said."""
     folders = {os.path.dirname(file) for file in files}
     folder = folders.pop() if len(folders) == 1 else ""
@@ -201,7 +201,7 @@ def _is_known(value: Any) -> bool:
 
 
 def read_batches(
-    source: Source, prompts: int, completions_per_step: int, options: Mapping[str, Any]
+    source: SettingsReader, prompts: int, completions_per_step: int, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int]:
     """Options for rollouts of `prompts` whose steps learn from so many completions; and the number
     of optimizer steps that a rollout serves, in all passes over it."""
@@ -231,7 +231,7 @@ def steps_between(what: str, rollouts: int | None, each: int) -> dict[str, Any]:
     return {f"{what}_strategy": "steps", f"{what}_steps": rollouts * each}
 
 
-def read_loggers(source: Source, key: str, names: list[str]) -> list[str] | str:
+def read_loggers(source: SettingsReader, key: str, names: list[str]) -> list[str] | str:
     """Those of `names` that `report_to` takes; others are said."""
     known = [name for name in names if name in _LOGGERS]
     others = [name for name in names if name not in (*known, "console")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.importers.settings_reader import Source
+from rloo.addons.importers.settings_reader import SettingsReader
 from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.presets import BASE
 
@@ -23,7 +23,7 @@ def clip_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def without_estimator(
-    source: Source, key: str, name: str, options: dict[str, Any]
+    source: SettingsReader, key: str, name: str, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Leave-one-out where an estimator has no counterpart, no baseline for single completions."""
     alone = options["num_generations"] < 2
@@ -35,7 +35,7 @@ def without_estimator(
     return {"mean_level": "none"} if alone else dict(LEAVE_ONE_OUT)
 
 
-def by_completion(source: Source, read: dict[str, Any]) -> None:
+def by_completion(source: SettingsReader, read: dict[str, Any]) -> None:
     """One ratio of a completion wants one advantage for it: what was by token is by completion."""
     if read.get("kl_placement") == "reward_to_go":
         read["kl_placement"] = "reward"
@@ -48,7 +48,9 @@ def by_completion(source: Source, read: dict[str, Any]) -> None:
         source.notes.append("the baseline is by completion, as the ratio is")
 
 
-def in_our_form(source: Source, read: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def in_our_form(
+    source: SettingsReader, read: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
     """Arguments of the estimator apart, and under a preset that allows any KL where that is one."""
     arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
     in_loss, k1 = read["kl_placement"] == "loss", read["kl_estimator"] == "k1"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.importers.settings_reader import Source
+from rloo.addons.importers.settings_reader import SettingsReader
 
 _SCHEDULES = {
     "constant": "constant_with_warmup", "constant_with_warmup": "constant_with_warmup",
@@ -13,7 +13,7 @@ _SCHEDULES = {
 }  # fmt: skip
 
 
-def read_betas(source: Source, key: str, default: list[float]) -> dict[str, Any]:
+def read_betas(source: SettingsReader, key: str, default: list[float]) -> dict[str, Any]:
     """Adam's two rates of decay. Raises ValueError for another number of them."""
     betas = source.take(key, list[float], default)
     if len(betas) != 2:
@@ -21,7 +21,7 @@ def read_betas(source: Source, key: str, default: list[float]) -> dict[str, Any]
     return {"adam_beta1": betas[0], "adam_beta2": betas[1]}
 
 
-def read_schedule(source: Source, key: str, kind: str, least: float) -> dict[str, Any]:
+def read_schedule(source: SettingsReader, key: str, kind: str, least: float) -> dict[str, Any]:
     """The schedule that `key` names `kind`, which ends at `least` of the peak where it falls."""
     name = _SCHEDULES.get(kind.lower())
     if name is None:

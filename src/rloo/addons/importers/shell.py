@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rloo.addons.importers.shell_expansion import changed, is_resolved
-from rloo.addons.importers.shell_words import DEEPEST, MOST_LETTERS, Script, Value, Words
+from rloo.addons.importers.shell_words import DEEPEST, MOST_LETTERS, ShellReader, ShellScript, Value
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _FUNCTION = re.compile(
@@ -33,12 +33,12 @@ _CHOICES = ("if", "elif", "else", "case")
 _OF_SHELLS = re.compile(r"(?:.*/)?(?:activate\S*|\.\w+|\w*\.env|set_env\.sh|setvars\.sh|conda\.sh)")
 
 
-def read_script(text: str, path: str = "") -> Script:
+def read_script(text: str, path: str = "") -> ShellScript:
     """What a script, at `path`, says: variables are filled in, those that it does not set from the
     environment, as the shell does; functions are called and whole-number sums done. What only a run
     would tell stays as it is written. Raises ValueError for quotation marks that are never closed,
     and for text that doubles or is nested without end."""
-    script = Script(path=path)
+    script = ShellScript(path=path)
     try:
         _Reader(text.replace("\r\n", "\n"), script).read()
         unread = {f"function {n}": b for n, b in script.functions.items() if n not in script.called}
@@ -54,7 +54,7 @@ def read_script(text: str, path: str = "") -> Script:
 
 
 def find_command(
-    script: Script, mark: re.Pattern[str], depth: int = 0
+    script: ShellScript, mark: re.Pattern[str], depth: int = 0
 ) -> list[tuple[list[str], list[str]]]:
     """The words up to `mark` (a program or module) and those after it, of every command that has
     it, also of those that are one word of another, such as bash -c's."""
@@ -75,7 +75,7 @@ def find_command(
     return found
 
 
-class _Reader(Words):
+class _Reader(ShellReader):
     """Commands, and what they do to what is read after them."""
 
     _heredocs: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class _Reader(Words):
         self._values: tuple[str, list[str]] = ("", [])
         self._loops: list[str] = []
 
-    def read(self, block: tuple[str, str] = ("", "")) -> Script:
+    def read(self, block: tuple[str, str] = ("", "")) -> ShellScript:
         """All of the text, or as far as the end of a `block`: `do` and `done`, or braces."""
         words: list[str] = []
         opened = 0

@@ -27,7 +27,7 @@ Value = str | list[str]
 
 
 @dataclass
-class Script:
+class ShellScript:
     """`variables` as they are at the end, arrays as lists; the `environment` of single
     commands, and which are `exported` to all; `commands`, each its words; those of
     functions that nothing calls and of texts after `<<`, by their names; whether there are
@@ -48,7 +48,7 @@ class Script:
     documents: list[str] = field(default_factory=list)
     letters: int = MOST_LETTERS
 
-    def apart(self) -> Script:
+    def apart(self) -> ShellScript:
         """A copy for text whose commands are not those of the script."""
         return replace(
             self, variables=dict(self.variables), functions=dict(self.functions), commands=[],
@@ -56,7 +56,7 @@ class Script:
         )  # fmt: skip
 
 
-class Words(ABC):
+class ShellReader(ABC):
     """A place in a text, and what was read before it. `arguments` are those of the function that
     the text is of, or None: what a script is given is not known. `active`: the functions that are
     being read, and empty names for other text within text."""
@@ -64,7 +64,7 @@ class Words(ABC):
     def __init__(
         self,
         text: str,
-        script: Script,
+        script: ShellScript,
         arguments: list[str] | None = None,
         active: tuple[str, ...] = (),
     ) -> None:
@@ -75,7 +75,7 @@ class Words(ABC):
         self._active = active
 
     @abstractmethod
-    def read(self) -> Script:
+    def read(self) -> ShellScript:
         """All of the text, as commands."""
 
     def _peek(self, length: int = 1) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from rloo.addons.importers.hydra import is_yaml, over, read_composed, read_overrides
 from rloo.addons.importers.launcher_commands import AROUND, program_of, started_with
 from rloo.addons.importers.settings_reader import CUT
-from rloo.addons.importers.shell import Script, find_command, read_script
+from rloo.addons.importers.shell import ShellScript, find_command, read_script
 from rloo.config.compat.detect_system import is_script
 
 _ABOVE = 8
@@ -27,13 +27,13 @@ _FILE_FLAGS = ("config", "config_path", "config_name", "config_dir")
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchCommand:
     """The `words` after the program's name, and those `before` them, the name last, in a
     `script`."""
 
     words: list[str]
     before: list[str] = field(default_factory=list)
-    script: Script = field(default_factory=Script)
+    script: ShellScript = field(default_factory=ShellScript)
     text: str = ""
     folder: Path = Path()
 
@@ -75,14 +75,14 @@ class Launch:
 
 def read_launch(
     source: str, mark: re.Pattern[str], program: str, settings: re.Pattern[str] | None = None
-) -> Launch:
+) -> LaunchCommand:
     """The one command of `program`, which `mark` knows, in the script at the path `source`, or in a
     command line; where there is none, that of another program with the system's `settings`, which
     is a fork's. Raises ValueError where there is none, or several that differ."""
     text, folder = _text_of(source)
     script = read_script(text, source if is_script(source) else "")
     if text.lstrip().startswith("--"):  # its flags alone, each on a line of its own perhaps
-        return Launch([word for words in script.commands for word in words], text=text)
+        return LaunchCommand([word for words in script.commands for word in words], text=text)
     commands = _find(script, mark)
     if not commands and settings and (other := _programs(script, settings)):
         script.notes.append(
@@ -92,7 +92,7 @@ def read_launch(
         commands = _find(script, re.compile("|".join(map(re.escape, other))))
     if commands and all(words == commands[0][1] for _, words in commands):
         before, words = commands[0]
-        return Launch(words, before, script, text, folder)
+        return LaunchCommand(words, before, script, text, folder)
     number = len(commands)
     raise ValueError(
         f"{source if is_script(source) else 'the command line'}: there are {number} commands "
@@ -100,24 +100,24 @@ def read_launch(
     )
 
 
-def _find(script: Script, mark: re.Pattern[str]) -> list[tuple[list[str], list[str]]]:
+def _find(script: ShellScript, mark: re.Pattern[str]) -> list[tuple[list[str], list[str]]]:
     """The commands with `mark`; else those in variables that another is given, as `sbatch` is, and
     of functions that nothing calls."""
     commands = find_command(script, mark)
     exported = {n: v for n, v in script.variables.items() if n in script.exported}
     for name, value in ({} if commands else exported | script.environment).items():
-        if found := find_command(Script(commands=[["sh", str(value)]]), mark):
+        if found := find_command(ShellScript(commands=[["sh", str(value)]]), mark):
             script.notes.append(f"the command is that of the variable {name}")
             commands += found
     if not commands:
         for name, uncalled in script.uncalled.items():
-            if found := find_command(Script(commands=uncalled), mark):
+            if found := find_command(ShellScript(commands=uncalled), mark):
                 script.notes.append(f"{name} has the command, and nothing in the script runs it")
                 commands += found
     return commands
 
 
-def _programs(script: Script, settings: re.Pattern[str]) -> list[str]:
+def _programs(script: ShellScript, settings: re.Pattern[str]) -> list[str]:
     """The programs of commands that have two `settings` or more."""
     uncalled = [words for commands in script.uncalled.values() for words in commands]
     lines = [" ".join(words) for words in [*script.commands, *uncalled]]
@@ -136,7 +136,7 @@ def _text_of(source: str) -> tuple[str, Path]:
 
 
 @dataclass(frozen=True)
-class Composed:
+class ComposedSettings:
     """Settings by dotted names, of a file and the overrides over it; and what was not read, by the
     reason."""
 
@@ -152,7 +152,7 @@ def read_settings(
     program: str,
     home: str = "",
     own: re.Pattern[str] | None = None,
-) -> Composed:
+) -> ComposedSettings:
     """The settings of a YAML file, script or command line, with `key=value` overrides after it.
     `home`: the folder where the program looks for files that it is given by name alone; `own`: the
     system's settings, by which a fork's program is known. Raises ValueError for what cannot be
@@ -161,9 +161,9 @@ def read_settings(
         values, missing = read_composed(source)
         given, flags, others = read_overrides(overrides)
         _refuse(others)
-        return Composed(over(values, {**flags, **given}), _gone(missing))
+        return ComposedSettings(over(values, {**flags, **given}), _gone(missing))
     words = _overrides_alone(source)
-    launch = Launch(words) if words else read_launch(source, mark, program, own)
+    launch = LaunchCommand(words) if words else read_launch(source, mark, program, own)
     given, flags, words = read_overrides(launch.words)
     added, _, others = read_overrides(overrides)
     _refuse(others)
@@ -188,7 +188,7 @@ def read_settings(
     }
     unread = {**launch.unread, "it is no key=value": dict.fromkeys(words, "")}
     unread["it chooses one of the program's own files for a section"] = chosen
-    return Composed(over(over(values, settings), added), notes, unread)
+    return ComposedSettings(over(over(values, settings), added), notes, unread)
 
 
 def _overrides_alone(source: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rloo.addons.importers.hydra import is_yaml
 from rloo.addons.importers.launcher_commands import processes_of, started_with
-from rloo.addons.importers.settings_reader import Imported, Source
+from rloo.addons.importers.settings_reader import ImportResult, SettingsReader
 from rloo.addons.importers.shell import read_flags
 from rloo.addons.importers.source_file import find_file, read_launch
 from rloo.config.compat.aliases import ALIASES, LOSSES, resolve
@@ -70,7 +70,7 @@ _REASONS = {
 }
 
 
-def import_trl(path: str, overrides: Sequence[str] = ()) -> Imported:
+def import_trl(path: str, overrides: Sequence[str] = ()) -> ImportResult:
     """TRL's YAML file or script at `path`, or a command line, with `overrides` after it. Raises
     ValueError for what cannot be read, or options that contradict each other."""
     source, program = _read_given(path, overrides)
@@ -116,12 +116,12 @@ def _require_groups(options: Mapping[str, Any]) -> None:
         )
 
 
-def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
+def _read_given(path: str, overrides: Sequence[str]) -> tuple[SettingsReader, str]:
     """What a file says, and over it the flags; and the program's name, where a command has it."""
     if is_yaml(path) and (" " not in path or Path(path).is_file()):
         written = read_config_file(path)[0]
         refuse_other(path, written, known_names())
-        source = Source(written | read_flags(list(overrides)))
+        source = SettingsReader(written | read_flags(list(overrides)))
         _find_deepspeed(source, Path(path).parent)
         return source, ""
     launch = read_launch(path, _MARK, "trl rloo, or rloo.py", _SETTING)
@@ -132,7 +132,7 @@ def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
         if file is None:
             raise ValueError(f"{name}: no such file here; give its path (--config)")
         values = read_config_file(str(file))[0]
-    source = Source(values | flags)
+    source = SettingsReader(values | flags)
     _find_deepspeed(source, launch.folder)
     source.notes += launch.notes
     source.leave_unread(launch.unread)
@@ -147,7 +147,7 @@ def _read_given(path: str, overrides: Sequence[str]) -> tuple[Source, str]:
     return source, "".join(launch.before[-1:])
 
 
-def _find_deepspeed(source: Source, folder: Path) -> None:
+def _find_deepspeed(source: SettingsReader, folder: Path) -> None:
     """DeepSpeed's file by the path at which it is from here."""
     name = source.values.get("deepspeed")
     if not isinstance(name, str) or name.lower() == "null":
@@ -160,7 +160,7 @@ def _find_deepspeed(source: Source, folder: Path) -> None:
         source.leave("deepspeed", "no such file here; give it as deepspeed")
 
 
-def _count_processes(source: Source, processes: int) -> None:
+def _count_processes(source: SettingsReader, processes: int) -> None:
     """A batch size is a device's there: here of all that the command starts."""
     key = "per_device_train_batch_size"
     size = coerce(key, int, source.values.get(key, 8))
@@ -171,7 +171,7 @@ def _count_processes(source: Source, processes: int) -> None:
         )
 
 
-def _is_grpo(source: Source, program: str) -> bool:
+def _is_grpo(source: SettingsReader, program: str) -> bool:
     """Whether it is for GRPO: by the program, or by what only one of them has."""
     open_r1 = is_open_r1(source.values)
     of_grpo = sorted(_OF_GRPO & source.values.keys())
@@ -194,7 +194,7 @@ def _is_grpo(source: Source, program: str) -> bool:
     return grpo
 
 
-def _read_recipe(source: Source) -> dict[str, Any]:
+def _read_recipe(source: SettingsReader) -> dict[str, Any]:
     """open-r1's ways of naming rewards, data and prompts, and the keys of its scripts."""
     before = dict(source.values)
     with warnings.catch_warnings(record=True) as said:
@@ -217,7 +217,7 @@ def _read_recipe(source: Source) -> dict[str, Any]:
     return {key: value for key, value in after.items() if key not in before}
 
 
-def _read_grpo(source: Source) -> dict[str, Any]:
+def _read_grpo(source: SettingsReader) -> dict[str, Any]:
     """What GRPOConfig's options mean under the preset grpo."""
     read: dict[str, Any] = {}
     loss = source.take("loss_type", str, "dapo")
@@ -243,7 +243,7 @@ def _read_grpo(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_refused(source: Source, key: str) -> None:
+def _read_refused(source: SettingsReader, key: str) -> None:
     value = source.values[key]
     try:
         resolve({key: value}, {})
@@ -255,7 +255,7 @@ def _read_refused(source: Source, key: str) -> None:
         source.take(key)
 
 
-def _read_model(source: Source) -> dict[str, Any]:
+def _read_model(source: SettingsReader) -> dict[str, Any]:
     """What TRL passes to from_pretrained besides model_init_kwargs."""
     model = dict(source.take("model_init_kwargs", dict[str, Any], {}))
     revision = source.take("model_revision", str, "main")
@@ -269,7 +269,7 @@ def _read_model(source: Source) -> dict[str, Any]:
     return {"model_init_kwargs": model} if model else {}
 
 
-def _read_rewards(source: Source) -> dict[str, Any]:
+def _read_rewards(source: SettingsReader) -> dict[str, Any]:
     model = source.take("reward_model_name_or_path", str)
     rewards: list[Any] = [model] if model else []
     known = is_open_r1(source.original)

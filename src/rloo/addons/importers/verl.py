@@ -15,8 +15,8 @@ from rloo.addons.importers.settings_reader import (
     ENGINES,
     IN_MEMORY,
     PROCESSES,
-    Imported,
-    Source,
+    ImportResult,
+    SettingsReader,
     follow_references,
     greedy,
     one_of,
@@ -154,12 +154,12 @@ _REASONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> Imported:
+def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> ImportResult:
     """verl's YAML file or script at the path `text`, or a command line, with `overrides` after it;
     for that `version` (0.3), or the one that its keys tell. Raises ValueError for what cannot be
     read."""
     given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer", _SETTING)
-    source = Source(follow_references(given.values), _NAMES)
+    source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
     source.leave_unread(given.unread)
     former, said = is_former(source.values, version)
@@ -180,7 +180,7 @@ def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> 
     return source.finish(options, _REASONS, VERL)
 
 
-def _read_agents(source: Source, size: int) -> dict[str, Any]:
+def _read_agents(source: SettingsReader, size: int) -> dict[str, Any]:
     """The group size of Search-R1 and its kin, which sample every prompt so often, each `size`
     times."""
     if (agents := source.take(f"{_ROLLOUT}n_agent", int)) is None:
@@ -193,7 +193,7 @@ def _read_agents(source: Source, size: int) -> dict[str, Any]:
 
 
 def _read_batches(
-    source: Source, options: dict[str, Any], each_agent: int
+    source: SettingsReader, options: dict[str, Any], each_agent: int
 ) -> tuple[dict[str, Any], int]:
     """`ppo_mini_batch_size` counts prompts, as `train_batch_size` does."""
     prompts = source.take("data.train_batch_size", int, 1024)
@@ -213,7 +213,7 @@ def _read_batches(
     return read, each
 
 
-def _read_data(source: Source) -> dict[str, Any]:
+def _read_data(source: SettingsReader) -> dict[str, Any]:
     read: dict[str, Any] = {}
     for key, ours in (("data.train_files", "dataset"), ("data.val_files", "eval_dataset")):
         files = source.take(key, list[str] | str) or []
@@ -232,7 +232,7 @@ def _read_data(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_rewards(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _read_rewards(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     """A function in a file, and the penalty of long completions, which verl's `dapo` manager adds
     to the reward."""
     read: dict[str, Any] = {}
@@ -272,7 +272,7 @@ def _read_rewards(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return read
 
 
-def _read_run(source: Source, each: int, evaluated: bool) -> dict[str, Any]:
+def _read_run(source: SettingsReader, each: int, evaluated: bool) -> dict[str, Any]:
     read: dict[str, Any] = {"logging_steps": each}
     total = source.take("trainer.total_training_steps", int)
     read |= {} if total is None else {"max_steps": total * each}
@@ -304,7 +304,7 @@ def _read_run(source: Source, each: int, evaluated: bool) -> dict[str, Any]:
     return read | {"bf16": dtype in ("bfloat16", "bf16"), "fp16": dtype in ("float16", "fp16")}
 
 
-def _read_optimizer(source: Source, each: int) -> dict[str, Any]:
+def _read_optimizer(source: SettingsReader, each: int) -> dict[str, Any]:
     read = read_betas(source, f"{_OPTIM}betas", [0.9, 0.999])
     source.expect(f"{_OPTIM}optimizer", "AdamW", "nearest: adamw_torch_fused (optim)")
     clip = source.take(f"{_OPTIM}clip_grad", float, 1.0)
@@ -320,7 +320,7 @@ def _read_optimizer(source: Source, each: int) -> dict[str, Any]:
     return read | {"warmup_steps": share if warm < 0 else warm * each}
 
 
-def _read_adapter(source: Source) -> dict[str, Any]:
+def _read_adapter(source: SettingsReader) -> dict[str, Any]:
     if source.take(f"{_MODEL}lora_rank", int, 0) <= 0:
         return {}
     rank = source.original[f"{_MODEL}lora_rank"]

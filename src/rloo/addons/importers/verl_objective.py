@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.importers.settings_reader import Source
+from rloo.addons.importers.settings_reader import SettingsReader
 from rloo.addons.importers.shared_objective import (
     GROUP_MEAN,
     LEAVE_ONE_OUT,
@@ -45,7 +45,7 @@ _ESTIMATES = {
 }  # fmt: skip
 
 
-def read_objective(source: Source, options: dict[str, Any], former: bool) -> dict[str, Any]:
+def read_objective(source: SettingsReader, options: dict[str, Any], former: bool) -> dict[str, Any]:
     """Take all that makes the objective; `options` are those read so far. `former`: as it was
     before verl 0.4, when the KL was in the reward unless it was in the loss, and no clip dual."""
     read: dict[str, Any] = {"importance_sampling_level": "token", "kl_placement": "reward"}
@@ -58,7 +58,7 @@ def read_objective(source: Source, options: dict[str, Any], former: bool) -> dic
     return in_our_form(source, read, options)
 
 
-def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
+def _read_estimator(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
     key = "algorithm.adv_estimator"
     name = source.take(key, str, "gae")
     by_deviation = source.take("algorithm.norm_adv_by_std_in_grpo", bool, True)
@@ -73,14 +73,14 @@ def _read_estimator(source: Source, options: dict[str, Any]) -> dict[str, Any]:
     return dict(known)
 
 
-def _read_former_loss(source: Source) -> dict[str, Any]:
+def _read_former_loss(source: SettingsReader) -> dict[str, Any]:
     return {
         **clip_bounds(*[source.take(f"{_ACTOR}clip_ratio", float, 0.2)] * 2),
         "delta": None, "loss_aggregation": "token_mean",
     }  # fmt: skip
 
 
-def _read_loss(source: Source) -> dict[str, Any]:
+def _read_loss(source: SettingsReader) -> dict[str, Any]:
     mode = source.take(f"{_ACTOR}policy_loss.loss_mode", str, "vanilla")
     low = source.take(f"{_ACTOR}clip_ratio_low", float, 0.2)
     high = source.take(f"{_ACTOR}clip_ratio_high", float, 0.2)
@@ -116,7 +116,7 @@ def _read_loss(source: Source) -> dict[str, Any]:
     return read
 
 
-def _read_kl(source: Source, placement: str, former: bool) -> dict[str, Any]:
+def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, Any]:
     """verl's KL is in the reward, in the loss, in both or in neither."""
     in_loss = source.take(f"{_ACTOR}use_kl_loss", bool, False)
     in_reward = source.take("algorithm.use_kl_in_reward", bool, former and not in_loss)
@@ -152,7 +152,7 @@ def _read_kl(source: Source, placement: str, former: bool) -> dict[str, Any]:
     return read | ({"kl_clip": 10.0} if read["kl_estimator"] == "k3" else {})
 
 
-def _read_weights(source: Source) -> dict[str, Any]:
+def _read_weights(source: SettingsReader) -> dict[str, Any]:
     """The trainer's probabilities over the sampler's: `rollout_correction`, or the keys of 0.5 and
     0.6.0 that it has replaced."""
     if any(source.has(f"{_FLAT}{name}") for name in ("", *_OF_FLAT)):
@@ -187,7 +187,7 @@ def _read_weights(source: Source) -> dict[str, Any]:
     return {f"{_MODE}mode": f"{level}_truncate", f"{_MODE}threshold": source.take(key, float, 2.0)}
 
 
-def _read_flat_weights(source: Source) -> dict[str, Any]:
+def _read_flat_weights(source: SettingsReader) -> dict[str, Any]:
     """0.6.0's keys below `algorithm`, where a threshold without `rollout_is` is for metrics."""
     weighed = source.take(_FLAT, bool, False)
     most = source.take(f"{_FLAT}_threshold", float)

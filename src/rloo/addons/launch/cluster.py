@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rloo.config.fields import Faults, Subject, coerce, faults_of, suggest
+from rloo.config.fields import ConfigErrors, OptionGroup, coerce, config_errors, suggest
 from rloo.config.yaml_io import read_yaml
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
 
-PLACES = Subject("What is placed where")
-SLURM, RAY = Subject("Slurm"), Subject("Ray")
+PLACES = OptionGroup("What is placed where")
+SLURM, RAY = OptionGroup("Slurm"), OptionGroup("Ray")
 # AReaL: an engine's GPUs by data, tensor and pipeline parallelism (d, t, p), and the trainer's.
 _ALLOCATION = re.compile(r"(?:(?P<engine>vllm|sglang)\.?(?:\[\w+\])?:?(?P<theirs>[dtp0-9]+)\+)?"
                          r"(?:(?:fsdp|megatron)\.?:?)?(?P<ours>[dtpc0-9]+)")  # fmt: skip
@@ -27,47 +27,47 @@ class Cluster:
     """The options of `rloo launch`."""
 
     # fmt: off
-    backend: Literal["local", "ray", "slurm"] = PLACES.own("local",
+    backend: Literal["local", "ray", "slurm"] = PLACES.rloo_only("local",
         "What places the processes: this machine, Ray or Slurm.")
-    nodes: int = PLACES.own(1, "Machines.")
-    gpus_per_node: int = PLACES.own(0, "GPUs of each; 0 computes on their CPUs.")
-    trainer_gpus: int | None = PLACES.own(None,
+    nodes: int = PLACES.rloo_only(1, "Machines.")
+    gpus_per_node: int = PLACES.rloo_only(0, "GPUs of each; 0 computes on their CPUs.")
+    trainer_gpus: int | None = PLACES.rloo_only(None,
         "Processes that train, with a GPU each; null takes what engine_gpus leaves, or 1 on a CPU.")
-    engine_gpus: int = PLACES.own(0,
+    engine_gpus: int = PLACES.rloo_only(0,
         "GPUs that sample: native engines with one each, vLLM's servers with as many as "
         "vllm_tensor_parallel_size; on CPUs so many processes. 0 samples where it is trained.")
-    scorers: int = PLACES.own(0,
+    scorers: int = PLACES.rloo_only(0,
         "Processes that call reward functions; 0 leaves that to the trainer's machine.")
-    threads: int | None = PLACES.own(None,
+    threads: int | None = PLACES.rloo_only(None,
         "Threads of each process (OMP_NUM_THREADS); null leaves the environment as it is.")
-    port: int = PLACES.own(10000,
+    port: int = PLACES.rloo_only(10000,
         "First of the ports of vLLM's servers, and by Slurm of the trainer's first process.")
-    setup: list[str] = PLACES.own([],
+    setup: list[str] = PLACES.rloo_only([],
         "Lines of shell before anything starts: modules, an environment, variables.")
-    ray_address: str | None = RAY.own(None,
+    ray_address: str | None = RAY.rloo_only(None,
         "The cluster; null takes RAY_ADDRESS, or the one of this machine, or starts one here.")
-    ray_placement: Literal["pack", "spread"] = RAY.own("pack",
+    ray_placement: Literal["pack", "spread"] = RAY.rloo_only("pack",
         "What samples and what trains: on as few nodes as possible, or on none together.")
-    ray_restarts: int = RAY.own(3,
+    ray_restarts: int = RAY.rloo_only(3,
         "How often the ranks start again, at the last checkpoint, when one or its node has died.")
-    slurm_partition: str | None = SLURM.own(None, "Partition.")
-    slurm_account: str | None = SLURM.own(None, "Account.")
-    slurm_time: str | None = SLURM.own(None, "Time limit, as 04:00:00.")
-    slurm_signal: int = SLURM.own(300,
+    slurm_partition: str | None = SLURM.rloo_only(None, "Partition.")
+    slurm_account: str | None = SLURM.rloo_only(None, "Account.")
+    slurm_time: str | None = SLURM.rloo_only(None, "Time limit, as 04:00:00.")
+    slurm_signal: int = SLURM.rloo_only(300,
         "Seconds before the time limit at which the run saves and its job is queued again.")
-    slurm_requeue: bool = SLURM.own(True,
+    slurm_requeue: bool = SLURM.rloo_only(True,
         "Queue the job again at its time limit, when it is preempted and when a node fails.")
-    slurm_restarts: int = SLURM.own(3,
+    slurm_restarts: int = SLURM.rloo_only(3,
         "How often a job starts the run again, from its last checkpoint, after a process has died.")
-    slurm_container: str | None = SLURM.own(None,
+    slurm_container: str | None = SLURM.rloo_only(None,
         "What stands before every command: `apptainer exec --nv image.sif`.")
-    slurm_array: str | None = SLURM.own(None,
+    slurm_array: str | None = SLURM.rloo_only(None,
         "Numbers of an array of jobs, as 0-4: each trains with its number as the seed, in a folder "
         "of its own.")
-    slurm_chain: int = SLURM.own(1, "Jobs, of which each goes on where the one before it ended.")
-    slurm_engine_options: list[str] | None = SLURM.own(None,
+    slurm_chain: int = SLURM.rloo_only(1, "Jobs, of which each goes on where the one before it ended.")
+    slurm_engine_options: list[str] | None = SLURM.rloo_only(None,
         "Options of sbatch for the nodes that sample, as [--partition=l40s]: a heterogeneous job.")
-    slurm_options: list[str] = SLURM.own([], "Further options of sbatch, as [--exclusive].")
+    slurm_options: list[str] = SLURM.rloo_only([], "Further options of sbatch, as [--exclusive].")
     # fmt: on
 
     @property
@@ -108,12 +108,12 @@ def read_cluster(arguments: Sequence[str]) -> tuple[Cluster, list[str], bool]:
         try:
             values[name] = coerce(name, hints[name], value)
         except ValueError as error:
-            faults += faults_of(error)
+            faults += config_errors(error)
     if not faults:
         cluster = Cluster(**values)
         faults += _faults(cluster)
     if faults:
-        raise Faults(faults)
+        raise ConfigErrors(faults)
     return cluster, left, shown
 
 

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rloo.addons.launch.local_ranks import SAVING, launch
-from rloo.addons.launch.roles import Job, Role
-from rloo.addons.launch.supervisor import Keeper
+from rloo.addons.launch.roles import LaunchJob, Role
+from rloo.addons.launch.supervisor import Supervisor
 from rloo.tracking.jsonl import LOGS
 
 
-def run_here(job: Job, *, saving: float = SAVING) -> int:
+def run_here(job: LaunchJob, *, saving: float = SAVING) -> int:
     """Run a job on this machine; its status, as that of `rloo.addons.launch.local_ranks.launch`."""
     environment = {"MASTER_ADDR": "127.0.0.1", **job.environment}
     before = {name: os.environ.get(name) for name in environment}
@@ -35,13 +35,13 @@ def run_here(job: Job, *, saving: float = SAVING) -> int:
                 os.environ[name] = value
 
 
-def script(job: Job) -> str:
+def script(job: LaunchJob) -> str:
     """The job as a script of bash, without the watch over what dies: what `--dry_run` shows."""
     count = ["--num_processes", str(job.trainer.count)]
     return by_hand(job, [], [f"{job.trainer.line} {shlex.join([*count, *job.extra, *urls(job)])}"])
 
 
-def by_hand(job: Job, remarks: Sequence[str], ranks: Sequence[str]) -> str:
+def by_hand(job: LaunchJob, remarks: Sequence[str], ranks: Sequence[str]) -> str:
     """A script of bash with these remarks that starts what is beside the ranks, and `ranks`."""
     lines = [
         "#!/usr/bin/env bash",
@@ -60,13 +60,13 @@ def by_hand(job: Job, remarks: Sequence[str], ranks: Sequence[str]) -> str:
     return "\n".join([*lines, *ranks, ""])
 
 
-def urls(job: Job) -> list[str]:
+def urls(job: LaunchJob) -> list[str]:
     """The addresses of the servers on this machine."""
     ports = range(job.servers.count if job.servers else 0)
     return [f"http://127.0.0.1:{job.cluster.port + 1 + number}" for number in ports]
 
 
-def environment_of(job: Job, role: Role, number: int) -> dict[str, str]:
+def environment_of(job: LaunchJob, role: Role, number: int) -> dict[str, str]:
     """The variables of process `number` of a role on this machine."""
     found = {}
     if role.gpus:
@@ -78,7 +78,7 @@ def environment_of(job: Job, role: Role, number: int) -> dict[str, str]:
 
 
 @contextmanager
-def _beside(job: Job) -> Iterator[None]:
+def _beside(job: LaunchJob) -> Iterator[None]:
     """The processes beside the ranks, as long as this block takes."""
     folder = Path(job.config.output_dir).absolute() / LOGS
     keepers = []
@@ -86,7 +86,7 @@ def _beside(job: Job) -> Iterator[None]:
         for number in range(role.count):
             environment = environment_of(job, role, number)
             command = job.command(role, *(environment.get(n, "") for n in ("ADDRESS", "PORT")))
-            keepers.append(Keeper(role.name, number, command, environment, folder))
+            keepers.append(Supervisor(role.name, number, command, environment, folder))
     threads = [keeper.start() for keeper in keepers]
     try:
         yield

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from rloo.algorithm.stop_signals import ECHO
+from rloo.algorithm.stop_signals import FOLLOW_UP_SECONDS
 from rloo.config.config import RLOOConfig
 from rloo.config.launcher_env import restart_count
 from rloo.distributed.platform_info import num_processors
@@ -247,7 +247,7 @@ class _Ranks:
             return
         self.stopped = self.stopped or number
         before = self._sent.get(number)
-        if before is None or now - before > ECHO:
+        if before is None or now - before > FOLLOW_UP_SECONDS:
             self._send(number)
             self._give(self._saving if before is None else AT_ONCE)
 

@@ -20,9 +20,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.addons.launch.local_ranks import BAD_INPUT, free_port, in_child
-from rloo.addons.launch.roles import AGAIN, Job, Role
-from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Keeper, note
-from rloo.algorithm.stop_signals import Stop, Stopped
+from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
+from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Supervisor, note
+from rloo.algorithm.stop_signals import Stopped, StopSignals
 from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import EVENTS, LOGS
@@ -37,16 +37,16 @@ _ANSWER_SECONDS = 60.0
 _NODE = "ray.io/node-id"  # a label that Ray gives each
 
 
-class Beside:
+class SupervisorActor:
     """An actor that keeps a process which samples, serves or scores. Ray starts the actor again,
     elsewhere if its node is lost."""
 
-    def __init__(self, job: Job, role: Role, number: int, cwd: str) -> None:
+    def __init__(self, job: LaunchJob, role: Role, number: int, cwd: str) -> None:
         with free_port("") as port:
             self._port = port
         command = job.command(role, ray.util.get_node_ip_address(), str(self._port))
         folder = _logs(job)
-        self._keeper = Keeper(role.name, number, command, job.environment, folder, cwd)
+        self._keeper = Supervisor(role.name, number, command, job.environment, folder, cwd)
         self._keeper.start()
 
     def url(self) -> str:
@@ -58,7 +58,7 @@ class Beside:
         self._keeper.end()
 
 
-def run_by_ray(job: Job, signals: Stop) -> int:
+def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
     """See `rloo.addons.launch.ray_backend.run`."""
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -74,7 +74,7 @@ def run_by_ray(job: Job, signals: Stop) -> int:
                 sys.stderr,
             )
         # Ray has put its own handlers in place of ours.
-        with signals.listening(), _beside(job) as (servers, label_selector):
+        with signals.handling(), _beside(job) as (servers, label_selector):
             # Not by train_loop_config, which Ray's own processes read, and need not know rloo.
             trainer = TorchTrainer(
                 partial(rank_by_ray, job, servers, os.getcwd()),
@@ -103,7 +103,7 @@ def run_by_ray(job: Job, signals: Stop) -> int:
         ray.shutdown()
 
 
-def rank_by_ray(job: Job, servers: list[Any], cwd: str) -> None:
+def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
     """What a worker of Ray Train does: run `rloo train` as a rank, in a child. Raises RuntimeError
     where that has died, upon which Ray starts all of them again."""
     import ray.train
@@ -130,7 +130,9 @@ def rank_by_ray(job: Job, servers: list[Any], cwd: str) -> None:
         raise RuntimeError(f"rank {rank} ended with status {status}")
 
 
-def _child(job: Job, rank: int, command: list[str], environment: dict[str, str], cwd: str) -> int:
+def _child(
+    job: LaunchJob, rank: int, command: list[str], environment: dict[str, str], cwd: str
+) -> int:
     """The status of a rank. Rank 0 prints where Ray collects it; the others have logs."""
     path = Path(os.devnull) if rank == 0 else _logs(job) / f"trainer-{rank}.log"
     with path.open("ab") as log:
@@ -156,7 +158,7 @@ def _urls(servers: list[Any]) -> Iterator[str]:
 
 
 @contextmanager
-def _beside(job: Job) -> Iterator[tuple[list[Any], dict[str, str] | None]]:
+def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]:
     """The actors beside the ranks, as long as this block takes: those that serve, and on which
     nodes, by Ray's labels, the ranks may be."""
     actors: list[Any] = []
@@ -183,7 +185,7 @@ def _beside(job: Job) -> Iterator[tuple[list[Any], dict[str, str] | None]]:
             remove_placement_group(group)
 
 
-def _group(job: Job, bundles: list[dict[str, int]]) -> PlacementGroup:
+def _group(job: LaunchJob, bundles: list[dict[str, int]]) -> PlacementGroup:
     """A place for the processes that sample. Raises ValueError where there is none."""
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(5):
@@ -198,7 +200,7 @@ def _group(job: Job, bundles: list[dict[str, int]]) -> PlacementGroup:
     return group
 
 
-def _apart(job: Job, group: PlacementGroup) -> dict[str, str] | None:
+def _apart(job: LaunchJob, group: PlacementGroup) -> dict[str, str] | None:
     """Where the ranks may be, by the labels of Ray's nodes; None: anywhere. Raises ValueError where
     that is nowhere."""
     if job.cluster.ray_placement == "pack":
@@ -222,10 +224,10 @@ def _without_gpus() -> dict[str, Any]:
     return found
 
 
-def _actor(job: Job, role: Role, number: int, place: dict[str, Any]) -> Any:
+def _actor(job: LaunchJob, role: Role, number: int, place: dict[str, Any]) -> Any:
     resources = job.needs(role)
     return (
-        ray.remote(Beside)
+        ray.remote(SupervisorActor)
         .options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -238,7 +240,7 @@ def _actor(job: Job, role: Role, number: int, place: dict[str, Any]) -> Any:
     )
 
 
-def _statuses(job: Job) -> list[int]:
+def _statuses(job: LaunchJob) -> list[int]:
     """With which statuses ranks have ended, by and by."""
     events = read_rows(_logs(job) / EVENTS)
     return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
@@ -277,5 +279,5 @@ def _environment() -> dict[str, str]:
     return {n: value for n, value in os.environ.items() if not n.startswith(_OURS)}
 
 
-def _logs(job: Job) -> Path:
+def _logs(job: LaunchJob) -> Path:
     return Path(job.config.output_dir).absolute() / LOGS

@@ -8,12 +8,12 @@ import shlex
 from importlib.util import find_spec
 
 from rloo.addons.launch.local_backend import by_hand, urls
-from rloo.addons.launch.roles import AGAIN, Job
-from rloo.algorithm.stop_signals import Stop
+from rloo.addons.launch.roles import AGAIN, LaunchJob
+from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.optional_packages import install
 
 
-def script(job: Job) -> str:
+def script(job: LaunchJob) -> str:
     """The job as a script of bash, which starts the same processes by hand: what `--dry_run`
     shows."""
     placed = ", ".join(f"{role.count} {role.name}s of {job.needs(role)}" for role in job.others)
@@ -32,7 +32,7 @@ def script(job: Job) -> str:
     return by_hand(job, remarks, ranks)
 
 
-def run(job: Job, signals: Stop) -> int:
+def run(job: LaunchJob, signals: StopSignals) -> int:
     """Run a job by Ray, from where this process is; its status. A signal has the run save and end.
     Raises ValueError where Ray is not installed or has no place for the job, OSError where there is
     no cluster at `ray_address` or the ranks have died too often."""

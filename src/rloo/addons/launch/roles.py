@@ -35,7 +35,7 @@ class Role:
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchJob:
     """What is launched: a cluster, the run's configuration as it was given, and its options with
     what follows from the cluster."""
 
@@ -79,7 +79,7 @@ class Job:
 
 def make_job(
     cluster: Cluster, arguments: Sequence[str], folder: str | None = None, under: str | None = None
-) -> Job:
+) -> LaunchJob:
     """The processes of a run with these `arguments` of `rloo train` on a cluster. `folder` is what
     a shell has for the run's output_dir, where it is not written down; `under` the file of the task
     of those that name no model and no data. Raises ValueError where the run's options contradict
@@ -115,10 +115,10 @@ def make_job(
     known = ["http://server:8000"] if extra and extra[-1].endswith("_url") else []
     # Only to see that these go together with what is said there.
     parse_command_line([*arguments, *extra, *known], under)
-    return Job(cluster, tuple(arguments), config, tuple(extra), trainer, tuple(others))
+    return LaunchJob(cluster, tuple(arguments), config, tuple(extra), trainer, tuple(others))
 
 
-def check_again(job: Job) -> None:
+def check_again(job: LaunchJob) -> None:
     """Raise ValueError for options of the run that a job which is started again would repeat."""
     for name in {"resume_from_checkpoint", "overwrite_output_dir"} & given_names([*job.arguments]):
         if (value := getattr(job.config, name)) not in ("auto", None, False):

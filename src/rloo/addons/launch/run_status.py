@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rloo.tracking.json_values import count, record, several, text
 from rloo.tracking.jsonl import EVENTS, LOGS, METRICS
-from rloo.tracking.progress_line import figures
+from rloo.tracking.progress_line import progress_line
 from rloo.tracking.run_reader import (
     NOT_ENDED,
     Row,
@@ -45,7 +45,7 @@ def status(folder: Path) -> Iterator[str]:
     if rows:
         scored = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
         last = max(most or 0, found.steps) if going_on else found.steps
-        yield figures(found.steps, last, scored=scored, recent=rows[-_RECENT:]).line()
+        yield progress_line(found.steps, last, scored=scored, recent=rows[-_RECENT:]).line()
     for member in [*members.get("ranks", []), *members.get("workers", [])] if going_on else []:
         number = f" {member['number']}" if "number" in member else ""
         yield f"up: {member['role']}{number} on {member['host']}, process {member['pid']}"

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from string import Template
 
-from rloo.addons.launch.roles import AGAIN, Job, Role
+from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
 from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import LOGS
@@ -19,7 +19,7 @@ SCRIPT = "job.sbatch"
 FOLDER = '"$OUT"'
 
 
-def script(job: Job) -> str:
+def script(job: LaunchJob) -> str:
     """The script of a job that was made with FOLDER. It runs in the folder that `rloo launch` was
     called in, which all nodes see."""
     cluster = job.cluster
@@ -45,12 +45,12 @@ def script(job: Job) -> str:
     )
 
 
-def shown(job: Job) -> str:
+def shown(job: LaunchJob) -> str:
     """The script, and the line that submits it: what `--dry_run` shows."""
     return f"{script(job)}\n# sbatch {_path(job)}\n"
 
 
-def submit(job: Job) -> int:
+def submit(job: LaunchJob) -> int:
     """Write the script to the run's folder and submit it, several times for a chain; prints the
     numbers of the jobs. Raises ValueError where there is no Slurm, or it refuses the job."""
     if shutil.which("sbatch") is None:
@@ -70,15 +70,15 @@ def submit(job: Job) -> int:
     return 0
 
 
-def _path(job: Job) -> Path:
+def _path(job: LaunchJob) -> Path:
     return Path(job.config.output_dir).absolute() / SCRIPT
 
 
-def _is_split(job: Job) -> bool:
+def _is_split(job: LaunchJob) -> bool:
     return job.cluster.slurm_engine_options is not None
 
 
-def _directives(job: Job) -> list[str]:
+def _directives(job: LaunchJob) -> list[str]:
     c, folder = job.cluster, Path(job.config.output_dir)
     number = "%A_%a" if c.slurm_array is not None else "%j"
     roles = [job.trainer, *job.others]
@@ -111,7 +111,7 @@ def _directives(job: Job) -> list[str]:
     return lines
 
 
-def _srun(job: Job, role: Role, *options: str) -> str:
+def _srun(job: LaunchJob, role: Role, *options: str) -> str:
     """What places the processes of a role on its nodes."""
     group = [f"--het-group={int(role.first > 0)}"] if _is_split(job) else []
     nodes = f'"$(IFS=,; echo "${{nodes[*]:{role.first}:{role.nodes}}}")"'
@@ -123,11 +123,11 @@ def _srun(job: Job, role: Role, *options: str) -> str:
     )  # fmt: skip
 
 
-def _inside(job: Job, line: str) -> str:
+def _inside(job: LaunchJob, line: str) -> str:
     return f"{job.cluster.slurm_container} {line}" if job.cluster.slurm_container else line
 
 
-def _beside(job: Job, role: Role) -> str:
+def _beside(job: LaunchJob, role: Role) -> str:
     """The lines that start the processes of a role, and for servers those that list them."""
     before, lines = "", []
     if role.gpus:
@@ -156,7 +156,7 @@ def _beside(job: Job, role: Role) -> str:
     return "\n".join([*lines, f"{place} bash -c {inner} &", "beside+=($!)", ""])
 
 
-def _trainer(job: Job) -> str:
+def _trainer(job: LaunchJob) -> str:
     """The ranks: what Slurm says of each, in the names that torchrun uses."""
     role, cluster = job.trainer, job.cluster
     environment = (

@@ -26,7 +26,7 @@ SIGNALS = {getattr(signal, name) for name in STOP_SIGNALS} | {signal.SIGCHLD}
 
 
 @dataclass
-class Keeper:
+class Supervisor:
     """Keeps process `number` of a role going, with these variables over those that are here. What
     happens goes to the file EVENTS of `folder`, its output to a log of its own there."""
 

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from rloo.addons.planner.stopwatch import Stopwatch
-from rloo.addons.planner.time_estimate import Case, Times, measure_times
+from rloo.addons.planner.time_estimate import RunTimes, StepTimes, measure_times
 from rloo.addons.planner.update_timing import rewarded, unsampled
-from rloo.algorithm.oom_retry import rehearse
-from rloo.algorithm.rollout import SyncRollouts
-from rloo.algorithm.state import Parts, RunState
+from rloo.algorithm.oom_retry import fit_token_budget
+from rloo.algorithm.rollout import SyncRolloutGenerator
+from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.config.config import RLOOConfig, in_one_process
-from rloo.data.prompt_dataset import PromptSource
+from rloo.data.prompt_dataset import PromptDataset
 from rloo.distributed.sharded_tensor import shape_of
 from rloo.model import memory_estimate
 from rloo.model.micro_batch import split
@@ -67,7 +67,7 @@ class Plan:
     expected_micro_batches: int
     memory: dict[str, int]
     available: int
-    times: Times
+    times: RunTimes
     notes: list[str]
 
     @property
@@ -87,12 +87,12 @@ def make_plan(config: RLOOConfig) -> Plan:
     trainer.policy.notes += [_BESIDE] if config.samples_beside else []
     parts, state = trainer.make_parts()
     policy, rollouts = parts.policy, parts.rollouts
-    assert isinstance(rollouts, SyncRollouts)
+    assert isinstance(rollouts, SyncRolloutGenerator)
     prompts = rollouts.prompts
-    assert isinstance(prompts, PromptSource)  # options cannot name a stream
+    assert isinstance(prompts, PromptDataset)  # options cannot name a stream
     lasting = lasting_bytes(policy, parts.engine)
     available = available_bytes(policy.device) + lasting["weights"] + lasting["reference"]
-    rehearse(parts, state)
+    fit_token_budget(parts, state)
     _check_forward(parts, state, prompts)
     start = time.perf_counter() - began
     workload = parts.workload
@@ -147,13 +147,13 @@ def _refuse(config: RLOOConfig) -> None:
         )
 
 
-def _check_forward(parts: Parts, state: RunState, prompts: PromptSource) -> None:
+def _check_forward(parts: TrainerComponents, state: TrainState, prompts: PromptDataset) -> None:
     """As training does with its first samples: updates may be padded from then on."""
     policy, few = parts.policy, prompts.all_prompts(2)
     packed = policy.packed
     policy.check_forward(rewarded(few, unsampled(len(few), 2, np.ones(7)), parts))
     if policy.packed != packed:
-        rehearse(parts, state)
+        fit_token_budget(parts, state)
 
 
 def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
@@ -218,8 +218,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _time_rows(times: Times) -> list[tuple[str, str]]:
-    def both(write: Callable[[float], str], of: Callable[[Case], float]) -> str:
+def _time_rows(times: RunTimes) -> list[tuple[str, str]]:
+    def both(write: Callable[[float], str], of: Callable[[StepTimes], float]) -> str:
         expected, worst = (write(of(case)) for case in (times.expected, times.worst))
         return f"{expected} expected, {worst} at worst"
 
@@ -249,15 +249,16 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _peaks(parts: Parts, largest: list[Sample], processes: int) -> dict[str, int]:
+def _peaks(parts: TrainerComponents, largest: list[Sample], processes: int) -> dict[str, int]:
     """Bytes of what comes and goes: of the completions that an engine samples at the same time in
     the worst case, of the `largest` micro-batch, and of an optimizer step."""
     longest, tokens = parts.workload.longest_prompt, parts.config.max_completion_length
     rows = -(-parts.batches.completions_per_rollout // processes)
-    facts = parts.engine.facts
+    capabilities = parts.engine.capabilities
     return {
-        "sampling": facts.rows_at_once(rows, longest, tokens) * facts.bytes_per_row(longest, tokens)
-        + facts.cast_bytes,
+        "sampling": capabilities.rows_at_once(rows, longest, tokens)
+        * capabilities.bytes_per_row(longest, tokens)
+        + capabilities.cast_bytes,
         "micro-batch": memory_estimate.predicted_peak_bytes(parts.policy, largest),
         "step": memory_estimate.step_bytes(parts.policy),
     }

@@ -30,7 +30,7 @@ _FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 0.2, 0.35, 0.6, 0.9
 
 
 @dataclass(slots=True)
-class Decoding:
+class DecodingTimes:
     """Measured seconds: `prompts` (tokens, seconds) of prompts with the first token of each
     completion, `steps` (rows, mean context, seconds) of one further token in each row. With
     `keeps_finished`, rows are computed until the last one of their wave has ended."""
@@ -76,8 +76,8 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What sampling takes: seconds, completions if all were drawn, and `alive` (see `Decoding`)."""
+class SampledLengths:
+    """What sampling takes: seconds, completions if all were drawn, and `alive` (see `DecodingTimes`)."""
 
     seconds: float
     completions: list[list[Completion]] | None
@@ -89,14 +89,14 @@ class Drawn:
         return 1.0 + float(self.alive.sum())
 
 
-class SamplingCost:
+class RolloutTimer:
     """Measures an engine that has its weights, with the draws of a `noise`, in the time of `watch`.
     `calibrate` first."""
 
     def __init__(self, engine: Engine, watch: Stopwatch, noise: int) -> None:
         self.watch = watch
         self._engine, self._noise = engine, noise
-        self.decoding = Decoding(engine.facts.keeps_finished)
+        self.decoding = DecodingTimes(engine.capabilities.keeps_finished)
         # Rows -> seconds of their prompts and first tokens.
         self._firsts: dict[int, float] = {}
         # How completions ended that were drawn whole the last time.
@@ -145,7 +145,7 @@ class SamplingCost:
         self._ratio_at_worst = measured / foretold if foretold else None
         return measured
 
-    def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> Drawn:
+    def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> SampledLengths:
         """What a rollout takes whose completions are as the policy samples them now."""
         most = _FOR_EXPECTED * self.watch.left
         alive = self._alive.get(sampling, np.ones(sampling.max_tokens - 1))
@@ -157,7 +157,7 @@ class SamplingCost:
             alive = share_alive(some, positions, sampling.max_tokens)
             predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
         if predicted > most:
-            return Drawn(predicted, None, alive)
+            return SampledLengths(predicted, None, alive)
         drawn: list[list[Completion]] = []
 
         def draw() -> None:
@@ -168,7 +168,7 @@ class SamplingCost:
         self._alive[sampling] = alive
         self._measured += seconds
         self._foretold += self._predicted(prompts, size, alive, sampling)
-        return Drawn(seconds, drawn, alive)
+        return SampledLengths(seconds, drawn, alive)
 
     def _predicted(
         self, prompts: Sequence[Prompt], size: int, alive: np.ndarray, sampling: Sampling
@@ -251,7 +251,7 @@ class SamplingCost:
         return float(self.decoding.step(np.array(float(rows)), np.array(float(context))))
 
     def _wave(self, rows: int, longest: int, sampling: Sampling) -> int:
-        return self._engine.facts.rows_at_once(rows, longest, sampling.max_tokens)
+        return self._engine.capabilities.rows_at_once(rows, longest, sampling.max_tokens)
 
     def _seconds(
         self, prompts: Sequence[Prompt], size: int, endless: Sampling, number: int

@@ -8,16 +8,16 @@ from statistics import fmean
 
 import numpy as np
 
-from rloo.addons.planner.rollout_timing import Drawn, SamplingCost, made_up
+from rloo.addons.planner.rollout_timing import RolloutTimer, SampledLengths, made_up
 from rloo.addons.planner.stopwatch import Stopwatch
-from rloo.addons.planner.update_timing import Learning, LearningCost, rewarded, unsampled
-from rloo.algorithm.rollout import SyncRollouts
-from rloo.algorithm.state import Parts, RunState
-from rloo.data.prompt_dataset import PromptSource
+from rloo.addons.planner.update_timing import UpdateTimer, UpdateTimes, rewarded, unsampled
+from rloo.algorithm.rollout import SyncRolloutGenerator
+from rloo.algorithm.state import TrainerComponents, TrainState
+from rloo.data.prompt_dataset import PromptDataset
 from rloo.engines.counter_rng import noise_key
 from rloo.model import memory_estimate
 from rloo.trainer.evaluate import Sets, settings_of
-from rloo.trainer.schedule import count_due, writing_seconds
+from rloo.trainer.schedule import count_evaluations_and_saves, writing_seconds
 from rloo.types import Prompt, Sampling
 
 # Of the time that is left: for sampling, for evaluations, for learning as it is expected.
@@ -29,7 +29,7 @@ _ROLLOUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class StepTimes:
     """Seconds of the parts of an optimizer step, which has its share of the rollout's, and of one
     evaluation of all sets."""
 
@@ -44,22 +44,22 @@ class Case:
         """Seconds of an optimizer step."""
         return self.sample + self.credit + self.update + self.optimizer
 
-    def at_least(self, other: Case) -> Case:
+    def at_least(self, other: StepTimes) -> StepTimes:
         """The longer of both in every part."""
         names = [field.name for field in fields(self)]
-        return Case(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
+        return StepTimes(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class RunTimes:
     """Seconds of a run of `steps` steps, without its rewards. `expected`: completions as the policy
     samples them now, after prompts of the dataset; `worst`: all of maximum length, after its
     longest prompt. `start` is what comes before the first step, `checkpoint` one of `checkpoints`,
     `result` writing the model at the end. `whole_groups`: see `split`."""
 
     steps: int
-    expected: Case
-    worst: Case
+    expected: StepTimes
+    worst: StepTimes
     expected_length: float
     whole_groups: bool
     evaluations: int
@@ -68,31 +68,39 @@ class Times:
     result: float
     start: float
 
-    def to_the_end(self, case: Case) -> float:
+    def to_the_end(self, case: StepTimes) -> float:
         """Seconds of the whole run."""
         writing = self.checkpoints * self.checkpoint + self.result
         return self.start + self.steps * case.step + self.evaluations * case.evaluation + writing
 
 
 def measure_times(
-    parts: Parts, state: RunState, sets: Sets, processes: int, *, start: float, watch: Stopwatch
-) -> Times:
+    parts: TrainerComponents,
+    state: TrainState,
+    sets: Sets,
+    processes: int,
+    *,
+    start: float,
+    watch: Stopwatch,
+) -> RunTimes:
     """Measure what each of `processes` does, which share the work evenly. `sets` are those of the
     evaluations, `start` the seconds until now. The policy is changed, and must be discarded."""
     config, batches, rollouts = parts.config, parts.batches, parts.rollouts
-    assert isinstance(rollouts, SyncRollouts)
+    assert isinstance(rollouts, SyncRolloutGenerator)
     source = rollouts.prompts
-    assert isinstance(source, PromptSource)
+    assert isinstance(source, PromptDataset)
     groups, size = -(-batches.prompts_per_rollout // processes), config.num_generations
     of_step = -(-batches.completions_per_step // processes)
     longest = made_up(groups, parts.workload.longest_prompt)
     parts.policy.load_into(parts.engine)
     key = noise_key(config.seed, "train", 0)
-    cost = SamplingCost(parts.engine, watch.part(_FOR_SAMPLING), key)
+    cost = RolloutTimer(parts.engine, watch.part(_FOR_SAMPLING), key)
     cost.calibrate(longest, size, rollouts.sampling)
     prompts, drawn = _draw(cost, source, groups, size, rollouts.sampling)
     slowest = cost.worst(longest, size, rollouts.sampling)
-    evaluations, checkpoints = count_due(config, state.trainer, batches, len(source))
+    evaluations, checkpoints = count_evaluations_and_saves(
+        config, state.trainer, batches, len(source)
+    )
     cost.watch = watch.part(_FOR_EVALUATIONS)
     evaluation = _of_evaluation(cost, sets, parts) if evaluations else (0.0, 0.0)
     own = [one.completions or unsampled(groups, size, one.alive) for one in drawn]
@@ -102,7 +110,7 @@ def measure_times(
         for of_rollout in zip([*prompts, longest], [*own, full], strict=True)
     )
     tokens, *others = (float(memory_estimate.count_tokens(parts.policy, s)) for s in (most, *some))
-    learning = LearningCost(parts, state)
+    learning = UpdateTimer(parts, state)
     measured = learning.measure(some[0], watch.part(_FOR_EXPECTED)), learning.measure(most, watch)
     learned = learning.of(fmean(others), measured[0])
     at_worst = learning.of(tokens, measured[1])
@@ -111,7 +119,7 @@ def measure_times(
     expected = _case(fmean(one.seconds for one in drawn) + load, learned, evaluation[0], *shares)
     worst = _case(slowest + load, at_worst, evaluation[1], *shares).at_least(expected)
     checkpoint, result = _writing(parts)
-    return Times(
+    return RunTimes(
         steps=state.trainer.max_steps,
         expected=expected,
         worst=worst,
@@ -126,12 +134,12 @@ def measure_times(
 
 
 def _draw(
-    cost: SamplingCost, source: PromptSource, groups: int, size: int, sampling: Sampling
-) -> tuple[list[list[Prompt]], list[Drawn]]:
+    cost: RolloutTimer, source: PromptDataset, groups: int, size: int, sampling: Sampling
+) -> tuple[list[list[Prompt]], list[SampledLengths]]:
     """The prompts of a rollout and what sampling it takes; of several, while another fits into half
     of the time that is left, since their lengths differ."""
     prompts: list[list[Prompt]] = []
-    drawn: list[Drawn] = []
+    drawn: list[SampledLengths] = []
     while len(drawn) < _ROLLOUTS:
         prompts.append(source.next(groups))
         drawn.append(cost.expected(prompts[-1], size, sampling))
@@ -141,10 +149,10 @@ def _draw(
 
 
 def _case(
-    rollout: float, learned: Learning, evaluation: float, of_rollout: float, of_step: float
-) -> Case:
+    rollout: float, learned: UpdateTimes, evaluation: float, of_rollout: float, of_step: float
+) -> StepTimes:
     """With the shares of a rollout, and of the optimizer's step, that an optimizer step has."""
-    return Case(
+    return StepTimes(
         sample=rollout * of_rollout,
         credit=learned.credit,
         update=learned.update,
@@ -153,7 +161,7 @@ def _case(
     )
 
 
-def _of_evaluation(cost: SamplingCost, sets: Sets, parts: Parts) -> tuple[float, float]:
+def _of_evaluation(cost: RolloutTimer, sets: Sets, parts: TrainerComponents) -> tuple[float, float]:
     """Seconds of one evaluation, expected and at worst: completions that are sampled, and a greedy
     one for each prompt."""
     settings = settings_of(parts.policy)
@@ -166,7 +174,7 @@ def _of_evaluation(cost: SamplingCost, sets: Sets, parts: Parts) -> tuple[float,
     return expected, worst
 
 
-def _writing(parts: Parts) -> tuple[float, float]:
+def _writing(parts: TrainerComponents) -> tuple[float, float]:
     """Seconds of writing a checkpoint, and the model alone."""
     model = memory_estimate.gradient_bytes(parts.policy)  # as many as what is trained has
     state = 0 if parts.config.save_only_model else memory_estimate.optimizer_bytes(parts.policy)

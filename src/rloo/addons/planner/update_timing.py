@@ -14,9 +14,9 @@ from statistics import fmean
 import numpy as np
 
 from rloo.addons.planner.stopwatch import Stopwatch, line
-from rloo.algorithm.advantages import Terms, assign
-from rloo.algorithm.reward_shaping import shape
-from rloo.algorithm.state import Parts, RunState
+from rloo.algorithm.advantages import LossContext, compute_advantages
+from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.update import update
 from rloo.model.memory_estimate import count_tokens
 from rloo.model.micro_batch import exceeds
@@ -32,7 +32,7 @@ _REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Learning:
+class UpdateTimes:
     """Seconds of one optimizer step, with its share of the rollout's `credit`. `whole_groups`: see
     `split`."""
 
@@ -43,7 +43,7 @@ class Learning:
 
 
 def rewarded(
-    prompts: Sequence[Prompt], drawn: Sequence[Sequence[Completion]], parts: Parts
+    prompts: Sequence[Prompt], drawn: Sequence[Sequence[Completion]], parts: TrainerComponents
 ) -> list[Sample]:
     """The samples of completions whose rewards all differ, so that all of them are computed."""
     generator = random.Random(0)
@@ -52,7 +52,7 @@ def rewarded(
         for prompt, some in zip(prompts, drawn, strict=True)
     ]
     rollout = Rollout(groups, {}, 0, parts.policy.version, {}, 0.0)
-    return shape(rollout, parts.config)
+    return make_training_samples(rollout, parts.config)
 
 
 def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion]]:
@@ -66,7 +66,7 @@ def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredStep:
     """Seconds of a step on so many input tokens, and whether its credit was of whole groups."""
 
     tokens: float
@@ -76,23 +76,23 @@ class Measured:
     whole_groups: bool
 
 
-class LearningCost:
+class UpdateTimer:
     """Measures optimizer steps, of which the second and later ones know what the others took. The
     weights are changed, and the policy must be discarded."""
 
-    def __init__(self, parts: Parts, state: RunState) -> None:
+    def __init__(self, parts: TrainerComponents, state: TrainState) -> None:
         self._parts, self._state = parts, state
-        self._all: list[Measured] = []
+        self._all: list[MeasuredStep] = []
 
-    def measure(self, samples: Sequence[Sample], watch: Stopwatch) -> list[Measured]:
+    def measure(self, samples: Sequence[Sample], watch: Stopwatch) -> list[MeasuredStep]:
         """Steps on some of the samples, more and more of them, if there is time on all."""
         policy, number = self._parts.policy, len(samples)
         too_large = exceeds(samples, policy.max_tokens, packed=policy.packed)
         learn = partial(
-            _learn, policy, self._state.terms(self._parts), too_large=too_large, watch=watch
+            _learn, policy, self._state.loss_context(self._parts), too_large=too_large, watch=watch
         )
         each = count_tokens(policy, samples) / number
-        own: list[Measured] = []
+        own: list[MeasuredStep] = []
         size, spent = 0, 0.0
         while size < number:
             larger = self._affordable(each, number, watch.left)
@@ -110,7 +110,7 @@ class LearningCost:
             own[-1] = self._all[-1] = sorted(again, key=attrgetter("update"))[len(again) // 2]
         return own
 
-    def of(self, whole: float, own: Sequence[Measured]) -> Learning:
+    def of(self, whole: float, own: Sequence[MeasuredStep]) -> UpdateTimes:
         """A step on that many tokens. Of what was measured its `own` counts alone, unless that was
         little."""
         few = not own or own[-1].tokens < _LITTLE * whole
@@ -119,7 +119,7 @@ class LearningCost:
         def scaled(name: str) -> float:
             return float(line([(one.tokens, getattr(one, name)) for one in known], whole))
 
-        return Learning(
+        return UpdateTimes(
             credit=scaled("credit") / self._parts.batches.num_iterations,
             update=scaled("update"),
             optimizer=known[-1].optimizer,
@@ -140,15 +140,20 @@ class LearningCost:
 
 
 def _learn(
-    policy: Policy, terms: Terms, samples: Sequence[Sample], *, too_large: bool, watch: Stopwatch
-) -> Measured:
+    policy: Policy,
+    terms: LossContext,
+    samples: Sequence[Sample],
+    *,
+    too_large: bool,
+    watch: Stopwatch,
+) -> MeasuredStep:
     """The credit, and the mean of the steps on these samples: the first one may compute what others
     are given. `too_large`: their groups are in truth larger than a micro-batch may be."""
     tokens, limit = count_tokens(policy, samples), policy.max_tokens
     if too_large:  # so that credit is computed as for whole groups
         policy.max_tokens = min(limit, tokens - 1)
     began = watch.now()
-    credit = assign(samples, policy, terms)
+    credit = compute_advantages(samples, policy, terms)
     assigned = watch.now()
     policy.max_tokens = limit
     whole_groups, iterations = credit.from_update, terms.batches.num_iterations
@@ -161,7 +166,7 @@ def _learn(
         steps.append(watch.now() - computed[-1])
         credit = credit.after_first_step(metrics)
     mean = (updates[0] + (iterations - 1) * updates[-1]) / iterations
-    return Measured(tokens, assigned - began, mean, fmean(steps), whole_groups)
+    return MeasuredStep(tokens, assigned - began, mean, fmean(steps), whole_groups)
 
 
 def _completion(length: int, longest: int) -> Completion:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT, refuse, warn_without_effect
-from rloo.config.fields import Faults, coerce, suggest
+from rloo.config.fields import ConfigErrors, coerce, suggest
 
 _MOST_FAULTS = 20
 # The completions of an optimizer step over all devices: num_prompts times num_generations, which
@@ -320,7 +320,7 @@ def resolve(
         resolved[ours] = value
         source[ours] = name
     if faults:
-        raise Faults(faults)
+        raise ConfigErrors(faults)
     for name in implied_by(options):
         if resolved["kl_placement"] == "loss":
             resolved.setdefault(name, _IMPLIED[name][1])

@@ -13,7 +13,7 @@ from typing import Any
 
 from rloo.config.fields import suggest
 from rloo.config.file_checks import check_file, reading
-from rloo.config.options import Options
+from rloo.config.options import TrainingOptions
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 # What DeepSpeed's engine takes under our loop: switches, and numbers of at least so much.
@@ -60,7 +60,7 @@ _NEUTRAL: dict[str, Any] = {
     "data_types": {"grad_accum_dtype": "fp32"},
 }  # fmt: skip
 # Name at the top -> what it is by our options, and their names.
-_BY_OPTIONS: dict[str, tuple[Callable[[Options], Any], str]] = {
+_BY_OPTIONS: dict[str, tuple[Callable[[TrainingOptions], Any], str]] = {
     "gradient_clipping": (lambda o: o.max_grad_norm, "max_grad_norm"),
     "train_micro_batch_size_per_gpu": (
         lambda o: o.per_device_train_batch_size, "per_device_train_batch_size",
@@ -71,7 +71,7 @@ _BY_OPTIONS: dict[str, tuple[Callable[[Options], Any], str]] = {
     "train_batch_size": (lambda o: None, "num_prompts, num_generations"),
     "communication_data_type": (lambda o: "fp32", "float32 is summed"),
 }  # fmt: skip
-_SWITCHES: dict[str, Callable[[Options], bool]] = {
+_SWITCHES: dict[str, Callable[[TrainingOptions], bool]] = {
     "bf16": lambda options: bool(options.bf16),
     "fp16": lambda options: options.fp16,
 }
@@ -81,7 +81,7 @@ _OFFLOAD_KEYS = (
     "device", "pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "nvme_path",
 )  # fmt: skip
 # Of an optimizer: what AdamW's parameters are by our options.
-_ADAMW: dict[str, Callable[[Options], Any]] = {
+_ADAMW: dict[str, Callable[[TrainingOptions], Any]] = {
     "lr": lambda o: o.learning_rate,
     "betas": lambda o: [o.adam_beta1, o.adam_beta2],
     "eps": lambda o: o.adam_epsilon,
@@ -124,7 +124,7 @@ def _parallel_of(settings: Mapping[str, Any]) -> str:
     return f"zero{settings['zero_optimization']['stage']}"
 
 
-def check(options: Options) -> None:
+def check(options: TrainingOptions) -> None:
     """Raise ValueError for settings that contradict the options, or that are not taken."""
     settings = options.deepspeed
     if settings is None:
@@ -159,7 +159,7 @@ def check(options: Options) -> None:
             _refuse(where, value)
 
 
-def complete(options: Options) -> dict[str, Any]:
+def complete(options: TrainingOptions) -> dict[str, Any]:
     """The settings that DeepSpeed's engine is given for `options`: without what is "auto", for
     which it has defaults, and what is ours."""
     given = (options.deepspeed or {}).get("zero_optimization", {})  # type: ignore[union-attr]
@@ -171,7 +171,7 @@ def complete(options: Options) -> dict[str, Any]:
     return {"zero_optimization": {**taken, "stage": STAGES[options.parallel]}}
 
 
-def division_named(options: Options) -> str:
+def division_named(options: TrainingOptions) -> str:
     """How weights are divided, and what of it is in host memory, in words."""
     if options.parallel not in STAGES:
         return f"{options.parallel}{', offload_params' if options.offload_params else ''}"
@@ -180,7 +180,11 @@ def division_named(options: Options) -> str:
 
 
 def _require_equal(
-    name: str, value: Any, ours: Callable[[Options], Any], knob: str, options: Options
+    name: str,
+    value: Any,
+    ours: Callable[[TrainingOptions], Any],
+    knob: str,
+    options: TrainingOptions,
 ) -> None:
     if value not in ("auto", None, ours(options)):
         raise ValueError(
@@ -198,7 +202,7 @@ def _check_switch(name: str, value: Any, ours: bool) -> None:
         )
 
 
-def _check_optimizer(value: Any, options: Options) -> None:
+def _check_optimizer(value: Any, options: TrainingOptions) -> None:
     if value is None:
         return
     kind = value.get("type") if isinstance(value, Mapping) else value

@@ -11,9 +11,9 @@ from functools import cache
 from typing import Any
 
 from rloo.config.compat.aliases import SECOND_FIELDS, our_name
-from rloo.config.compat.training_arguments_mixin import Asked
+from rloo.config.compat.training_arguments_mixin import TrainingArgumentsMixin
 from rloo.config.compat.unsupported import NOT_OF_RLOO_CONFIG, REFUSED, WITHOUT_EFFECT
-from rloo.config.fields import declare, default_of
+from rloo.config.fields import default_of, option_field
 from rloo.config.options import LORA, QUANTISATION
 from rloo.config.vllm_options import OPTIONS, VLLMOptions
 
@@ -36,12 +36,18 @@ def option_types() -> dict[str, Any]:
     return typing.get_type_hints(VLLMOptions)
 
 
-def seen_by_parsers() -> type:
+def parser_fields() -> type:
     """The options as a dataclass whose fields are TRL's and our own, each of a type that a parser
     takes. Those of scripts are InitVars, which parsers do not see and `dataclasses.replace` takes.
     """
     return make_dataclass(
-        "_Parsed", _fields(), bases=(Asked,), init=False, repr=False, eq=False, kw_only=True
+        "_Parsed",
+        _fields(),
+        bases=(TrainingArgumentsMixin,),
+        init=False,
+        repr=False,
+        eq=False,
+        kw_only=True,
     )
 
 
@@ -55,15 +61,19 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
             yield option.name, unseen, None if isinstance(default, list) else default
         else:
             about = {"help": option.metadata["help"]}
-            yield option.name, _parseable(hint), declare(default, about, shown=option.repr)
+            yield option.name, _parseable(hint), option_field(default, about, shown=option.repr)
     for name in SECOND_FIELDS:
         ours = our_name(name)
-        yield name, _parseable(hints[ours] | None), declare(None, {"help": f"The same as {ours}."})
+        yield (
+            name,
+            _parseable(hints[ours] | None),
+            option_field(None, {"help": f"The same as {ours}."}),
+        )
     for name, (default, meaning) in _OTHERS.items():
         if "." not in name and name not in NOT_OF_RLOO_CONFIG:
             kind = list[str] if isinstance(default, list) else type(default)
             hint = str | None if default is None else kind
-            yield name, hint, declare(default, {"help": meaning})
+            yield name, hint, option_field(default, {"help": meaning})
 
 
 def _parseable(hint: Any) -> Any:
@@ -82,7 +92,7 @@ def _parseable(hint: Any) -> Any:
     return str | None if bool in kinds and str in kinds else hint
 
 
-class Signature:
+class ConfigSignature:
     """Of a class and its subclasses: every field by keyword, `output_dir` in the first place."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers.training_args import ParallelMode
 
 
-class Asked(VLLMOptions):
+class TrainingArgumentsMixin(VLLMOptions):
     """The options, and what TrainingArguments says of the process and of itself. Only what is about
     devices or other processes imports torch."""
 
@@ -106,7 +106,7 @@ class Asked(VLLMOptions):
             yield
 
 
-def setter_of(args: Asked, name: str) -> Callable[..., Any]:
+def setter_of(args: TrainingArgumentsMixin, name: str) -> Callable[..., Any]:
     """TrainingArguments' method `name` (set_training, set_save, ...) on our options: it assigns
     them, with its own defaults, and returns `args`. Raises AttributeError if it has none."""
     from transformers import TrainingArguments

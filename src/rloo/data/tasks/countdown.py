@@ -28,7 +28,7 @@ _NUM_WARM = 4000
 _MAX_CHARACTERS = 2000
 
 
-class Attempt(NamedTuple):
+class SearchLine(NamedTuple):
     """One line of the search, `left operation right = value`."""
 
     left: int
@@ -40,10 +40,10 @@ class Attempt(NamedTuple):
         return f"{self.left} {self.operation} {self.right} = {self.value}"
 
 
-def list_attempts(numbers: Sequence[int]) -> list[Attempt]:
+def list_attempts(numbers: Sequence[int]) -> list[SearchLine]:
     """All ways to combine two of the (distinct) numbers, with the larger one on the left."""
     return [
-        Attempt(left, operation, right, compute(left, right))
+        SearchLine(left, operation, right, compute(left, right))
         for right, left in combinations(sorted(numbers), 2)
         for operation, compute in OPERATIONS.items()
     ]

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rloo.engines.counter_rng import uniforms
-from rloo.engines.in_process import Drawn, Row, limits_of
+from rloo.engines.in_process import PromptRow, SampledTokens, limits_of
 from rloo.engines.native.packed_prefill import PackedPrompts
-from rloo.engines.sampling import StopText, draw
-from rloo.kernels.decode import Drawing, Model, Wave
+from rloo.engines.sampling import StopStringMatcher, draw
+from rloo.kernels.decode import CDecoder, DecodingRows, TokenSampling
 from rloo.types import Sampling
 
 # Tokens of each row between two looks at signals, for which noise is computed at once.
@@ -20,7 +20,7 @@ _STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PrefilledPrompts:
     """Prompts as `NativeEngine` has computed them: their cache, the logits (P, V) that follow each,
     the prompt of each row (R,)."""
 
@@ -35,8 +35,12 @@ def can_decode(sampling: Sampling) -> bool:
 
 
 def decode(
-    model: Model, prompts: Prefilled, rows: list[Row], keys: Tensor, sampling: Sampling
-) -> Drawn:
+    model: CDecoder,
+    prompts: PrefilledPrompts,
+    rows: list[PromptRow],
+    keys: Tensor,
+    sampling: Sampling,
+) -> SampledTokens:
     """Completions of `rows`, whose noise has the `keys` (R,)."""
     limits = torch.tensor(limits_of(rows, sampling))
     width = int(limits.max())
@@ -45,18 +49,18 @@ def decode(
     first = draw(prompts.logits[prompts.prompt_of], uniforms(keys, 0, 1)[:, 0], sampling)
     tokens[:, 0], logprobs[:, 0] = first.tokens, first.policy_logprobs
     stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long)
-    drawing = Drawing(
+    drawing = TokenSampling(
         tokens, logprobs, limits, stops, temperature=sampling.temperature, greedy=sampling.greedy
     )
-    wave = Wave(
+    wave = DecodingRows(
         model, prompts.cache.take_states(), prompts.cache.lengths, prompts.prompt_of, drawing
     )
     ended = torch.isin(first.tokens, stops) | (limits == 1)
-    stop_text = StopText(sampling, len(rows), keys.device)
+    stop_text = StopStringMatcher(sampling, len(rows), keys.device)
     steps = 1 if sampling.stop_strings else _STEPS
     position, seen = 0, torch.arange(len(rows))
     while True:
-        if (by_text := stop_text.see(tokens, seen, position)) is not None:
+        if (by_text := stop_text.update(tokens, seen, position)) is not None:
             ended[seen] |= by_text
         wave.keep(~ended[wave.rows])
         position += 1

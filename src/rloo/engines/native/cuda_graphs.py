@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-Work = Callable[[], None]
+GraphedFunction = Callable[[], None]
 
 
-class Repeated:
+class CapturedGraph:
     """Work without arguments on tensors that keep their places and shapes. On a GPU it is run the
     first time, on the stream that records, where libraries then allocate what they keep; captured
     into a CUDA graph the second time; and replayed from then on. Elsewhere it is always run."""
 
-    def __init__(self, work: Work, device: torch.device, pool: Any = None) -> None:
+    def __init__(self, work: GraphedFunction, device: torch.device, pool: Any = None) -> None:
         self._work, self._device, self._pool = work, device, pool
         self._has_run = False
         self._graph: Any = None

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from rloo.distributed.sharded_tensor import full, shape_of
+from rloo.distributed.sharded_tensor import full_tensor, shape_of
 from rloo.engines.in_process import layer_windows
-from rloo.engines.native.weight_layout import Factor, make_factor
+from rloo.engines.native.weight_layout import LinearOp, make_linear_op
 from rloo.kernels import gpu_kernels
-from rloo.kernels.decode import Model, Panels, Sizes
-from rloo.model.attention import Options, head_size
+from rloo.kernels.decode import CDecoder, DecoderSizes, PackedMatrix
+from rloo.model.attention import AttentionOptions, head_size
 
 # These have RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
@@ -48,12 +48,12 @@ class _Layer:
     """The matrices of a layer: `qkv` has queries, keys and values, `gate_up` both halves of the
     gated layer."""
 
-    qkv: Factor
+    qkv: LinearOp
     qk_norm: Tensor | None
-    out: Factor
-    gate_up: Factor
-    down: Factor
-    options: Options
+    out: LinearOp
+    gate_up: LinearOp
+    down: LinearOp
+    options: AttentionOptions
 
 
 def _layer_number(item: tuple[str, Tensor]) -> int | None:
@@ -61,7 +61,7 @@ def _layer_number(item: tuple[str, Tensor]) -> int | None:
     return int(found[1]) if found else None
 
 
-class Cache(Protocol):
+class AttentionCache(Protocol):
     """Where keys and values go, and what queries see."""
 
     def get_seq_length(self) -> int:
@@ -70,7 +70,9 @@ class Cache(Protocol):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> object:
         """Store keys and values (B, H_kv, Q, D)."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention: query (B, H, Q, D) to (B, Q, H, D)."""
 
 
@@ -116,14 +118,14 @@ class FusedDecoder:
             if number is None:
                 others |= named
             else:
-                options = Options(scaling=1.0, sliding_window=windows[number])
+                options = AttentionOptions(scaling=1.0, sliding_window=windows[number])
                 layers[number] = self._fuse(named, options)
             del named
         self._layers = [layers[number] for number in range(len(windows))]
-        self._embedding = full(others["embed_tokens.weight"])
-        self._norm = full(others["norm.weight"]).to(self._precise) * self._width**0.5
+        self._embedding = full_tensor(others["embed_tokens.weight"])
+        self._norm = full_tensor(others["norm.weight"]).to(self._precise) * self._width**0.5
         head = others.get("lm_head.weight")
-        self._head = self._matrix(self._embedding if head is None else full(head), None)
+        self._head = self._matrix(self._embedding if head is None else full_tensor(head), None)
 
     @property
     def has_windows(self) -> bool:
@@ -140,20 +142,20 @@ class FusedDecoder:
         layers = [m for x in self._layers for m in (x.qkv, x.out, x.gate_up, x.down)]
         return sum(matrix.hidden_bytes for matrix in (*layers, self._head))
 
-    def in_c(self) -> Model | None:
+    def in_c(self) -> CDecoder | None:
         """For tokens that are drawn in C; None where not all matrices are in panels, or a layer has
         a sliding window."""
         layers = []
         for layer in self._layers:
             factors = (layer.qkv, layer.out, layer.gate_up, layer.down)
-            panels = [factor for factor in factors if isinstance(factor, Panels)]
+            panels = [factor for factor in factors if isinstance(factor, PackedMatrix)]
             if len(panels) < len(factors) or layer.options.sliding_window is not None:
                 return None
             qkv, out, gate_up, down = panels
             layers.append((qkv, out, gate_up, down, layer.qk_norm))
-        if not isinstance(self._head, Panels) or self._embedding.dtype != torch.float32:
+        if not isinstance(self._head, PackedMatrix) or self._embedding.dtype != torch.float32:
             return None
-        sizes = Sizes(
+        sizes = DecoderSizes(
             hidden=self._width,
             heads=self._heads,
             key_heads=self._kv_heads,
@@ -163,18 +165,19 @@ class FusedDecoder:
             hidden_floor=self._width * self._epsilon,
             size_floor=self._size * self._epsilon,
         )
-        return Model(sizes, layers, (self._embedding, self._norm, self._head))
+        return CDecoder(sizes, layers, (self._embedding, self._norm, self._head))
 
-    def _matrix(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Factor:
-        return make_factor(weight.to(self._dtype), bias, self._precise, gated=gated)
+    def _matrix(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> LinearOp:
+        return make_linear_op(weight.to(self._dtype), bias, self._precise, gated=gated)
 
-    def _fuse(self, named: Mapping[str, Tensor], options: Options) -> _Layer:
+    def _fuse(self, named: Mapping[str, Tensor], options: AttentionOptions) -> _Layer:
         scaling = self._size**-0.5
         qk_norm = None
         if "self_attn.q_norm.weight" in named:
             # The norm would undo any scaling before it, so the scaling goes into its weight.
             norms = (
-                full(named[f"self_attn.{name}_norm.weight"]).to(self._precise) for name in "qk"
+                full_tensor(named[f"self_attn.{name}_norm.weight"]).to(self._precise)
+                for name in "qk"
             )
             query, key = (self._interleave(x) * self._size**0.5 for x in norms)
             query, key = (query * scaling).expand(self._heads, -1), key.expand(self._kv_heads, -1)
@@ -186,13 +189,13 @@ class FusedDecoder:
         }
 
         def rows_of(name: str, kind: str) -> Tensor:
-            rows = full(named[f"{name}.{kind}"]).to(self._precise)
+            rows = full_tensor(named[f"{name}.{kind}"]).to(self._precise)
             return turns[name](rows) if name in turns else rows
 
         def join(norm: str, *names: str) -> Tensor:
             """Matrices above each other, times the weight of the norm before them."""
             sizes = [shape_of(named[f"{name}.weight"])[0] for name in names]
-            factor = full(named[f"{norm}_layernorm.weight"]) * self._width**0.5
+            factor = full_tensor(named[f"{norm}_layernorm.weight"]) * self._width**0.5
             joined = factor.new_empty(sum(sizes), self._width, dtype=self._dtype)
             for name, place in zip(names, joined.split(sizes), strict=True):
                 place.copy_(rows_of(name, "weight") * factor)
@@ -208,9 +211,11 @@ class FusedDecoder:
         return _Layer(
             qkv=self._matrix(join("input", *qkv), bias(*qkv)),
             qk_norm=qk_norm,
-            out=self._matrix(full(named["self_attn.o_proj.weight"]), bias("self_attn.o_proj")),
+            out=self._matrix(
+                full_tensor(named["self_attn.o_proj.weight"]), bias("self_attn.o_proj")
+            ),
             gate_up=self._matrix(join("post_attention", *gate_up), bias(*gate_up), gated=True),
-            down=self._matrix(full(named["mlp.down_proj.weight"]), bias("mlp.down_proj")),
+            down=self._matrix(full_tensor(named["mlp.down_proj.weight"]), bias("mlp.down_proj")),
             options=options,
         )
 
@@ -221,7 +226,11 @@ class FusedDecoder:
         return heads.transpose(1, 2).reshape(rows.shape)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, cache: Cache, ends: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        cache: AttentionCache,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q); of a
         single row those after its tokens `ends` (P,), if given."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache
 
-from rloo.engines.native.ragged_prefill import Ragged
-from rloo.model.attention import Options, attend, attend_part, causal_mask, round_inputs
+from rloo.engines.native.ragged_prefill import RaggedBatch
+from rloo.model.attention import AttentionOptions, attend, attend_part, causal_mask, round_inputs
 
 # The initial number of slots in a completion's cache, which doubles when it is full.
 _FIRST_SLOTS = 64
@@ -94,7 +94,9 @@ class PromptCache(Cache):
         """0: a prompt is computed in one forward pass."""
         return 0
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention of a chunk to itself: query (B, H, width, D), result (B, width, H, D)."""
         window = options.sliding_window
         if window not in self._masks:
@@ -122,7 +124,7 @@ class DecodeCache(Cache):
 
     With `kept`, rows that are no longer in computation lie behind the others, and any of them can
     go on later (`go_on`). Rows are computed in lock-step, from slots of their own where their
-    lengths differ (`Ragged`)."""
+    lengths differ (`RaggedBatch`)."""
 
     def __init__(
         self, prompts: PromptCache, prompt_of_row: Tensor, *, max_tokens: int, kept: bool = False
@@ -140,7 +142,7 @@ class DecodeCache(Cache):
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._layer, self._columns = 0, 1
-        self._step: Ragged | None = None
+        self._step: RaggedBatch | None = None
         # Of all rows, with `kept`: their numbers and their lengths, those in computation first.
         self._numbers = torch.arange(len(prompt_of_row), device=prompt_of_row.device)
         self._lengths = torch.zeros_like(self._numbers) if kept else None
@@ -266,7 +268,7 @@ class DecodeCache(Cache):
         else:
             lengths += width - pads
             self._least, self.length = int(lengths.min()), int(lengths.max())
-        self._step = Ragged(lengths, width, pads, least=least, most=self.length)
+        self._step = RaggedBatch(lengths, width, pads, least=least, most=self.length)
 
     # -- a forward pass --------------------------------------------------------------------------
 
@@ -303,7 +305,9 @@ class DecodeCache(Cache):
         """Positions before the tokens that come next, padding included."""
         return self._width + self.length - self._columns
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention: query (R, H, width, D). This step's keys and values are already in the
         buffers."""
         rounded = self._rounded(query)
@@ -312,7 +316,7 @@ class DecodeCache(Cache):
         with torch.autocast(query.device.type, enabled=False):
             return self._attend(rounded, options).to(value.dtype)
 
-    def _attend(self, query: Tensor, options: Options) -> Tensor:
+    def _attend(self, query: Tensor, options: AttentionOptions) -> Tensor:
         rows, heads, width, size = query.shape
         window = options.sliding_window
         # The first slot that any of the queries sees, prompts' slots counted.

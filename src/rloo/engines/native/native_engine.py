@@ -18,26 +18,26 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rloo.engines.in_process import (
-    Drawn,
     InProcessEngine,
-    Row,
+    PromptRow,
+    SampledTokens,
     cache_bytes_per_token,
     limits_of,
     pad_left,
 )
 from rloo.engines.native import c_decoding, static_decoding
-from rloo.engines.native.cuda_graphs import Repeated
+from rloo.engines.native.cuda_graphs import CapturedGraph
 from rloo.engines.native.fused_decoder import FusedDecoder, can_fuse
 from rloo.engines.native.kv_cache import DecodeCache, PromptCache, fill_holes
 from rloo.engines.native.packed_prefill import PackedPrompts
-from rloo.engines.native.prefix_cache import Kept
+from rloo.engines.native.prefix_cache import PrefixCache
 from rloo.engines.native.running_rows import ActiveRows
 from rloo.engines.native.static_decoding import StaticCache, StaticDecoding
-from rloo.engines.sampling import StopText, draw
-from rloo.kernels.decode import Model, filled_up, filling
+from rloo.engines.sampling import StopStringMatcher, draw
+from rloo.kernels.decode import CDecoder, filled_up, filling
 from rloo.kernels.fused_layers import CACHES
 from rloo.model import attention
-from rloo.types import Completion, Prompt, Samples, Sampling, Weights
+from rloo.types import Completion, NumSamples, Prompt, Sampling, Weights
 
 # Prompt tokens of one prefill forward, padding included.
 PREFILL_TOKENS = 4096
@@ -57,7 +57,7 @@ class NativeEngine(InProcessEngine):
     name = "native"
     default_cache_bytes = 4 << 30
     # What repeats a step of fixed shapes.
-    repeated = Repeated
+    repeated = CapturedGraph
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class NativeEngine(InProcessEngine):
         named = inspect.signature(model.forward).parameters
         self._name_of_cache = next((name for name in CACHES if name in named), CACHES[-1])
         self._decoder = FusedDecoder(model, dtype or model.dtype) if fuses else None
-        self._model_in_c: Model | None = None
+        self._model_in_c: CDecoder | None = None
         self._keeps = False
-        self._kept: Kept | None = None
+        self._kept: PrefixCache | None = None
         precision = options.get("precision")
         if cache_dtype is None and model.device.type == "cuda" and dtype in (None, precision):
             cache_dtype = precision
@@ -86,8 +86,8 @@ class NativeEngine(InProcessEngine):
         super().__init__(model, copies_weights=self._decoder is not None, **options)
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """See `rloo.types.Keeping`. What is kept are the caches of the last wave of a call."""
+    def prefix_caching(self) -> Iterator[None]:
+        """See `rloo.types.PrefixCaching`. What is kept are the caches of the last wave of a call."""
         self._keeps = True
         try:
             yield
@@ -118,20 +118,20 @@ class NativeEngine(InProcessEngine):
         return 0 if self._decoder is None else self._decoder.hidden_bytes()
 
     def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Before the first `load` it samples with the model's weights."""
         if self._decoder is not None and self.version < 0:
             self._load(self._model.named_parameters())
         return super().sample(prompts, samples, sampling, noise)
 
-    def _at_once(self, rows: list[Row], sampling: Sampling) -> int:
+    def _at_once(self, rows: list[PromptRow], sampling: Sampling) -> int:
         # What they go on from was counted when it was begun.
         if self._kept is not None and self._kept.has(rows, sampling):
             return len(rows)
         return super()._at_once(rows, sampling)
 
-    def _draw(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+    def _draw(self, rows: list[PromptRow], keys: Tensor, sampling: Sampling) -> SampledTokens:
         device = keys.device
         if self._model_in_c is not None and not self._keeps and c_decoding.can_decode(sampling):
             return self._draw_in_c(self._model_in_c, rows, keys, sampling)
@@ -142,13 +142,13 @@ class NativeEngine(InProcessEngine):
         active = ActiveRows(rows, keys, sampling, vocabulary=logits.shape[-1])
         tokens = torch.full((len(rows), width), -1, device=device)
         policy, behavior = torch.zeros(2, *tokens.shape, device=device)
-        stop_text = StopText(sampling, len(rows), device)
+        stop_text = StopStringMatcher(sampling, len(rows), device)
         for position in range(width):
             drawn = draw(logits, active.noise_at(position), sampling, active.seen)
             tokens[active.index, position] = drawn.tokens
             policy[active.index, position] = drawn.policy_logprobs
             behavior[active.index, position] = drawn.behavior_logprobs
-            ended = stop_text.see(tokens, active.index, position)
+            ended = stop_text.update(tokens, active.index, position)
             if position + 1 == width:
                 break
             active.advance(drawn.tokens, ended)
@@ -163,10 +163,12 @@ class NativeEngine(InProcessEngine):
             decode.expect(1)
             logits = self._forward(active.tokens[:, None], active.positions[:, None], decode)
         if self._keeps:
-            self._kept = Kept(decode, rows, tokens, shared, sampling.max_tokens)
+            self._kept = PrefixCache(decode, rows, tokens, shared, sampling.max_tokens)
         return tokens, policy, behavior, stop_text.lengths
 
-    def _draw_in_c(self, model: Model, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn:
+    def _draw_in_c(
+        self, model: CDecoder, rows: list[PromptRow], keys: Tensor, sampling: Sampling
+    ) -> SampledTokens:
         """`_draw` by `compiled`."""
         assert self._decoder is not None
         prompts, numbers = _prompts_of(rows)
@@ -179,10 +181,12 @@ class NativeEngine(InProcessEngine):
             logits.append(self._decoder.forward(input_ids, positions, cache, ends))
         limit = max(lengths) + sampling.max_tokens
         model.rotate_by(self._decoder.rotations(limit)[:limit])
-        prefilled = c_decoding.Prefilled(cache, torch.cat(logits), torch.tensor(numbers))
+        prefilled = c_decoding.PrefilledPrompts(cache, torch.cat(logits), torch.tensor(numbers))
         return c_decoding.decode(model, prefilled, rows, keys, sampling)
 
-    def _draw_repeating(self, rows: list[Row], keys: Tensor, sampling: Sampling) -> Drawn | None:
+    def _draw_repeating(
+        self, rows: list[PromptRow], keys: Tensor, sampling: Sampling
+    ) -> SampledTokens | None:
         """`_draw` by steps of fixed shapes (`static`); None where they are not for this wave."""
         decoder, device = self._decoder, keys.device
         if (
@@ -201,7 +205,9 @@ class NativeEngine(InProcessEngine):
         decoding = StaticDecoding(decoder, fixed, active, logits[prompt_of_row], width)
         return decoding.run(sampling, self.repeated)
 
-    def _start(self, rows: list[Row], sampling: Sampling) -> tuple[DecodeCache, Tensor, list[int]]:
+    def _start(
+        self, rows: list[PromptRow], sampling: Sampling
+    ) -> tuple[DecodeCache, Tensor, list[int]]:
         """The cache with all tokens of the rows, the logits (R, V) that follow them, and how many
         tokens of each are in the cache of prompts."""
         kept, self._kept = self._kept, None
@@ -217,10 +223,10 @@ class NativeEngine(InProcessEngine):
         return decode, logits[prompt_of_row], [len(prompt.token_ids) for prompt, _ in rows]
 
     def _go_on(
-        self, kept: Kept, rows: list[Row], sampling: Sampling
+        self, kept: PrefixCache, rows: list[PromptRow], sampling: Sampling
     ) -> tuple[DecodeCache, Tensor, list[int]]:
         """As `_start`, by computing only those tokens that are not in the cache."""
-        rest, cache = kept.go_on(rows, sampling, self._pad_token_id), kept.cache
+        rest, cache = kept.resume(rows, sampling, self._pad_token_id), kept.cache
         count, width = rest.input_ids.shape
         slots = max(len(prompt.token_ids) for prompt, _ in rows)
         size = max(1, min(PREFILL_TOKENS, _SCORES // slots) // count)
@@ -275,7 +281,7 @@ def _in_parts(lengths: list[int]) -> Iterator[slice]:
     yield slice(start, len(lengths))
 
 
-def _prompts_of(rows: list[Row]) -> tuple[list[Prompt], list[int]]:
+def _prompts_of(rows: list[PromptRow]) -> tuple[list[Prompt], list[int]]:
     """The prompts, each once, and the number of each row's."""
     prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
     number = {id(prompt): index for index, prompt in enumerate(prompts)}

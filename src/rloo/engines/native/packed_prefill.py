@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rloo.kernels.cpu_attention import Table, attend
-from rloo.model.attention import Options
+from rloo.kernels.cpu_attention import SpanTable, attend
+from rloo.model.attention import AttentionOptions
 
 
 class PackedPrompts:
@@ -16,7 +16,7 @@ class PackedPrompts:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = torch.tensor(lengths)
-        self._table = Table(torch.empty(0), torch.empty(0), 0)
+        self._table = SpanTable(torch.empty(0), torch.empty(0), 0)
         self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def begin(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ class PackedPrompts:
         stops = torch.tensor(lengths).cumsum(0)
         starts = stops - torch.tensor(lengths)
         spans = torch.stack([starts, stops, starts, starts], dim=1)
-        self._table = Table(spans, torch.arange(len(lengths) + 1), max(lengths))
+        self._table = SpanTable(spans, torch.arange(len(lengths) + 1), max(lengths))
         return torch.cat([torch.arange(length) for length in lengths])[None], stops - 1
 
     def get_seq_length(self) -> int:
@@ -37,7 +37,9 @@ class PackedPrompts:
         states = _by_token(key_states), _by_token(value_states)
         self._states.setdefault(layer_idx, []).append(states)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention of each prompt to itself: query (1, H, T, D) to (1, T, H, D)."""
         query, key, value = (_by_token(states) for states in (query, key, value))
         output, _ = attend(query, key, value, self._table, options.scaling_of(query))

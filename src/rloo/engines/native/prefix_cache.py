@@ -10,13 +10,13 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from rloo.engines.in_process import Row, limits_of, pad_left
+from rloo.engines.in_process import PromptRow, limits_of, pad_left
 from rloo.engines.native.kv_cache import DecodeCache
 from rloo.types import Sampling
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _PrefilledRow:
     """A row: its number in the cache, the tokens that are computed, and how many of them are in the
     cache of prompts."""
 
@@ -35,7 +35,7 @@ class _Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class Continuation:
     """Of rows that go on: their tokens that are to be computed and the positions of these, (R, W),
     padded on the left, how much is padding (R,), and the numbers of their prompts' tokens."""
 
@@ -45,7 +45,7 @@ class Rest:
     shared: list[int]
 
 
-class Kept:
+class PrefixCache:
     """The caches of `rows` with the tokens (R, W) that were `drawn` behind their prompts; of each
     row `shared` tokens are in the cache of prompts. For one state of the weights, and for at most
     `max_tokens` of each completion, since so many were counted."""
@@ -53,19 +53,19 @@ class Kept:
     def __init__(
         self,
         cache: DecodeCache,
-        rows: Sequence[Row],
+        rows: Sequence[PromptRow],
         drawn: Tensor,
         shared: Sequence[int],
         max_tokens: int,
     ) -> None:
         self.cache, self._max_tokens = cache, max_tokens
-        self._begun: dict[tuple[int, int], _Begun] = {}
+        self._begun: dict[tuple[int, int], _PrefilledRow] = {}
         every = zip(rows, drawn.tolist(), shared, cache.cached(), strict=True)
         for number, ((prompt, k), tokens, prefix, own) in enumerate(every):
             computed = [*prompt.token_ids, *tokens][: prefix + own]
-            self._begun[prompt.noise_id, k] = _Begun(number, computed, prefix)
+            self._begun[prompt.noise_id, k] = _PrefilledRow(number, computed, prefix)
 
-    def has(self, rows: Sequence[Row], sampling: Sampling) -> bool:
+    def has(self, rows: Sequence[PromptRow], sampling: Sampling) -> bool:
         """Whether all of these go on from here: each has a beginning in these caches, its prompt at
         least."""
         if sampling.max_tokens > self._max_tokens:
@@ -76,7 +76,9 @@ class Kept:
             for begun, prompt in found
         )
 
-    def go_on(self, rows: Sequence[Row], sampling: Sampling, pad_token_id: int) -> Rest:
+    def resume(
+        self, rows: Sequence[PromptRow], sampling: Sampling, pad_token_id: int
+    ) -> Continuation:
         """Leave in the cache what these rows go on from; returns what they go on with."""
         begun = [self._begun[prompt.noise_id, k] for prompt, k in rows]
         known = [b.known(prompt.token_ids) for b, (prompt, _) in zip(begun, rows, strict=True)]
@@ -93,4 +95,4 @@ class Kept:
         input_ids, pads = pad_left(rest, pad_token_id, device)
         columns = torch.arange(input_ids.shape[1], device=device)
         positions = (starts[:, None] + columns - pads[:, None]).clamp_(min=0)
-        return Rest(input_ids, positions, pads, shared)
+        return Continuation(input_ids, positions, pads, shared)

@@ -12,7 +12,7 @@ from torch import Tensor
 from rloo.model.attention import round_inputs
 
 
-class Ragged:
+class RaggedBatch:
     """A forward pass over the last tokens of R rows, padded on the left to `width`. `lengths` (R,)
     are those of the rows with these tokens, `pads` (R,) how many of the columns are padding. Before
     it the shortest row had `least` tokens; with it the longest one has `most`."""

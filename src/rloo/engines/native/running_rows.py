@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rloo.engines.counter_rng import uniforms, uniforms_at
-from rloo.engines.in_process import Row, limits_of
+from rloo.engines.in_process import PromptRow, limits_of
 from rloo.types import Sampling
 
 # The number of positions for which noise is computed at once.
@@ -17,7 +17,7 @@ class ActiveRows:
     """The rows in computation, and what each needs for its next token."""
 
     def __init__(
-        self, rows: list[Row], keys: Tensor, sampling: Sampling, *, vocabulary: int
+        self, rows: list[PromptRow], keys: Tensor, sampling: Sampling, *, vocabulary: int
     ) -> None:
         device = keys.device
         self.index = torch.arange(len(rows), device=device)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rloo.engines.in_process import Drawn
-from rloo.engines.native.cuda_graphs import Repeated, Work, new_pool
+from rloo.engines.in_process import SampledTokens
+from rloo.engines.native.cuda_graphs import CapturedGraph, GraphedFunction, new_pool
 from rloo.engines.native.fused_decoder import FusedDecoder
 from rloo.engines.native.kv_cache import PromptCache
 from rloo.engines.native.running_rows import ActiveRows
-from rloo.engines.sampling import StopText, draw
+from rloo.engines.sampling import StopStringMatcher, draw
 from rloo.kernels import gpu_kernels
 from rloo.model import flash_gpu
-from rloo.model.attention import Options
+from rloo.model.attention import AttentionOptions
 from rloo.model.flash_gpu import Segments, attend_segments
 from rloo.types import Sampling
 
@@ -120,7 +120,9 @@ class StaticCache:
             kept = given.transpose(1, 2).to(self._dtype)
             buffer[: self.size].index_copy_(1, self.length, kept)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: Options) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Attention: query (R, H, 1, D) to (R, 1, H, D). This step's keys and values are already in
         the buffers."""
         rounded = query[:, :, 0].to(self._dtype)
@@ -158,16 +160,18 @@ class StaticDecoding:
         self._tokens[self._rows] = 0
         self._policy, self._behavior = torch.zeros(2, *shape, device=device)
 
-    def run(self, sampling: Sampling, repeated: Callable[..., Work] = Repeated) -> Drawn:
+    def run(
+        self, sampling: Sampling, repeated: Callable[..., GraphedFunction] = CapturedGraph
+    ) -> SampledTokens:
         """What `InProcessEngine._draw` returns. `repeated` makes of a step, its device and a pool
         of memory what does it again and again."""
         device, size = self._logits.device, 0
-        stop_text = StopText(sampling, self._rows + 1, device)
+        stop_text = StopStringMatcher(sampling, self._rows + 1, device)
         looks = 1 if sampling.stop_strings else STEPS_A_LOOK
         draw, compute = self._steps(sampling, repeated)
         for position in range(self._width):
             draw()
-            ended = stop_text.see(self._tokens, self._active.index, position)
+            ended = stop_text.update(self._tokens, self._active.index, position)
             if ended is not None:
                 self._active.alive &= ~ended
             if position + 1 == self._width:
@@ -184,7 +188,9 @@ class StaticDecoding:
         tokens, policy, behavior, lengths = (x[: self._rows] for x in found)
         return tokens, policy, behavior, lengths
 
-    def _steps(self, sampling: Sampling, repeated: Callable[..., Work]) -> tuple[Work, Work]:
+    def _steps(
+        self, sampling: Sampling, repeated: Callable[..., GraphedFunction]
+    ) -> tuple[GraphedFunction, GraphedFunction]:
         device = self._logits.device
         pool = new_pool(device)
         step = partial(self._draw, sampling)

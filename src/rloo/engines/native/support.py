@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from rloo.engines.in_process import borrowed, layer_windows
+from rloo.engines.in_process import in_inference_mode, layer_windows
 from rloo.engines.native.native_engine import NativeEngine
 from rloo.engines.trial_sampling import SAMPLING, trial_prompts, worst_error
 from rloo.model import attention
@@ -43,7 +43,7 @@ class _WindowRecorder:
         self.windows: list[int | None] = []
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, options: attention.Options
+        self, query: Tensor, key: Tensor, value: Tensor, options: attention.AttentionOptions
     ) -> Tensor:
         self.windows.append(options.sliding_window)
         return attention.attend(query, key, value, None, options).transpose(1, 2)
@@ -52,7 +52,7 @@ class _WindowRecorder:
 def _check_windows(model: PreTrainedModel) -> str | None:
     """Check the layers' windows, since one longer than the trial's prompts has no effect there."""
     recorder = _WindowRecorder()
-    with borrowed(model):
+    with in_inference_mode(model):
         model(
             input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device),
             attention_mask=attention.no_mask(model.device),

@@ -10,14 +10,14 @@ from torch.nn import functional as F
 
 from rloo import kernels
 from rloo.kernels import cpu_matmul
-from rloo.kernels.decode import Panels, columns
+from rloo.kernels.decode import PackedMatrix, columns
 
 # Below this many rows the matrix is on a CPU the left factor, which two threads divide better; with
 # more rows, transposing the result costs more than that gains.
 _FEW_ROWS = 48
 
 
-class Factor(Protocol):
+class LinearOp(Protocol):
     """A weight (N, K) and perhaps a bias (N,), by which rows of tokens (T, K) are multiplied."""
 
     def times(self, rows: Tensor) -> Tensor:
@@ -34,22 +34,22 @@ class Factor(Protocol):
         """Of what torch does not count."""
 
 
-def make_factor(
+def make_linear_op(
     weight: Tensor, bias: Tensor | None, precise: torch.dtype, *, gated: bool = False
-) -> Factor:
+) -> LinearOp:
     """`gated` is one that is used for nothing else. Results are `precise`."""
-    if can_panel(weight, precise) and not (gated and len(weight) % columns()):
-        return Panels(weight, bias, gated=gated)
-    return Matrix(weight, bias, precise)
+    if can_pack(weight, precise) and not (gated and len(weight) % columns()):
+        return PackedMatrix(weight, bias, gated=gated)
+    return PackedLinear(weight, bias, precise)
 
 
-def can_panel(weight: Tensor, precise: torch.dtype) -> bool:
+def can_pack(weight: Tensor, precise: torch.dtype) -> bool:
     """Whether the kernels in C multiply by it."""
     known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
     return known and precise == torch.float32 and kernels.in_use()
 
 
-class Matrix:
+class PackedLinear:
     """A weight (N, K) and perhaps a bias (N,). Rows of tokens (T, K) come in any precision, are
     multiplied in the weight's, and results are `precise`. Where oneDNN computes, it has a copy."""
 

@@ -29,7 +29,7 @@ class ServerError(OSError):
         return self.status is not None and 400 <= self.status < 500
 
 
-class Client:
+class VLLMClient:
     """The server at `url`, to be used in one event loop. `key` is sent as a bearer token (by
     default VLLM_API_KEY, as vLLM's own clients do). All seconds are those until the whole answer
     is there; every method raises ServerError."""

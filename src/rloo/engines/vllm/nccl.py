@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rloo.engines.vllm.client import Client
+from rloo.engines.vllm.client import VLLMClient
 from rloo.engines.vllm.server_process import free_port
-from rloo.engines.vllm.server_state import Member, Weights
+from rloo.engines.vllm.server_state import ServerState, ServerWeights
 
 TRANSFER_ROUTE = "/init_weight_transfer_engine"
 # For the first version, with which the two ends connect: where they do not see each other, it is
@@ -34,7 +34,7 @@ _PHASE = "sending weights over NCCL"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def why_not(device: torch.device) -> str | None:
+def unavailable_reason(device: torch.device) -> str | None:
     """Why nothing can be sent from here, None where it can."""
     if device.type != "cuda":
         return "the trainer has no GPU"
@@ -44,11 +44,11 @@ def why_not(device: torch.device) -> str | None:
     return None
 
 
-class Transfer:
+class NCCLTransfer:
     """Sends versions to the server of `client`, from `device`. What waits inside of NCCL cannot be
     interrupted: `sent` uses a thread of its own, and leaves it behind at its deadline."""
 
-    def __init__(self, client: Client, device: torch.device, seconds: float) -> None:
+    def __init__(self, client: VLLMClient, device: torch.device, seconds: float) -> None:
         self._client, self._device, self._seconds = client, device, seconds
         self._sender: Any = None
         self._folder = Path()
@@ -114,7 +114,7 @@ class _Calls:
     """What vLLM's sender asks a server for, from its own thread: the run's client asks, in its
     loop."""
 
-    def __init__(self, client: Client, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    def __init__(self, client: VLLMClient, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._client, self._loop, self._seconds = client, loop, seconds
 
     def world_size(self) -> int:
@@ -147,7 +147,7 @@ class _Calls:
 
 
 async def fill(
-    member: Member, weights: Weights, seconds: float, say: Callable[[str], None]
+    member: ServerState, weights: ServerWeights, seconds: float, say: Callable[[str], None]
 ) -> None:
     """Give a server the weights of a version: over NCCL where that works, else it reads the folder.
     After a failure it does so from then on."""

@@ -11,7 +11,7 @@ from rloo.config.vllm_validation import COLDEST, HOTTEST
 from rloo.engines.counter_rng import noise_key
 from rloo.engines.sampling import check_request, refuse_images
 from rloo.engines.vllm.client import ServerError
-from rloo.types import Completion, Prompt, Sampling, Spans
+from rloo.types import Completion, Prompt, Sampling, WeightVersions
 
 # OpenAI's route, which every server has; and vLLM's own, from which one learns also which weights
 # sampled each token, but which is there on request only (--enable-scale-out).
@@ -22,7 +22,7 @@ _ABOVE_ZERO = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CompletionRequest:
     """The completions `numbers` of a prompt, for engines that draw by a seed of the request."""
 
     prompt: Prompt
@@ -71,14 +71,14 @@ class Request:
 
 def requests_of(
     prompts: Sequence[Prompt], numbers: Sequence[range], sampling: Sampling, noise: int
-) -> list[Request]:
+) -> list[CompletionRequest]:
     """A request for each prompt's completions. Raises ValueError for what no engine can sample, or
     not vLLM."""
     check_request(prompts, min(map(len, numbers), default=1), sampling)
     check_sampling(sampling)
     refuse_images(prompts, "which are not sent to vLLM in this version (rollout_engine hf)")
     both = zip(prompts, numbers, strict=True)
-    return [Request(prompt, own, sampling, noise) for prompt, own in both]
+    return [CompletionRequest(prompt, own, sampling, noise) for prompt, own in both]
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -98,7 +98,12 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def read_answer(
-    answer: Any, request: Request, *, url: str, versions: Mapping[str, int], vocabulary: int
+    answer: Any,
+    request: CompletionRequest,
+    *,
+    url: str,
+    versions: Mapping[str, int],
+    vocabulary: int,
 ) -> list[Completion]:
     """The completions in an answer, of tokens below `vocabulary`. `versions` are those of the
     weights that may have sampled it, by their names at the server: first of all the ones that it
@@ -133,7 +138,10 @@ class _Fault(Exception):
 
 
 def _read_choice(
-    choice: Mapping[str, Any], request: Request, versions: Mapping[str, int], vocabulary: int
+    choice: Mapping[str, Any],
+    request: CompletionRequest,
+    versions: Mapping[str, int],
+    vocabulary: int,
 ) -> Completion:
     how, tokens = request.sampling, choice["token_ids"]
     if not all(type(token) is int and 0 <= token < vocabulary for token in tokens):
@@ -143,7 +151,7 @@ def _read_choice(
         raise _Fault(f"log-probs of other tokens than the {len(tokens)} of its completion")
     if not all(math.isfinite(value) and value <= _ABOVE_ZERO for value in logprobs):
         raise _Fault("log-probs that are not finite, or above 0")
-    spans: Spans = ((next(iter(versions.values())), len(tokens)),)
+    spans: WeightVersions = ((next(iter(versions.values())), len(tokens)),)
     if "content" in choice["logprobs"]:
         spans = _spans(choice.get("weight_versions") or [], versions, len(tokens))
     finish = _checked_finish(choice["finish_reason"], tokens, how, request.limit)
@@ -152,11 +160,11 @@ def _read_choice(
         finish,
         [min(value, 0.0) for value in logprobs],
         [0.0] * len(tokens) if how.greedy else [min(value, 0.0) for value in logprobs],
-        versions=spans,
+        weight_versions=spans,
     )
 
 
-def _spans(given: Sequence[Any], versions: Mapping[str, int], count: int) -> Spans:
+def _spans(given: Sequence[Any], versions: Mapping[str, int], count: int) -> WeightVersions:
     """Which weights sampled which of `count` tokens, as the server tells it."""
     spans: list[tuple[int, int]] = []
     end = 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from rloo.engines.vllm.server_state import Member
+from rloo.engines.vllm.server_state import ServerState
 
 # Servers are compared by it: one that has nothing to do comes first, then who has the most room.
 _Key = tuple[bool, int]
@@ -20,51 +20,51 @@ class NoServers(OSError):
     """No server is left to sample with."""
 
 
-class Places:
+class LoadBalancer:
     """Gives servers to those who wait, in the order in which they came: the one with the least to
     do, once it has room, or has nothing to do. What is given counts as `busy` at once. While
     `holding` nothing is given."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[ServerState]) -> None:
         self.holding = False
         self._members = members
-        self._waiting: deque[tuple[int, asyncio.Future[Member]]] = deque()
+        self._waiting: deque[tuple[int, asyncio.Future[ServerState]]] = deque()
         # Every server without a fault, by its key as it is now, among entries that are outdated.
-        self._free: list[tuple[_Key, int, Member]] = []
+        self._free: list[tuple[_Key, int, ServerState]] = []
         self._number = count()
         self._renew()
 
     async def take(
-        self, completions: int, *, again: bool = False, near: Member | None = None
-    ) -> Member:
+        self, completions: int, *, again: bool = False, near: ServerState | None = None
+    ) -> ServerState:
         """A server for so many completions, `near` if it has room now; what is asked for `again`
-        comes first. `leave` it then. Raises NoServers."""
+        comes first. `remove_server` it then. Raises NoServers."""
         free = not self.holding and not self._waiting
         if near is not None and free and near.fault is None and _has_room(near, completions):
             near.busy += completions
             self._offer(near)
             return near
         while True:
-            place: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+            place: asyncio.Future[ServerState] = asyncio.get_running_loop().create_future()
             (self._waiting.appendleft if again else self._waiting.append)((completions, place))
             self.deal()
             try:
                 member = await place
             except asyncio.CancelledError:
                 if not place.cancelled() and place.exception() is None:  # given in this moment
-                    self.leave(place.result(), completions)
+                    self.remove_server(place.result(), completions)
                 raise
             if member.fault is None:
                 return member
             again = True  # it was lost in this moment
-            self.leave(member, completions)
+            self.remove_server(member, completions)
 
-    def leave(self, member: Member, completions: int) -> None:
+    def remove_server(self, member: ServerState, completions: int) -> None:
         """So many completions of a server are done, or given up."""
         member.busy -= completions
-        self.back(member)
+        self.restore_server(member)
 
-    def back(self, member: Member) -> None:
+    def restore_server(self, member: ServerState) -> None:
         """A server has less to do than before, or has come back."""
         self._offer(member)
         self.deal()
@@ -108,7 +108,7 @@ class Places:
         faults = "; ".join(str(member.fault) for member in self._members)
         return NoServers(f"no vLLM server is left: {faults}")
 
-    def _best(self) -> Member | None:
+    def _best(self) -> ServerState | None:
         """The server with the least to do, None where all have a fault."""
         while self._free:
             key, _, member = self._free[0]
@@ -117,7 +117,7 @@ class Places:
             heappop(self._free)
         return None
 
-    def _offer(self, member: Member) -> None:
+    def _offer(self, member: ServerState) -> None:
         if len(self._free) > 4 * len(self._members):  # most are outdated
             self._renew()
         heappush(self._free, (_key(member), next(self._number), member))
@@ -128,9 +128,9 @@ class Places:
         heapify(self._free)
 
 
-def _has_room(member: Member, completions: int) -> bool:
+def _has_room(member: ServerState, completions: int) -> bool:
     return not member.busy or member.busy + completions <= member.room
 
 
-def _key(member: Member) -> _Key:
+def _key(member: ServerState) -> _Key:
     return member.busy > 0, member.busy - member.room

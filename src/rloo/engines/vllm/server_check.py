@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
-from rloo.engines.vllm.client import Client, ServerError
+from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE
 from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
-from rloo.engines.vllm.server_process import HERE, Serving
+from rloo.engines.vllm.server_process import HERE, ServerConfig
 
 _SECONDS = 30.0
 _PHASE = "examining"
@@ -20,7 +20,7 @@ _TEXT = 'Ein Zebra zählt: 1, 22, 333 - 4,444 = ?\n\n\tif x: "réponse" 東京 �
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServerInfo:
     """What a server says of itself: the longest prompt and completion together, in tokens, how many
     completions it computes at once, the route by which it samples, and whether it takes weights
     over NCCL."""
@@ -33,8 +33,8 @@ class Facts:
 
 
 async def examine(
-    client: Client, wanted: Serving, tokenizer: PreTrainedTokenizerBase, *, needed: int
-) -> Facts:
+    client: VLLMClient, wanted: ServerConfig, tokenizer: PreTrainedTokenizerBase, *, needed: int
+) -> ServerInfo:
     """Raise ValueError, with the line that would start the right one, for a server that cannot be
     used: another program, without the routes for weights, with other log-probs, precision or
     tokenizer, too short for `needed` tokens, or without adapters. ServerError for one that does not
@@ -57,7 +57,7 @@ async def examine(
         dtype = str(model["dtype"]).removeprefix("torch.")
         sequences = int(config["scheduler_config"]["max_num_seqs"])
         limit = int(model["max_model_len"])
-        facts = Facts(limit, dtype, sequences, route, TRANSFER_ROUTE in paths)
+        facts = ServerInfo(limit, dtype, sequences, route, TRANSFER_ROUTE in paths)
         on_cpu = config["device_config"]["device"] == "cpu"
         untied = (model.get("hf_overrides") or {}).get("tie_word_embeddings") is False
         mode = str(model["logprobs_mode"])
@@ -91,7 +91,7 @@ async def examine(
     return facts
 
 
-async def _require_routes(client: Client, wanted: Serving, refuse: Any) -> set[str]:
+async def _require_routes(client: VLLMClient, wanted: ServerConfig, refuse: Any) -> set[str]:
     try:
         found = await client.get("/openapi.json", phase=_PHASE, seconds=_SECONDS)
     except ServerError as error:
@@ -121,7 +121,7 @@ async def _require_routes(client: Client, wanted: Serving, refuse: Any) -> set[s
 
 
 async def _require_tokenizer(
-    client: Client, tokenizer: PreTrainedTokenizerBase, refuse: Any
+    client: VLLMClient, tokenizer: PreTrainedTokenizerBase, refuse: Any
 ) -> None:
     """Token ids travel without text; if they meant other texts, nothing else would notice."""
     body = {"prompt": _TEXT, "add_special_tokens": False}

@@ -14,10 +14,17 @@ from typing import Any
 
 from rloo.engines.vllm.client import ServerError
 from rloo.engines.vllm.nccl import fill
-from rloo.engines.vllm.requests import Request, greedy, read_answer
-from rloo.engines.vllm.router import Places
+from rloo.engines.vllm.requests import CompletionRequest, greedy, read_answer
+from rloo.engines.vllm.router import LoadBalancer
 from rloo.engines.vllm.server_process import LOOK_SECONDS, found_again
-from rloo.engines.vllm.server_state import Answer, Member, Probe, Stopwatch, Weights, answered
+from rloo.engines.vllm.server_state import (
+    LogprobProbe,
+    ServerReply,
+    ServerState,
+    ServerWeights,
+    WaitClock,
+    answered,
+)
 from rloo.types import Completion, Prompt, Sampling
 
 # Seconds between two looks at a server that computes, and how many may fail.
@@ -28,12 +35,12 @@ PROBE_TOKENS = 16
 
 
 @dataclass(slots=True)
-class Fleet:
+class ServerPool:
     """All servers. `deadline` is that of a request and of loading weights, `start_deadline` that of
     a server's start, in seconds; a server is tried again `budget` times at most in a run. With
-    `adapters` weights are LoRA adapters. `tolerance`: see `Probe.difference`."""
+    `adapters` weights are LoRA adapters. `tolerance`: see `LogprobProbe.difference`."""
 
-    members: list[Member]
+    members: list[ServerState]
     deadline: float
     start_deadline: float
     budget: int
@@ -41,49 +48,49 @@ class Fleet:
     tolerance: float
     prompt: list[int]
     say: Callable[[str], None]
-    examine: Callable[[Member], Coroutine[Any, Any, None]]
+    examine: Callable[[ServerState], Coroutine[Any, Any, None]]
     vocabulary: int
     # What our servers are started with, where that is not the newest version.
     base: Path | None = None
-    # See `rloo.engines.vllm.vllm_engine.Settings`.
+    # See `rloo.engines.vllm.vllm_engine.VLLMSettings`.
     sleep_level: int | None = None
     # Whether completions under way go on with new weights, or are waited for.
     partial: bool = False
-    weights: Weights | None = None
+    weights: ServerWeights | None = None
     # The versions by the names under which servers have loaded them.
     labels: dict[str, int] = field(default_factory=dict)
     # While completions go on: who sampled the last turn of each, and has it in its cache.
-    homes: dict[tuple[int, int], Member] | None = None
+    homes: dict[tuple[int, int], ServerState] | None = None
     closed: bool = False
     sampling: int = 0
     looking: list[asyncio.Task[None]] = field(default_factory=list)
-    watch: Stopwatch = field(default_factory=Stopwatch)
-    places: Places = field(init=False)
+    watch: WaitClock = field(default_factory=WaitClock)
+    places: LoadBalancer = field(init=False)
     counts: dict[str, float] = field(
         default_factory=lambda: {"engine/lost": 0.0, "engine/returned": 0.0, "engine/repeated": 0.0}
     )
 
     def __post_init__(self) -> None:
-        self.places = Places(self.members)
+        self.places = LoadBalancer(self.members)
 
     @property
-    def live(self) -> list[Member]:
+    def live(self) -> list[ServerState]:
         """The servers that are sampled from."""
         return [member for member in self.members if member.fault is None]
 
     # -- weights ---------------------------------------------------------------------------------
 
-    async def bring(self, weights: Weights) -> dict[str, Probe]:
+    async def bring(self, weights: ServerWeights) -> dict[str, LogprobProbe]:
         """Have every server load a version; what each then says to the probe prompt. One that
         fails is out. Raises NoServers where none is left."""
         self.weights, self.places.holding = weights, True
         oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
         kept = {label: v for label, v in self.labels.items() if v >= oldest}
         self.labels = kept | {weights.label: weights.version}
-        found: dict[str, Probe] = {}
+        found: dict[str, LogprobProbe] = {}
         refusals: list[ServerError] = []
 
-        async def one(member: Member) -> None:
+        async def one(member: ServerState) -> None:
             try:
                 await self._load(member, weights)
                 found[member.url] = await self.probe(member)
@@ -103,7 +110,7 @@ class Fleet:
         """Compare what the other servers that are in say with what is expected: they came back
         while it was not known yet."""
 
-        async def one(member: Member) -> None:
+        async def one(member: ServerState) -> None:
             assert self.weights is not None
             self._compare(member, await self.probe(member), self.weights)
 
@@ -114,7 +121,7 @@ class Fleet:
         """All servers that are in have been verified."""
         self.places.release()
 
-    async def _load(self, member: Member, weights: Weights) -> None:
+    async def _load(self, member: ServerState, weights: ServerWeights) -> None:
         client, seconds, before = member.client, self.deadline, member.label
         if not self.partial:
             await answered(member, seconds)
@@ -140,12 +147,12 @@ class Fleet:
             with suppress(ServerError):  # an older adapter, which nobody asks for
                 await client.unload_adapter(before, seconds=seconds)
 
-    async def probe(self, member: Member) -> Probe:
+    async def probe(self, member: ServerState) -> LogprobProbe:
         """The tokens that a server finds the most likely now, and their log-probs."""
         how = greedy(Sampling(PROBE_TOKENS, ()), PROBE_TOKENS)
-        request = Request(Prompt(0, self.prompt, ""), range(1), how, 0)
+        request = CompletionRequest(Prompt(0, self.prompt, ""), range(1), how, 0)
         (completion,) = await self._ask(member, request)
-        return Probe(self.prompt, completion.token_ids, completion.policy_logprobs)
+        return LogprobProbe(self.prompt, completion.token_ids, completion.policy_logprobs)
 
     def oldest_in_use(self) -> int:
         """The oldest version whose folder a server may still read."""
@@ -155,11 +162,11 @@ class Fleet:
 
     # -- sampling --------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[Request]) -> list[list[Completion]]:
+    async def generate(self, requests: Sequence[CompletionRequest]) -> list[list[Completion]]:
         """The completions of every request. Those of a server that fails go to the others. Servers
         that sleep do so before and after."""
         tasks: list[asyncio.Task[Any]] = []
-        answers: dict[int, Answer] = {}
+        answers: dict[int, ServerReply] = {}
         try:
             await self.begin()
             while missing := [n for n in range(len(requests)) if n not in answers]:
@@ -190,7 +197,7 @@ class Fleet:
             await _cancel(self.looking)
             await self._each(self._sleep)
 
-    async def _confirmed(self, answers: Iterable[Answer]) -> list[Answer]:
+    async def _confirmed(self, answers: Iterable[ServerReply]) -> list[ServerReply]:
         """Those whose server had the weights that it should have. One that was started again
         behind our back, and said nothing, is out."""
         answers = list(answers)
@@ -204,12 +211,12 @@ class Fleet:
 
     async def _each(
         self,
-        do: Callable[[Member], Coroutine[Any, Any, None]],
-        members: Sequence[Member] | None = None,
+        do: Callable[[ServerState], Coroutine[Any, Any, None]],
+        members: Sequence[ServerState] | None = None,
     ) -> None:
         """Do something with all servers that are in, or with `members`; one that fails is out."""
 
-        async def one(member: Member) -> None:
+        async def one(member: ServerState) -> None:
             try:
                 await do(member)
             except ServerError as error:
@@ -217,17 +224,17 @@ class Fleet:
 
         await asyncio.gather(*map(one, self.live if members is None else members))
 
-    async def _wake(self, member: Member) -> None:
+    async def _wake(self, member: ServerState) -> None:
         if member.asleep:
             assert self.weights is not None
             await self._load(member, self.weights)
 
-    async def _sleep(self, member: Member) -> None:
+    async def _sleep(self, member: ServerState) -> None:
         if self.sleep_level is not None and not member.asleep:
             await member.client.sleep(self.sleep_level, seconds=self.deadline)
             member.asleep = True
 
-    async def _serve(self, request: Request) -> Answer:
+    async def _serve(self, request: CompletionRequest) -> ServerReply:
         completions, again = len(request.numbers), False
         row = request.prompt.noise_id, request.numbers.start
         while True:
@@ -239,7 +246,7 @@ class Fleet:
             member.calls[call] = self.labels[member.label]
             try:
                 losses = member.losses
-                return Answer(member, losses, await call)
+                return ServerReply(member, losses, await call)
             except ServerError as error:
                 if error.is_refusal and await self._is_well(member):
                     raise
@@ -251,11 +258,11 @@ class Fleet:
                     raise
             finally:
                 member.calls.pop(call, None)
-                self.places.leave(member, completions)
+                self.places.remove_server(member, completions)
             again = True
             self.counts["engine/repeated"] += 1
 
-    async def _ask(self, member: Member, request: Request) -> list[Completion]:
+    async def _ask(self, member: ServerState, request: CompletionRequest) -> list[Completion]:
         client, route, label = member.client, member.route, member.label
         known = {label: self.labels[label]}
         body = request.body(route, model=label if self.adapters else None, salt=label)
@@ -266,7 +273,7 @@ class Fleet:
             answer, request, url=client.url, versions=known, vocabulary=self.vocabulary
         )
 
-    async def _is_well(self, member: Member) -> bool:
+    async def _is_well(self, member: ServerState) -> bool:
         """Whether a server has the weights that it should have; one that was started again behind
         our back has not."""
         try:
@@ -274,7 +281,7 @@ class Fleet:
         except ServerError:
             return False
 
-    async def _look(self, member: Member) -> None:
+    async def _look(self, member: ServerState) -> None:
         """Look after a server until this is cancelled: one that hangs keeps its requests for long,
         and one whose process is gone need not be waited for."""
         missed = 0
@@ -299,7 +306,7 @@ class Fleet:
             if member.url == url:
                 self._lose(member, ServerError("verifying", url, fact))
 
-    def _lose(self, member: Member, error: ServerError) -> None:
+    def _lose(self, member: ServerState, error: ServerError) -> None:
         if member.fault is not None or self.closed:
             return
         member.fault = str(error)
@@ -311,7 +318,7 @@ class Fleet:
         member.recovery.add_done_callback(lambda _: self.places.deal())
         self.say(f"{error}; it is out, and what it had not finished goes to the others")
 
-    async def _recover(self, member: Member) -> None:
+    async def _recover(self, member: ServerState) -> None:
         """Have a server back, with the newest weights: ours started again, a given one when it
         answers. Its fault stays where the budget does not reach."""
         member.reads = None
@@ -334,12 +341,12 @@ class Fleet:
             member.fault = None
             if not self.sampling:
                 await self._each(self._sleep, [member])
-            self.places.back(member)
+            self.places.restore_server(member)
             self.counts["engine/returned"] += 1
             self.say(f"the vLLM server {member.url} is back, with {member.label}")
             return
 
-    async def _restart(self, member: Member) -> None:
+    async def _restart(self, member: ServerState) -> None:
         member.label, member.asleep, member.transfer = "", False, None  # its group is gone
         assert self.weights is not None
         if member.own is None:
@@ -354,7 +361,7 @@ class Fleet:
         await asyncio.to_thread(member.own.start, str(self.base or self.weights.folder))
         member.client = await member.own.wait(self.start_deadline)
 
-    def _compare(self, member: Member, probe: Probe, weights: Weights) -> None:
+    def _compare(self, member: ServerState, probe: LogprobProbe, weights: ServerWeights) -> None:
         found = [probe.difference(expected) for expected in weights.expected]
         if found and (apart := min(found)) > self.tolerance:
             fact = f"gives log-probs {apart:.3g} away from the trainer's ({weights.label})"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.optional_packages import install
-from rloo.engines.vllm.client import Client, ServerError
+from rloo.engines.vllm.client import ServerError, VLLMClient
 
 # The routes for weights, pauses and sleep, and those for adapters, exist only with these.
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -42,7 +42,7 @@ _STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServerConfig:
     """What a server of `model`, a folder or hub id, must be started with. `lora_rank` is that of
     the adapters that it will be given, None for none; `tied` says that on a CPU the two embeddings
     must be taken apart, `tells` that it must say which weights sampled a token, `transfers` that it
@@ -103,18 +103,18 @@ class Serving:
         switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
         return f"{switches} {shlex.join(self.command(host, port))}"
 
-    def guarded(self) -> Serving:
+    def guarded(self) -> ServerConfig:
         """The same with `guarded_environment`: without routes that no run uses, and with
         VLLM_API_KEY it asks for that key on all but those that tell of its health."""
         return replace(self, arguments=("--middleware", "rloo_guard.Guard", *self.arguments))
 
 
 @dataclass(slots=True)
-class OwnServer:
+class LocalServer:
     """A server that we start, on the `devices` that it may see (None: no choice), and stop. What it
     prints is added to `log`."""
 
-    serving: Serving
+    serving: ServerConfig
     log: Path
     devices: str | None = None
     url: str = ""
@@ -147,10 +147,10 @@ class OwnServer:
         if self.over:  # stopped for good while another thread was here
             self.stop()
 
-    async def wait(self, seconds: float) -> Client:
+    async def wait(self, seconds: float) -> VLLMClient:
         """A client of the server, once it answers. Raises ServerError, with the end of its log,
         where it ends before, or does not answer within so many seconds."""
-        client, end = Client(self.url), time.monotonic() + seconds
+        client, end = VLLMClient(self.url), time.monotonic() + seconds
         while True:
             if not self.is_alive():
                 raise ServerError("starting", self.url, f"has ended; {self.last_words()}")
@@ -208,8 +208,8 @@ def _guarded(command: Sequence[str]) -> list[str]:
 
 
 def guarded_environment() -> dict[str, str]:
-    """The variables of a server that is started as `Serving.guarded` says."""
-    guard = str(Path(__file__).parent / "inside")
+    """The variables of a server that is started as `ServerConfig.guarded` says."""
+    guard = str(Path(__file__).parent / "server_plugin")
     paths = [guard, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**SWITCHES, "PYTHONPATH": os.pathsep.join(paths)}
 
@@ -236,15 +236,15 @@ def free_port(host: str = "") -> int:
 
 
 async def start_all(
-    owns: Iterable[OwnServer], model: str, seconds: float
-) -> list[tuple[OwnServer, Client]]:
+    owns: Iterable[LocalServer], model: str, seconds: float
+) -> list[tuple[LocalServer, VLLMClient]]:
     """Start servers with the weights of `model`, all at once. Raises ServerError for one that does
     not come, and stops the others; one that was killed is started once more."""
     servers = list(owns)
     try:
         for server in servers:
             server.start(model)
-        waiting: list[Coroutine[Any, Any, Client]] = [
+        waiting: list[Coroutine[Any, Any, VLLMClient]] = [
             _ready(server, model, seconds) for server in servers
         ]
         return list(zip(servers, await asyncio.gather(*waiting), strict=True))
@@ -254,7 +254,7 @@ async def start_all(
         raise
 
 
-async def _ready(server: OwnServer, model: str, seconds: float) -> Client:
+async def _ready(server: LocalServer, model: str, seconds: float) -> VLLMClient:
     try:
         return await server.wait(seconds)
     except ServerError:
@@ -264,7 +264,7 @@ async def _ready(server: OwnServer, model: str, seconds: float) -> Client:
         return await server.wait(seconds)
 
 
-async def reached(client: Client, seconds: float, say: Callable[[str], None]) -> None:
+async def reached(client: VLLMClient, seconds: float, say: Callable[[str], None]) -> None:
     """Wait for a server that is still being started, as TRL's client does."""
     try:
         await client.get("/health", phase="looking for it", seconds=LOOK_SECONDS)
@@ -275,7 +275,7 @@ async def reached(client: Client, seconds: float, say: Callable[[str], None]) ->
         await found_again(client, seconds)
 
 
-async def found_again(client: Client, seconds: float) -> None:
+async def found_again(client: VLLMClient, seconds: float) -> None:
     """Wait until a given server answers, as long as one of ours may take to start."""
     end = time.monotonic() + seconds
     while True:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from rloo.engines.vllm.client import Client, ServerError
+from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
-from rloo.engines.vllm.server_process import OwnServer
+from rloo.engines.vllm.server_process import LocalServer
 from rloo.types import Completion
 
 
-class Sender(Protocol):
+class WeightSender(Protocol):
     """Gives a server weights in another way than by the folder that it reads."""
 
     async def sent(self, folder: Path) -> None:
@@ -23,7 +23,7 @@ class Sender(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class LogprobProbe:
     """Tokens that a server found the most likely after `prompt`, and their log-probs (T,), at
     temperature 1."""
 
@@ -31,7 +31,7 @@ class Probe:
     tokens: list[int]
     logprobs: list[float]
 
-    def difference(self, other: Probe) -> float:
+    def difference(self, other: LogprobProbe) -> float:
         """The mean difference of log-probs over the tokens that both begin with; infinite where
         there are none."""
         pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
@@ -48,22 +48,22 @@ def mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 @dataclass(slots=True)
-class Weights:
+class ServerWeights:
     """A version of the weights: its folder, the name by which servers know it, and, of each server
     with which it has been verified, what that says."""
 
     version: int
     folder: Path
     label: str
-    expected: list[Probe] = field(default_factory=list)
+    expected: list[LogprobProbe] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Member:
+class ServerState:
     """A server, and what is known of it. One with a `fault` is not sampled from."""
 
-    client: Client
-    own: OwnServer | None = None
+    client: VLLMClient
+    own: LocalServer | None = None
     route: str = ROUTE
     # Completions that may be asked of it at once, and that are: more would only wait there.
     room: int = 256
@@ -77,7 +77,7 @@ class Member:
     reads: int | None = None
     # Whether it takes weights over NCCL, and what sends them, where that is to be.
     receives: bool = False
-    transfer: Sender | None = None
+    transfer: WeightSender | None = None
     # What is asked of it, and the version that it had then.
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)
     recovery: asyncio.Task[None] | None = None
@@ -94,15 +94,15 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Answer:
+class ServerReply:
     """Completions, the server that sampled them, and how often it had been lost before."""
 
-    member: Member
+    member: ServerState
     losses: int
     completions: list[Completion]
 
 
-async def answered(member: Member, seconds: float) -> None:
+async def answered(member: ServerState, seconds: float) -> None:
     """Wait until nothing is asked of a server: its pause might overtake what is on its way, which
     other weights would then sample. Raises ServerError after so many seconds."""
     end = time.monotonic() + seconds
@@ -114,7 +114,7 @@ async def answered(member: Member, seconds: float) -> None:
 
 
 @dataclass(slots=True)
-class Stopwatch:
+class WaitClock:
     """For how long it has run so far."""
 
     before: float = 0.0

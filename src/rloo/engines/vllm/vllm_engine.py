@@ -15,17 +15,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rloo.distributed import World
-from rloo.engines.sampling import numbers_of
-from rloo.engines.vllm.client import Client
-from rloo.engines.vllm.nccl import TRANSFER_ROUTE, Transfer
-from rloo.engines.vllm.requests import Request, requests_of
+from rloo.engines.sampling import sample_indices
+from rloo.engines.vllm.client import VLLMClient
+from rloo.engines.vllm.nccl import TRANSFER_ROUTE, NCCLTransfer
+from rloo.engines.vllm.requests import CompletionRequest, requests_of
 from rloo.engines.vllm.server_check import examine
-from rloo.engines.vllm.server_pool import Fleet
-from rloo.engines.vllm.server_process import OwnServer, Serving, reached, start_all
-from rloo.engines.vllm.server_state import Member, Probe, Weights, mean_difference
-from rloo.engines.weight_store import Versions
+from rloo.engines.vllm.server_pool import ServerPool
+from rloo.engines.vllm.server_process import LocalServer, ServerConfig, reached, start_all
+from rloo.engines.vllm.server_state import LogprobProbe, ServerState, ServerWeights, mean_difference
+from rloo.engines.weight_store import WeightStore
 from rloo.rewards.async_functions import LoopThread
-from rloo.types import Completion, EngineFacts, Prompt, Samples, Sampling
+from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling
 from rloo.types import Weights as Named
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ _MOVED = 5.0
 _SCALES = (0.05, 0.2, 0.8, 3.2)
 
 
-class Source(Protocol):
+class WeightPublisher(Protocol):
     """The policy, as an engine in other processes needs it. Every method but `describe` is a
     collective of all processes of the run."""
 
@@ -60,14 +60,14 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class VLLMSettings:
     """How servers are found, and for how long they are waited for, in seconds. `urls` are of given
     ones; without them `devices` are those of ours, one entry a server. `needed`: the longest prompt
     and completion together, in tokens, as far as it is known. With `partial`, completions
     under way go on while weights are loaded. At a `sleep_level` (vLLM's: 1 keeps the weights in the
     host's memory, 2 drops them) servers sleep while nothing is sampled."""
 
-    serving: Serving
+    server: ServerConfig
     urls: tuple[str, ...] = ()
     devices: tuple[str | None, ...] = (None,)
     deadline: float = 1200.0
@@ -88,9 +88,13 @@ class VLLMEngine:
     remove the folder; the end of the process does the same."""
 
     def __init__(
-        self, name: str, settings: Settings, source: Source, say: Callable[[str], None] = print
+        self,
+        name: str,
+        settings: VLLMSettings,
+        source: WeightPublisher,
+        say: Callable[[str], None] = print,
     ) -> None:
-        self.facts = EngineFacts(
+        self.capabilities = EngineCapabilities(
             name,
             copies_weights=True,
             shares_memory=False,
@@ -103,7 +107,7 @@ class VLLMEngine:
         # Other runs on the same servers, and this one once it is resumed, count from 0 as well.
         self._token = secrets.token_hex(4)
         self._begun: list[Future[list[Completion]]] = []
-        self._wanted: Weights | None = None  # published, and not brought to the servers yet
+        self._wanted: ServerWeights | None = None  # published, and not brought to the servers yet
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
         self._open = _Open()
@@ -118,23 +122,23 @@ class VLLMEngine:
         that they have; those that sleep load it when they are sampled from, but for the first,
         after which what is free of a GPU is what an update will find. Raises NoServers where none
         is left that has it."""
-        version = self._source.world.from_main(version)
+        version = self._source.world.broadcast_object(version)
         if version == self.version:
             return
         source, main, first = self._source, self._source.world.is_main, self.version < 0
         if first and main:
-            self._open.versions = Versions.made_in(self._settings.weights_folder, self._token)
+            self._open.versions = WeightStore.made_in(self._settings.weights_folder, self._token)
         if first and source.adapter_rank is not None:
             self._write("base", source.write_base)
             self._start()
             self._require_adapters()
         path = self._write(version, source.write)
-        self._wanted = Weights(version, path, f"rloo-{self._token}-{version}")
+        self._wanted = ServerWeights(version, path, f"rloo-{self._token}-{version}")
         self.version = version
         if self._settings.sleep_level is None:
             self._bring()
         elif first:
-            with self.keeping():  # and then they sleep
+            with self.prefix_caching():  # and then they sleep
                 pass
 
     def _bring(self) -> None:
@@ -156,14 +160,14 @@ class VLLMEngine:
             if self._open.fleet:
                 self._run(self._open.fleet.release())
 
-    def _brought(self, wanted: Weights) -> dict[str, Probe]:
+    def _brought(self, wanted: ServerWeights) -> dict[str, LogprobProbe]:
         """Have the servers load a version; what each says then, in all processes."""
         found = self._run(self._open.fleet.bring(wanted)) if self._open.fleet else {}
         said = {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
-        shared: dict[str, Any] = self._source.world.from_main(said)
-        return {url: Probe(self._prompt, *values) for url, values in shared.items()}
+        shared: dict[str, Any] = self._source.world.broadcast_object(said)
+        return {url: LogprobProbe(self._prompt, *values) for url, values in shared.items()}
 
-    def _verify(self, wanted: Weights, probes: dict[str, Probe]) -> bool:
+    def _verify(self, wanted: ServerWeights, probes: dict[str, LogprobProbe]) -> bool:
         """Compare what each server says of its own tokens with what the trainer says of them.
         Whether one has passed."""
         known: dict[tuple[int, ...], list[float]] = {}
@@ -179,7 +183,7 @@ class VLLMEngine:
             elif self._open.fleet:
                 fact = f"gives log-probs {apart:.3g} away from the trainer's after loading"
                 self._call(self._open.fleet.lose, url, f"{fact} {wanted.label} (vllm_tolerance)")
-        return self._source.world.from_main(bool(wanted.expected))
+        return self._source.world.broadcast_object(bool(wanted.expected))
 
     def _require_adapters(self) -> None:
         """Raise ValueError for servers on which another adapter does not count: some serve the base
@@ -190,18 +194,18 @@ class VLLMEngine:
         for scale in _SCALES:
             with source.perturbed(scale):
                 moved = mean_difference(base, source.logprobs(self._prompt, tokens))
-            if source.world.from_main(moved >= enough):
+            if source.world.broadcast_object(moved >= enough):
                 break
         with source.perturbed(scale):
             path = self._write("perturbed", source.write)
-            wanted = Weights(-1, path, f"rloo-{self._token}-perturbed")
+            wanted = ServerWeights(-1, path, f"rloo-{self._token}-perturbed")
             probes = self._brought(wanted)
             inside = [source.logprobs(p.prompt, p.tokens) for p in probes.values()]
         for (url, probe), ours in zip(probes.items(), inside, strict=True):
             outside = source.logprobs(probe.prompt, probe.tokens)
             apart = mean_difference(probe.logprobs, ours)
             served = mean_difference(probe.logprobs, outside)
-            if source.world.from_main(apart > self._settings.tolerance or apart >= served):
+            if source.world.broadcast_object(apart > self._settings.tolerance or apart >= served):
                 how = "those of the base" if served < apart else "neither the base's nor its own"
                 raise ValueError(
                     f"{url} was given an adapter that moves log-probs by {moved:.3g}, and what it "
@@ -231,7 +235,7 @@ class VLLMEngine:
         base = self._open.versions.folder / "base"
         model = base if base.exists() else self._open.versions.path(self._open.versions.all()[-1])
         members = self._run(self._members(str(model)))
-        self._open.fleet = Fleet(
+        self._open.fleet = ServerPool(
             members,
             settings.deadline,
             settings.start_deadline,
@@ -250,22 +254,22 @@ class VLLMEngine:
         for member in members:
             self._connect(member)
 
-    async def _members(self, model: str) -> list[Member]:
+    async def _members(self, model: str) -> list[ServerState]:
         settings = self._settings
         if settings.urls:
-            return [Member(Client(url)) for url in settings.urls]
+            return [ServerState(VLLMClient(url)) for url in settings.urls]
         logs = settings.log_folder
         if logs is None or not logs.parent.is_dir():  # there is no run, and no folder of it
             logs = Path(model).parent
         owns = [
-            OwnServer(settings.serving, logs / f"vllm-{number}.log", devices)
+            LocalServer(settings.server, logs / f"vllm-{number}.log", devices)
             for number, devices in enumerate(settings.devices)
         ]
         started = await start_all(owns, model, settings.start_deadline)
-        return [Member(client, own) for own, client in started]
+        return [ServerState(client, own) for own, client in started]
 
     async def _examine_given(self) -> None:
-        members = [Member(Client(url)) for url in self._settings.urls]
+        members = [ServerState(VLLMClient(url)) for url in self._settings.urls]
         try:
             for member in members:
                 await reached(member.client, self._settings.start_deadline, self._say)
@@ -274,33 +278,33 @@ class VLLMEngine:
             for member in members:
                 await member.client.close()
 
-    async def _examine(self, members: Sequence[Member]) -> None:
+    async def _examine(self, members: Sequence[ServerState]) -> None:
         for member in members:
             await self._examine_one(member)
 
-    async def _examine_one(self, member: Member) -> None:
+    async def _examine_one(self, member: ServerState) -> None:
         settings, tokenizer = self._settings, self._source.tokenizer
-        facts = await examine(member.client, settings.serving, tokenizer, needed=settings.needed)
+        facts = await examine(member.client, settings.server, tokenizer, needed=settings.needed)
         # A few more than it computes at once wait there, so that none of its places is empty.
         member.route, member.room = facts.route, facts.sequences * 3 // 2
         member.receives = facts.receives
 
-    def _connect(self, member: Member) -> None:
+    def _connect(self, member: ServerState) -> None:
         """Have weights sent to a server over NCCL, where that is to be and it takes them."""
         settings, device = self._settings, self._source.world.device
-        if settings.serving.transfers and member.receives:
-            member.transfer = Transfer(member.client, device, settings.deadline)
-        elif settings.serving.transfers:
+        if settings.server.transfers and member.receives:
+            member.transfer = NCCLTransfer(member.client, device, settings.deadline)
+        elif settings.server.transfers:
             why = f"it has no route {TRANSFER_ROUTE} (--weight-transfer-config)"
             self._say(f"weights go to {member.url} by files, not over NCCL: {why}")
 
     # -- sampling --------------------------------------------------------------------------------
 
     def sample(
-        self, prompts: Sequence[Prompt], samples: Samples, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
         """See `rloo.types.Engine`. Raises ValueError for sampling that vLLM does otherwise."""
-        numbers = numbers_of(samples, prompts)
+        numbers = sample_indices(samples, prompts)
         requests = requests_of(prompts, numbers, sampling, noise)
         self._bring()
         if not prompts:
@@ -309,8 +313,8 @@ class VLLMEngine:
         return self._run(self._open.fleet.generate(requests))
 
     @contextmanager
-    def keeping(self) -> Iterator[None]:
-        """See `rloo.types.Keeping`: servers keep what they have computed. Inside they do not sleep,
+    def prefix_caching(self) -> Iterator[None]:
+        """See `rloo.types.PrefixCaching`: servers keep what they have computed. Inside they do not sleep,
         and what one has begun goes on there."""
         self._bring()
         fleet = self._open.fleet
@@ -324,24 +328,24 @@ class VLLMEngine:
                 fleet.homes = None
                 self._run(fleet.end())
 
-    def begin(
+    def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """As `sample`, in the main process, and does not wait for it: of each prompt its
         completions, to come."""
-        requests = requests_of(prompts, numbers_of(count, prompts), sampling, noise)
+        requests = requests_of(prompts, sample_indices(count, prompts), sampling, noise)
         fleet = self._open.fleet
         assert fleet is not None, "load comes first"
 
-        async def one(request: Request) -> list[Completion]:
+        async def one(request: CompletionRequest) -> list[Completion]:
             (completions,) = await fleet.generate([request])
             return completions
 
-        begun = [self._loop.begin(one(request)) for request in requests]
+        begun = [self._loop.submit(one(request)) for request in requests]
         self._begun = [*(future for future in self._begun if not future.done()), *begun]
         return begun
 
-    def forget(self) -> None:
+    def cancel_pending(self) -> None:
         """Give up what was begun."""
         for future in self._begun:
             future.cancel()
@@ -371,8 +375,8 @@ class _Open:
     """What is to be closed, whatever becomes of the engine: in the main process, once there is
     something to load."""
 
-    versions: Versions | None = None
-    fleet: Fleet | None = None
+    versions: WeightStore | None = None
+    fleet: ServerPool | None = None
 
 
 def _close(loop: LoopThread, opened: _Open) -> None:

@@ -11,21 +11,21 @@ from torch import Tensor
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.distributed.sharded_tensor import shape_of
-from rloo.model.forward import Scorer
-from rloo.model.optimizer_step import EPSILON, Stepper
+from rloo.model.forward import LogprobModel
+from rloo.model.optimizer_step import EPSILON, PolicyOptimizer
 from rloo.model.optimizers import Scheduler
-from rloo.model.parallel.deepspeed_zero import Zero
+from rloo.model.parallel.deepspeed_zero import ZeroModel
 from rloo.model.training_state import require_same_shapes
 
 
-class ZeroStepper(Stepper):
-    """See `Stepper`. Gradients and the optimizer's state are in flat tensors of DeepSpeed's:
+class ZeroOptimizer(PolicyOptimizer):
+    """See `PolicyOptimizer`. Gradients and the optimizer's state are in flat tensors of DeepSpeed's:
     callbacks see no `grad` of a parameter, and what the optimizer holds has no names. Checkpoints
     have both by parameter, as without it."""
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: LogprobModel,
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
         config: RLOOConfig,
@@ -37,10 +37,10 @@ class ZeroStepper(Stepper):
             [self._names[id(p)] for p in group["params"]] for group in optimizer.param_groups
         ]
         self._divided, self._factor = True, 1.0
-        self.zero = Zero(scorer, optimizer, settings, world)
+        self.zero = ZeroModel(scorer, optimizer, settings, world)
 
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """See `Stepper`; all processes call this equally often."""
+        """See `PolicyOptimizer`; all processes call this equally often."""
         self.zero.backward(loss, last=last)
 
     def sum_gradients(self) -> None:
@@ -58,7 +58,7 @@ class ZeroStepper(Stepper):
         self.zero.step(self._factor)
 
     def clear(self) -> None:
-        """See `Stepper`."""
+        """See `PolicyOptimizer`."""
         self.zero.clear()
 
     def fill(self) -> None:

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from rloo.config.optional_packages import install
 from rloo.distributed import World
-from rloo.distributed.sharded_tensor import division, shape_of
-from rloo.model.forward import OutputHead, Scorer
+from rloo.distributed.sharded_tensor import shape_of, sharding
+from rloo.model.forward import LogprobModel, OutputHead
 
 # Set by us: micro-batches, clipping and schedule are the run's, and any optimizer that treats each
 # number alone will do. With "memory_efficient_linear", F.linear is replaced in the whole process.
@@ -54,14 +54,14 @@ class _Fragment:
         return flat.detach().view(-1).narrow(0, self.offset, self.count)
 
 
-class Zero:
+class ZeroModel:
     """`scorer` and `optimizer` (torch's, over its parameters) under DeepSpeed with `settings`, the
     content of its JSON file. All methods but `moments` are collectives; names are those of
     `scorer.model`."""
 
     def __init__(
         self,
-        scorer: Scorer,
+        scorer: LogprobModel,
         optimizer: torch.optim.Optimizer,
         settings: Mapping[str, Any],
         world: World,
@@ -85,7 +85,7 @@ class Zero:
     def _fragment(self, parameter: Any) -> _Fragment:
         if self._stage == 3:
             group, offset, _ = self._inner.grad_position[self._inner.get_param_id(parameter)]
-            found = division(parameter)
+            found = sharding(parameter)
             assert found is not None
             return _Fragment(self._flats[group], offset, found.start, len(found.piece))
         mapping = parameter._hp_mapping
@@ -127,7 +127,7 @@ class Zero:
         for name, fragment in self._fragments.items():
             # DeepSpeed steps a copy of the weights, which may have been changed since.
             parameter = self._named[name]
-            found = division(parameter)
+            found = sharding(parameter)
             whole = parameter.detach().view(-1) if found is None else found.piece
             start = fragment.start if found is None else 0
             fragment.of(fragment.flat).copy_(whole.narrow(0, start, fragment.count))
@@ -237,10 +237,10 @@ class Zero:
 
 
 def divide(
-    scorer: Scorer, *, settings: Mapping[str, Any], device: torch.device, frozen: bool = False
+    scorer: LogprobModel, *, settings: Mapping[str, Any], device: torch.device, frozen: bool = False
 ) -> None:
     """Divide the weights of a module (stage 3), in place, one after the other. What is `frozen` can
-    compute then; what is to be trained, once `Zero` has it."""
+    compute then; what is to be trained, once `ZeroModel` has it."""
     complete = _complete(settings)
     imported().zero.Init(module=scorer, config_dict_or_path=complete)
     for buffer in scorer.buffers():
@@ -280,7 +280,9 @@ def imported() -> Any:
 
 
 def _initialize(
-    scorer: Scorer, settings: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None
+    scorer: LogprobModel,
+    settings: Mapping[str, Any],
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Any:
     return imported().initialize(
         model=scorer, optimizer=optimizer, config=settings, dist_init_required=False

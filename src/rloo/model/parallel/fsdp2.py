@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rloo.data.images import is_vision_config
 from rloo.distributed import World
-from rloo.distributed.sharded_tensor import is_divided
+from rloo.distributed.sharded_tensor import is_sharded
 
 
 def check(model: PreTrainedModel, parallel: str) -> None:
@@ -89,7 +89,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _divided(module: nn.Module) -> list[Any]:
-    if not any(is_divided(p) for p in module.parameters()):
+    if not any(is_sharded(p) for p in module.parameters()):
         return []
     from torch.distributed.fsdp import FSDPModule
 

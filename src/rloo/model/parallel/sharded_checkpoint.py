@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rloo.distributed import World
-from rloo.distributed.sharded_tensor import is_divided
+from rloo.distributed.sharded_tensor import is_sharded
 
 # Their folder in a checkpoint.
 PARTS = "parts"
@@ -43,7 +43,7 @@ def read_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: Wor
     if missing := [name for name in tensors if name not in listed_parts(checkpoint)]:
         raise ValueError(f"checkpoint {checkpoint} has no {missing[0]} (resume_from_checkpoint)")
     reader = dcp.HuggingFaceStorageReader(str(Path(checkpoint, PARTS)))
-    divided = any(map(is_divided, tensors.values()))
+    divided = any(map(is_sharded, tensors.values()))
     group: Any = world.mesh().get_group() if divided else None
     with _quiet():
         dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=not divided)

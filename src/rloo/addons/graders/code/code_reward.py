@@ -13,12 +13,17 @@ from typing import Any
 
 from rloo.addons.graders.code import problem_formats
 from rloo.addons.graders.code.code_blocks import blocks_of, said_in
-from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
 from rloo.addons.graders.code.packages import check_packages, library_of
-from rloo.addons.graders.code.sandbox_pool import Library, Limits, Staff, choose_wall
+from rloo.addons.graders.code.sandbox_pool import (
+    AllowedModules,
+    ResourceLimits,
+    SandboxPool,
+    choose_isolation,
+)
 from rloo.distributed.platform_info import num_processors
-from rloo.distributed.worker_pool import result_of
-from rloo.distributed.worker_process import WorkerLost
+from rloo.distributed.worker_pool import wait_result
+from rloo.distributed.worker_process import WorkerDied
 from rloo.rewards.completion_text import question_of, text_of
 from rloo.rewards.reward_function import RESERVED
 from rloo.types import Text
@@ -45,11 +50,13 @@ def make_code(
     `landlock`; else the first that holds. `workers` is how many work side by side, one a processor
     if it is not given. `packages` are what programs and tests may import beside the standard
     library: `packages=["numpy"]`. `limits` are those of
-    `rloo.addons.graders.code.sandbox_pool.Limits`."""
+    `rloo.addons.graders.code.sandbox_pool.ResourceLimits`."""
     if not sys.platform.startswith("linux"):
         raise ValueError("the reward 'code' needs Linux")
-    if wall not in (None, *WALLS):
-        raise ValueError(f"wall is {wall!r}; it is {' or '.join(WALLS)} (option of code)")
+    if wall not in (None, *ISOLATION_BACKENDS):
+        raise ValueError(
+            f"wall is {wall!r}; it is {' or '.join(ISOLATION_BACKENDS)} (option of code)"
+        )
     workers = limits.pop("workers", None)
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ValueError(f"workers is {workers!r}; it is a number of at least 1 (option of code)")
@@ -66,7 +73,7 @@ def make_code(
     split = {key: shlex.split(line) for key, line in how.items() if line is not None}
     request: dict[str, Any] = {"file": file, **split} if split else {}
     request |= {"all_or_nothing": not partial, "packages": list(packages)}
-    return CodeReward(request, wall, workers or num_processors(), Limits(**limits))
+    return CodeReward(request, wall, workers or num_processors(), ResourceLimits(**limits))
 
 
 class CodeReward:
@@ -84,11 +91,11 @@ class CodeReward:
     """
 
     def __init__(
-        self, request: dict[str, Any], wall: str | None, size: int, limits: Limits
+        self, request: dict[str, Any], wall: str | None, size: int, limits: ResourceLimits
     ) -> None:
         self.__name__ = "code_reward"
         self._request, self._wall, self._size, self._limits = request, wall, size, limits
-        self._staff: Staff | None = None
+        self._staff: SandboxPool | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError where the dataset has no tests, or no wall holds on this machine."""
@@ -105,7 +112,7 @@ class CodeReward:
             )
         if self._request["packages"]:
             self._begin_staff()
-        self._wall = choose_wall(self._wall)
+        self._wall = choose_isolation(self._wall)
 
     def taken_for(self, columns: Iterable[str]) -> str:
         """What rows with these columns are taken for, in words."""
@@ -132,7 +139,7 @@ class CodeReward:
                       if column is not None and name not in RESERVED}  # fmt: skip
             try:
                 asked = self._of_row(given)
-            except problem_formats.Unreadable as error:
+            except problem_formats.UnreadableRow as error:
                 warnings.warn(f"a row has no tests that can be read: {error}", stacklevel=2)
                 unreadable += 1
                 asked = None
@@ -142,11 +149,11 @@ class CodeReward:
             request = self._request | asked | program_of(text_of(text))
             keys.append(key := json.dumps(request))
             if key not in begun:
-                begun[key] = staff.begin(request)
+                begun[key] = staff.submit(request)
         try:
             rewards = {key: self._result(future) for key, future in begun.items()}
         finally:
-            staff.forget()  # after Ctrl-C or a deadline nothing goes on
+            staff.cancel_pending()  # after Ctrl-C or a deadline nothing goes on
         found = [None if key is None else rewards[key] for key in keys]
         if log_metric is not None and completions:
             unjudged = unreadable + sum(key is not None and rewards[key] is None for key in keys)
@@ -164,12 +171,12 @@ class CodeReward:
         """The numbers of the workers' outermost processes."""
         return [] if self._staff is None else self._staff.pids
 
-    def _begin_staff(self) -> Staff:
+    def _begin_staff(self) -> SandboxPool:
         if self._staff is None:
-            self._wall = choose_wall(self._wall)
+            self._wall = choose_isolation(self._wall)
             packages = self._request["packages"]
-            library = library_of(packages, "code") if packages else Library()
-            staff = Staff(self._wall, self._size, self._limits, library=library)
+            library = library_of(packages, "code") if packages else AllowedModules()
+            staff = SandboxPool(self._wall, self._size, self._limits, library=library)
             if packages:
                 check_packages(staff, packages, self._wall)
             self._staff = staff
@@ -184,8 +191,8 @@ class CodeReward:
 
     def _result(self, future: Future[dict[str, Any]]) -> float | None:
         try:
-            answer = result_of(future)
-        except WorkerLost:  # again and again
+            answer = wait_result(future)
+        except WorkerDied:  # again and again
             return None
         except Exception as error:  # the judge's own: no fault of the program's
             if not any("in another process" in note for note in getattr(error, "__notes__", ())):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-WALLS = ("bwrap", "landlock")
+ISOLATION_BACKENDS = ("bwrap", "landlock")
 _TOOLS = ("bwrap", "setpriv", "prlimit")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
@@ -60,12 +60,12 @@ _ASK_PYTHON = (
 )
 
 
-class NoWall(RuntimeError):
+class IsolationUnavailable(RuntimeError):
     """Untrusted code cannot be contained here; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class IsolatedProcess:
     """A process behind a wall, before it was told anything. `told` is what it must be told of the
     wall; `folder`, if any, goes when it has ended."""
 
@@ -92,7 +92,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Python:
+class Interpreter:
     """An interpreter that the wall's user can read."""
 
     path: str
@@ -101,9 +101,9 @@ class Python:
 
 def start(
     wall: str, channel: socket.socket, library: Sequence[str] = (), processor: int | None = None
-) -> Started:
+) -> IsolatedProcess:
     """Begin a process behind a wall, with its end of a channel; it can read the folders `library`,
-    and its programs run on `processor` (None: the first one). Raises NoWall, OSError."""
+    and its programs run on `processor` (None: the first one). Raises IsolationUnavailable, OSError."""
     user = _user()
     python = find_python(user)
     inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]
@@ -121,7 +121,9 @@ def start(
         # Elsewhere than here: programs have a /tmp of their own.
         told["library"] = [f"/library/{number}" for number in range(len(library))]
         places = dict(zip(told["library"], library, strict=True))
-        return Started(subprocess.Popen(_bubblewrap(user, python, places, inner), **given), told)
+        return IsolatedProcess(
+            subprocess.Popen(_bubblewrap(user, python, places, inner), **given), told
+        )
     folder = tempfile.mkdtemp(prefix="rloo-code-")
     if user is not None:
         # Its processes can be told from all others by their user alone.
@@ -134,7 +136,7 @@ def start(
         "use": _DEVICES,
     }
     process = subprocess.Popen(inner, env=_environment(folder), **given)
-    return Started(process, told, folder, user)
+    return IsolatedProcess(process, told, folder, user)
 
 
 def _socket_bytes() -> int:
@@ -153,11 +155,11 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 def _bubblewrap(
-    user: int | None, python: Python, places: Mapping[str, str], inner: list[str]
+    user: int | None, python: Interpreter, places: Mapping[str, str], inner: list[str]
 ) -> list[str]:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
-        raise NoWall(f"there is no {' and no '.join(missing)}")
+        raise IsolationUnavailable(f"there is no {' and no '.join(missing)}")
     command = ["prlimit", "--core=0", "--nofile=256", "--memlock=0", "--"]
     if user is not None:
         command += ["setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups", "--"]
@@ -191,14 +193,14 @@ def _user() -> int | None:
     return base + number % (20_000 if base == 40_000 else 10_000_000)
 
 
-def find_python(user: int | None) -> Python:
+def find_python(user: int | None) -> Interpreter:
     """This interpreter without its environment, or else the system's, as far as `user` can run it.
-    Raises NoWall."""
+    Raises IsolationUnavailable."""
     return _find_python(user is not None)
 
 
 @cache
-def _find_python(other_user: bool) -> Python:
+def _find_python(other_user: bool) -> Interpreter:
     given: dict[str, Any] = {"user": 65534, "group": 65534, "extra_groups": []}
     for path in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
         try:
@@ -214,8 +216,10 @@ def _find_python(other_user: bool) -> Python:
         except (OSError, ValueError, subprocess.SubprocessError):
             continue
         if new_enough:
-            return Python(path, sorted({f for f in folders if not f.startswith("/usr")}))
-    raise NoWall("there is no Python of version 3.10 or later that an ordinary user can run")
+            return Interpreter(path, sorted({f for f in folders if not f.startswith("/usr")}))
+    raise IsolationUnavailable(
+        "there is no Python of version 3.10 or later that an ordinary user can run"
+    )
 
 
 # -- whether a wall holds --------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.graders.code.sandbox_pool import Library, Staff
-from rloo.distributed.worker_pool import result_of
+from rloo.addons.graders.code.sandbox_pool import AllowedModules, SandboxPool
+from rloo.distributed.worker_pool import wait_result
 
 
-def library_of(modules: Sequence[str], reward: str) -> Library:
+def library_of(modules: Sequence[str], reward: str) -> AllowedModules:
     """Modules as this interpreter would import them, with the folders of what they need. Raises
     ValueError where one is not installed, or hidden from the user that programs run as."""
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
@@ -35,7 +35,7 @@ def library_of(modules: Sequence[str], reward: str) -> Library:
         folders.insert(0, own)
     if os.getuid() == 0:
         folders = [folder for folder in folders if is_open_to_all(folder)]
-    return Library(tuple(dict.fromkeys(folders)), tuple(modules))
+    return AllowedModules(tuple(dict.fromkeys(folders)), tuple(modules))
 
 
 def is_open_to_all(folder: str) -> bool:
@@ -45,10 +45,10 @@ def is_open_to_all(folder: str) -> bool:
     return all(mode & 0o001 for mode in modes) and bool(modes[0] & 0o004)
 
 
-def fault_of(staff: Staff, request: dict[str, Any], expected: str) -> str | None:
+def fault_of(staff: SandboxPool, request: dict[str, Any], expected: str) -> str | None:
     """What is wrong where the staff's program for `request` does not write `expected`, which also
     closes the staff; None where it does."""
-    answer = result_of(staff.begin(request))
+    answer = wait_result(staff.submit(request))
     if answer.get("output") == expected:
         return None
     staff.close()
@@ -57,7 +57,7 @@ def fault_of(staff: Staff, request: dict[str, Any], expected: str) -> str | None
     return f"{said or answer}; the interpreter there must be of this version, {version}"
 
 
-def check_packages(staff: Staff, packages: Sequence[str], wall: str) -> None:
+def check_packages(staff: SandboxPool, packages: Sequence[str], wall: str) -> None:
     """Raise ValueError where a program cannot import these, and close the staff."""
     program = "".join(f"import {name}\n" for name in packages) + "print('loaded')"
     fault = fault_of(staff, {"kind": "run", "program": program, "given": ""}, "loaded\n")

@@ -28,12 +28,12 @@ _PLAIN_PICKLE = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE
                  "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT", "STOP"}  # fmt: skip
 
 
-class Unreadable(ValueError):
+class UnreadableRow(ValueError):
     """A published row's tests are not what its format has."""
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ProblemFormat:
     """Rows with these `columns` (and, if any, one of `some`), which `read` makes a request of."""
 
     name: str
@@ -49,13 +49,13 @@ class Format:
         return known.issuperset(self.columns) and (not self.some or bool(known & {*self.some}))
 
 
-def format_of(columns: Iterable[str]) -> Format | None:
+def format_of(columns: Iterable[str]) -> ProblemFormat | None:
     """The format of rows with these columns."""
     columns = set(columns)
     return next((known for known in FORMATS if known.fits(columns)), None)
 
 
-def read(row: Row) -> tuple[Format, Asked | None] | None:
+def read(row: Row) -> tuple[ProblemFormat, Asked | None] | None:
     """The format of a row by its columns that are not None, and what is asked about it; None where
     it has no format. Raises ValueError for what is no test, which is Unreadable in a published
     row."""
@@ -70,7 +70,7 @@ def read(row: Row) -> tuple[Format, Asked | None] | None:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         if known.own and isinstance(error, ValueError):
             raise
-        raise Unreadable(f"{error} (as {known.name})") from error
+        raise UnreadableRow(f"{error} (as {known.name})") from error
 
 
 # -- our own ---------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def _case(case: Any) -> Any:
         )
     try:
         return codec.encode(case)
-    except codec.NotPlain as error:
+    except codec.NotSerializable as error:
         raise ValueError(f"a case is {case!r:.80}; {error} (reward code)") from error
 
 
@@ -201,26 +201,26 @@ def _column(name: str) -> Callable[[Row], Asked | None]:
 
 
 FORMATS = (
-    Format("inputs and outputs", ("inputs", "outputs"), _own_output, own=True),
-    Format("function and cases", ("function", "cases"), _own_cases, own=True),
-    Format("LiveCodeBench", ("public_test_cases",), _live_code_bench),
-    Format("CodeContests", ("public_tests",), _code_contests),
-    Format("open-r1 (Codeforces)", ("official_tests",), _column("official_tests")),
-    Format("open-r1", ("verification_info",), _column("verification_info")),
-    Format("verl", ("reward_model",), _verl),
-    Format("LeetCodeDataset", ("entry_point", "test"), _checked,
+    ProblemFormat("inputs and outputs", ("inputs", "outputs"), _own_output, own=True),
+    ProblemFormat("function and cases", ("function", "cases"), _own_cases, own=True),
+    ProblemFormat("LiveCodeBench", ("public_test_cases",), _live_code_bench),
+    ProblemFormat("CodeContests", ("public_tests",), _code_contests),
+    ProblemFormat("open-r1 (Codeforces)", ("official_tests",), _column("official_tests")),
+    ProblemFormat("open-r1", ("verification_info",), _column("verification_info")),
+    ProblemFormat("verl", ("reward_model",), _verl),
+    ProblemFormat("LeetCodeDataset", ("entry_point", "test"), _checked,
            ("problem_description", "starter_code", "completion", "question_id")),
-    Format("BigCodeBench", ("entry_point", "test"), _kod_code, ("libs", "complete_prompt")),
-    Format("HumanEval", ("entry_point", "test"), _checked),
-    Format("TACO", ("input_output",), _apps, ("tags", "raw_tags", "skill_types", "time_limit")),
-    Format("APPS", ("input_output",), _apps),
-    Format("MBPP", ("test_list",), _mbpp),
-    Format("AceCode", ("test_cases",), _column("test_cases")),
-    Format("KodCode", ("test",), _kod_code, ("test_info", "solution", "question")),
-    Format("DeepCoder", ("tests", "problem"), _own_tests,
+    ProblemFormat("BigCodeBench", ("entry_point", "test"), _kod_code, ("libs", "complete_prompt")),
+    ProblemFormat("HumanEval", ("entry_point", "test"), _checked),
+    ProblemFormat("TACO", ("input_output",), _apps, ("tags", "raw_tags", "skill_types", "time_limit")),
+    ProblemFormat("APPS", ("input_output",), _apps),
+    ProblemFormat("MBPP", ("test_list",), _mbpp),
+    ProblemFormat("AceCode", ("test_cases",), _column("test_cases")),
+    ProblemFormat("KodCode", ("test",), _kod_code, ("test_info", "solution", "question")),
+    ProblemFormat("DeepCoder", ("tests", "problem"), _own_tests,
            ("solutions", "starter_code", "metadata")),
-    Format("tests", ("tests",), _own_tests, own=True),
-    Format("rllm", ("ground_truth", "data_source"), _column("ground_truth")),
+    ProblemFormat("tests", ("tests",), _own_tests, own=True),
+    ProblemFormat("rllm", ("ground_truth", "data_source"), _column("ground_truth")),
 )  # fmt: skip
 
 

@@ -19,11 +19,11 @@ from typing import Any
 
 from rloo.addons.graders.code import isolation
 from rloo.addons.graders.code.guest.resource_limits import wall_seconds
-from rloo.addons.graders.code.isolation import NoWall
-from rloo.distributed.worker_pool import Crew
+from rloo.addons.graders.code.isolation import IsolationUnavailable
+from rloo.distributed.worker_pool import WorkerPool
 from rloo.distributed.worker_process import Worker
 
-_INSIDE = "rloo.addons.graders.code.guest"
+_GUEST = "rloo.addons.graders.code.guest"
 _BASE = (
     "codec", "seccomp", "syscalls", "program_source", "leetcode_nodes", "object_server", "program",
     "resource_limits", "process_tree",
@@ -36,7 +36,7 @@ _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ResourceLimits:
     """Of one program: seconds of one run or case, and of all: of a processor, of all its processes
     together, and those in which none of them wants one (by the clock at most `wall_seconds`); bytes
     that all its processes hold, also in the kernel (and of addresses in each that runs our
@@ -68,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
+class AllowedModules:
     """What programs may import besides the standard library: the folders that it is in, and the
     modules that a worker loads before it forks, as far as they can be loaded."""
 
@@ -76,19 +76,19 @@ class Library:
     modules: tuple[str, ...] = ()
 
 
-class WalledWorker(Worker):
+class SandboxWorker(Worker):
     """A process behind a wall, with forks of its own for what it is asked. It ends with us."""
 
     def __init__(
         self,
         wall: str,
-        limits: Limits,
+        limits: ResourceLimits,
         modules: Sequence[str],
-        library: Library,
+        library: AllowedModules,
         processor: int | None,
     ) -> None:
         """`modules` of `inside`, in an order in which they can be loaded; the last one answers. Its
-        programs run on `processor`. Raises NoWall."""
+        programs run on `processor`. Raises IsolationUnavailable."""
         self.processor = processor
         ours, theirs = socket.socketpair()
         with theirs:
@@ -98,9 +98,9 @@ class WalledWorker(Worker):
                 ours.close()
                 raise
         setup = {
-            "package": _INSIDE,
+            "package": _GUEST,
             "modules": [(name, _text(name)) for name in (*modules, "guest_main")],
-            "handler": f"{_INSIDE}.{modules[-1]}",
+            "handler": f"{_GUEST}.{modules[-1]}",
             "wall": self._started.told,
             "limits": asdict(limits),
             "library": library.modules,
@@ -133,7 +133,7 @@ class WalledWorker(Worker):
         return self._started.process.wait()
 
 
-class Staff:
+class SandboxPool:
     """So many workers behind a wall, which answer requests in their order; where one is lost, its
     request is answered by another. Close it to end them; the end of this process does the same."""
 
@@ -141,26 +141,26 @@ class Staff:
         self,
         wall: str,
         size: int,
-        limits: Limits,
+        limits: ResourceLimits,
         modules: Sequence[str] = JUDGE,
-        library: Library = Library(),
+        library: AllowedModules = AllowedModules(),
     ) -> None:
         modules = (*_BASE, *modules)
         self._seconds = _START_SECONDS + 3 * wall_seconds(limits.total_seconds)
-        made: list[WalledWorker] = []
+        made: list[SandboxWorker] = []
         choosing = threading.Lock()
 
         def make() -> Worker:
             with choosing:
                 processor = _choose_processor([w.processor for w in made if w.lives])
-                made.append(WalledWorker(wall, limits, modules, library, processor))
+                made.append(SandboxWorker(wall, limits, modules, library, processor))
                 return made[-1]
 
-        self._crew = Crew(size, make)
+        self._crew = WorkerPool(size, make)
         self.close = weakref.finalize(self, _end, self._crew, made)
 
-    def begin(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Have a request answered. The future raises WorkerLost where the sandbox failed, again
+    def submit(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Have a request answered. The future raises WorkerDied where the sandbox failed, again
         and again, and what the handler raised."""
         message = json.dumps(request).encode()
 
@@ -168,7 +168,7 @@ class Staff:
             answer: dict[str, Any] = json.loads(worker.call(message, self._seconds))
             return answer
 
-        return self._crew.begin(job)
+        return self._crew.submit(job)
 
     @property
     def pids(self) -> list[int]:
@@ -180,9 +180,9 @@ class Staff:
         """How many workers were lost so far."""
         return self._crew.lost
 
-    def forget(self) -> None:
+    def cancel_pending(self) -> None:
         """Give up what was begun and waits."""
-        self._crew.forget()
+        self._crew.cancel_pending()
 
 
 def _choose_processor(taken: Sequence[int | None]) -> int | None:
@@ -192,7 +192,7 @@ def _choose_processor(taken: Sequence[int | None]) -> int | None:
     return min(mine[first:] + mine[:first], key=taken.count)
 
 
-def _end(crew: Crew, made: Sequence[Worker]) -> None:
+def _end(crew: WorkerPool, made: Sequence[Worker]) -> None:
     crew.close()
     for worker in made:  # the crew's threads end them, too, but nobody waits for these
         worker.end()
@@ -200,19 +200,19 @@ def _end(crew: Crew, made: Sequence[Worker]) -> None:
 
 @cache
 def _text(name: str) -> str:
-    return (Path(__file__).parent / "inside" / f"{name}.py").read_text(encoding="utf-8")
+    return (Path(__file__).parent / "guest" / f"{name}.py").read_text(encoding="utf-8")
 
 
 @cache
-def why_not(wall: str) -> str | None:
+def unavailable_reason(wall: str) -> str | None:
     """Why a wall does not hold here; None where it does. A program tries it, once in a process."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         program = isolation.write_probe(folder, server.getsockname())
-        staff = Staff(wall, 1, Limits())
+        staff = SandboxPool(wall, 1, ResourceLimits())
         try:
-            begun = staff.begin({"kind": "run", "program": program, "given": ""})
+            begun = staff.submit({"kind": "run", "program": program, "given": ""})
             said = begun.result(2 * _START_SECONDS)["output"]
-        except (NoWall, OSError, TimeoutError, ValueError) as error:
+        except (IsolationUnavailable, OSError, TimeoutError, ValueError) as error:
             return str(error)
         finally:
             staff.close()
@@ -221,11 +221,11 @@ def why_not(wall: str) -> str | None:
     return "it does not hold: " + "; ".join(said.strip().split("\n")[-3:])
 
 
-def choose_wall(asked: str | None = None) -> str:
+def choose_isolation(asked: str | None = None) -> str:
     """The wall that was asked for, or else the first that holds. Raises ValueError."""
     reasons = {}
-    for wall in (asked,) if asked else isolation.WALLS:
-        if (reason := why_not(wall)) is None:
+    for wall in (asked,) if asked else isolation.ISOLATION_BACKENDS:
+        if (reason := unavailable_reason(wall)) is None:
             return wall
         reasons[wall] = reason
     told = "; ".join(f"{wall}: {reason}" for wall, reason in reasons.items())

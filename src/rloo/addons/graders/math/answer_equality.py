@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from rloo.addons.graders.math.equation_sides import value_side
-from rloo.addons.graders.math.expression_form import read_form
-from rloo.addons.graders.math.expression_tree import Form, NoForm
+from rloo.addons.graders.math.expression_form import parse_form
+from rloo.addons.graders.math.expression_tree import ExpressionForm, UnparsableExpression
 from rloo.addons.graders.math.normal_form import clean
-from rloo.addons.graders.math.numbers import MAX_CHARACTERS, Numeral, read_numeral
+from rloo.addons.graders.math.numbers import MAX_CHARACTERS, Number, read_numeral
 from rloo.addons.graders.math.special_answers import (
     as_intervals,
     as_tuples,
@@ -24,7 +24,7 @@ from rloo.addons.graders.math.special_answers import (
     read_remainder,
     read_words,
 )
-from rloo.addons.graders.math.wording import alters, asked_in, asks_for, is_unit
+from rloo.addons.graders.math.wording import asked_in, asks_for, changes_value, is_unit
 
 _NAME = r"[A-Za-z](?:_\{?\w+\}?)?(?:\(\w+\))?"
 _LABEL = re.compile(
@@ -47,7 +47,7 @@ _CHOICE_ALONE = re.compile(r"\W*\(?[A-J]\)?\W*")
 _NOTHING_READ = (None,) * 6
 
 
-class Reference:
+class ReferenceAnswer:
     """A reference answer, and the marks (percent, degree) that its question asks for."""
 
     def __init__(self, text: str, question: str = "") -> None:
@@ -63,7 +63,7 @@ class Reference:
         self._based = read_based(self._text)
         self._remainder = read_remainder(self._text)
         if self._choice is not None and self._choice[1]:
-            self._value = Reference(self._choice[1], question)
+            self._value = ReferenceAnswer(self._choice[1], question)
         self._letters = read_letters(self._text)
         known = (
             self._numeral,
@@ -76,8 +76,8 @@ class Reference:
         self.is_readable = bool(self._text)
         if known == _NOTHING_READ and self.is_readable:
             try:
-                self._form = read_form(self._text)
-            except NoForm:
+                self._form = parse_form(self._text)
+            except UnparsableExpression:
                 self.is_readable = False
 
     def judge(self, answer: str) -> bool | tuple[str, str]:
@@ -118,7 +118,7 @@ class Reference:
             latex = _OF_INTERVALS.sub(r"\\cup ", latex)
         try:
             form, wanted, latex, reference = self._alike(latex)
-        except NoForm:
+        except UnparsableExpression:
             return False
         if "relation =" in wanted.parts - form.parts and not _is_named(reference):
             return False
@@ -142,25 +142,25 @@ class Reference:
         ends = [text.rpartition(_APPROXIMATELY)[2] for text in (latex, self._text)]
         return read_numeral(ends[0]) == read_numeral(ends[1])
 
-    def _alike(self, latex: str) -> tuple[Form, Form, str, str]:
+    def _alike(self, latex: str) -> tuple[ExpressionForm, ExpressionForm, str, str]:
         """The forms and texts of an answer and the reference, both as intervals where one has these
         and the other inequalities."""
         assert self._form is not None
-        reference, form = self._text.replace("%", "\\%"), read_form(latex)
+        reference, form = self._text.replace("%", "\\%"), parse_form(latex)
         intervals = [as_intervals(text) for text in (latex, reference)]
         other = self._form if intervals[0] else form
         if None not in intervals and is_conjunction(latex) != is_conjunction(reference):
             latex, reference = str(intervals[0]), str(intervals[1])
-            return read_form(latex), read_form(reference), latex, reference
+            return parse_form(latex), parse_form(reference), latex, reference
         if None in intervals and intervals != [None, None] and not other.has_inequality:
             latex, reference = intervals[0] or latex, intervals[1] or reference
-            return read_form(latex), read_form(reference), latex, reference
+            return parse_form(latex), parse_form(reference), latex, reference
         return form, self._form, latex, reference
 
     def _without_label(self, label: re.Match[str]) -> str:
         words, relation = label["words"], label["relation"]
         named = re.search(rf"{re.escape(relation)}(?![A-Za-z])", self._text) is not None
-        is_kept = named or (words and alters(f"{words} is"))
+        is_kept = named or (words and changes_value(f"{words} is"))
         return label.group() if is_kept else label["before"]
 
     def _is_number(self, cleaned: str) -> bool:
@@ -213,7 +213,7 @@ def _is_named(equation: str) -> bool:
     return has_name or _LABEL.match(equation) is not None
 
 
-def _for_judge(latex: str, form: Form, brackets: str) -> str:
+def _for_judge(latex: str, form: ExpressionForm, brackets: str) -> str:
     """An expression as math-verify reads it best: without units, and with an i that it knows."""
     latex = _UNIT.sub(lambda unit: "" if is_unit(unit[1]) else unit[0], latex)
     latex = re.sub(r"(?<=[0-9])i(?![A-Za-z])", " i", latex.replace(r"^\circ", ""))
@@ -239,13 +239,13 @@ def is_plain(text: str) -> bool:
     if _LONG_WORD.search(words.replace("\\text", "")) or not re.search(r"[0-9\\]", cleaned):
         return False
     try:
-        read_form(cleaned)
-    except NoForm:
+        parse_form(cleaned)
+    except UnparsableExpression:
         return read_remainder(cleaned) is not None
     return True
 
 
-def _numbers_of(text: str, asked: str) -> Counter[Numeral] | None:
+def _numbers_of(text: str, asked: str) -> Counter[Number] | None:
     """The numbers of a bare list, each as often as it stands there; None if it has others."""
     read = [read_numeral(item, asked) for item in _ITEMS.split(text) if item.strip()]
     numbers = [number for number in read if number is not None and not number.mark]

@@ -20,12 +20,18 @@ import re
 from dataclasses import dataclass
 
 from rloo.addons.graders.math.answer_equality import is_plain
-from rloo.addons.graders.math.denial import denies_after, denies_before, takes_back
+from rloo.addons.graders.math.denial import denies_after, denies_before, retracts
 from rloo.addons.graders.math.equation_sides import last_side
 from rloo.addons.graders.math.normal_form import clean, closing, without_emphasis
 from rloo.addons.graders.math.numbers import last_numeral_said, read_numeral, split_sentence
 from rloo.addons.graders.math.special_answers import read_choice
-from rloo.addons.graders.math.wording import alters_after, is_statement, is_unit, word_set, words_of
+from rloo.addons.graders.math.wording import (
+    changes_value_after,
+    is_statement,
+    is_unit,
+    word_set,
+    words_of,
+)
 
 MAX_CHARACTERS = 1000
 MARK = "####"
@@ -109,7 +115,7 @@ _CORRECTING = word_set(
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ExtractedAnswer:
     """What a text gives as its answer: empty where it takes it back. `parts` are those of several
     boxes that are joined."""
 
@@ -117,7 +123,7 @@ class Answer:
     parts: tuple[str, ...] = ()
 
 
-def read_answer(text: str, asked: str = "") -> Answer | None:
+def read_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
     """The answer that a completion gives; None where there is none. `asked` is what the question
     asks (`wording.asked_in`)."""
     text = _CALCULATION.sub("", _own_turn(text))
@@ -149,7 +155,7 @@ def tagged(text: str) -> tuple[str, str, str] | None:
     return text[: opening.start()], inside[: closing_tag.start()], inside[closing_tag.end() :]
 
 
-def boxed_answer(text: str) -> Answer | None:
+def boxed_answer(text: str) -> ExtractedAnswer | None:
     r"""The content of the last `\boxed{...}`, or of the last ones that are joined; None without a
     box, and empty where it is not closed or the words around it say that it is no answer."""
     boxes = _boxes_of(text)
@@ -159,17 +165,17 @@ def boxed_answer(text: str) -> Answer | None:
     while boxes and denies_before(text[: boxes[-1][0]]):
         denied = boxes.pop()
     if not boxes:
-        return Answer("")
+        return ExtractedAnswer("")
     after = text[boxes[-1][2] : None if denied is None else denied[0]]
     if denies_after(after if denied is None else _CLAUSE_END.sub("", after)):
-        return Answer("")
+        return ExtractedAnswer("")
     joined = [boxes.pop()]
     if _has_alternative(text[: joined[0][0]], joined[0][1], text[joined[0][2] :]):
-        return Answer("")
+        return ExtractedAnswer("")
     while boxes and _are_joined(text[boxes[-1][2] : joined[0][0]]):
         joined.insert(0, boxes.pop())
     parts = tuple(content for _, content, _ in joined)
-    return Answer(", ".join(parts), parts if len(parts) > 1 else ())
+    return ExtractedAnswer(", ".join(parts), parts if len(parts) > 1 else ())
 
 
 def _has_alternative(before: str, content: str, after: str) -> bool:
@@ -183,28 +189,28 @@ def _has_alternative(before: str, content: str, after: str) -> bool:
     )
 
 
-def _read(text: str, asked: str) -> Answer | None:
+def _read(text: str, asked: str) -> ExtractedAnswer | None:
     within = tagged(text)
     if within is None:
         return explicit_answer(text, asked) or _in_prose(text, asked)
     before, inside, after = within
     if denies_before(before.rpartition(">")[2]) or denies_after(f"\n{after}"):
-        return Answer("")
-    return explicit_answer(inside, asked) or Answer(_in_lines(inside, asked))
+        return ExtractedAnswer("")
+    return explicit_answer(inside, asked) or ExtractedAnswer(_in_lines(inside, asked))
 
 
-def explicit_answer(text: str, asked: str = "") -> Answer | None:
+def explicit_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
     """What a text marks as its answer: by a box, `####` or "answer is"; None where it does not."""
     boxed, marked = boxed_answer(text), _marked(text)
     if boxed is not None and marked is not None:
         line, start = marked
         last = _boxes_of(text)[-1][0]
-        return boxed if last > start or not any(map(str.isdecimal, line)) else Answer(line)
+        return boxed if last > start or not any(map(str.isdecimal, line)) else ExtractedAnswer(line)
     if boxed is not None:
         after = text[_boxes_of(text)[-1][2] :]
         final = _named(after, asked) if _FINAL.search(after) else None
         return boxed if final is None or not is_plain(final.text) else final
-    return _named(text, asked) if marked is None else Answer(marked[0])
+    return _named(text, asked) if marked is None else ExtractedAnswer(marked[0])
 
 
 def answer_of_reference(text: str) -> str:
@@ -265,7 +271,7 @@ def _marked(text: str) -> tuple[str, int] | None:
     return without_emphasis(", ".join(lines)[: MAX_CHARACTERS + 1]), len(before)
 
 
-def _named(text: str, asked: str) -> Answer | None:
+def _named(text: str, asked: str) -> ExtractedAnswer | None:
     """What follows the last "answer is" or the like."""
     *_, found = (None, *_ANSWER_IS.finditer(text))
     if found is None:
@@ -276,9 +282,9 @@ def _named(text: str, asked: str) -> Answer | None:
     sentence, end, follows = split_sentence(after)
     if found["colon"] and is_statement(sentence):
         return None
-    if end == "?" or takes_back(follows) or denies_before(text[: found.end()]):
-        return Answer("")
-    return Answer(_in_sentence(sentence, asked))
+    if end == "?" or retracts(follows) or denies_before(text[: found.end()]):
+        return ExtractedAnswer("")
+    return ExtractedAnswer(_in_sentence(sentence, asked))
 
 
 def _in_sentence(sentence: str, asked: str) -> str:
@@ -293,7 +299,7 @@ def _in_sentence(sentence: str, asked: str) -> str:
     formulas = list(_FORMULA.finditer(bare))
     if len(formulas) == 1 and not denies_before(bare[: formulas[0].start()]):
         after = bare[formulas[0].end() :].strip(" .")
-        if is_unit(after, asked=asked) and not alters_after(after, asked):
+        if is_unit(after, asked=asked) and not changes_value_after(after, asked):
             return _content(formulas[0])
     return bare
 
@@ -309,12 +315,12 @@ def _in_lines(text: str, asked: str) -> str:
     return _in_sentence(lines[-1], asked)
 
 
-def _in_prose(text: str, asked: str) -> Answer | None:
+def _in_prose(text: str, asked: str) -> ExtractedAnswer | None:
     whole = text.strip()
     *_, line = (whole, *whole[-MAX_CHARACTERS:].split("\n"))
     for part in (whole, line):
         if len(part) <= MAX_CHARACTERS and is_plain(without_emphasis(part)):
-            return Answer(last_side(without_emphasis(part)))
+            return ExtractedAnswer(last_side(without_emphasis(part)))
     tail = without_emphasis(text[-MAX_CHARACTERS:])
     listed = _listed(tail) or _chosen(whole, line)
     if listed is not None:
@@ -323,9 +329,9 @@ def _in_prose(text: str, asked: str) -> Answer | None:
     if formulas and (number is None or number.end < formulas[-1].end()):
         last = formulas[-1]
         if denies_before(tail[: last.start()]) or denies_after(tail[last.end() :]):
-            return Answer("")
-        return Answer(_content(last))
-    return None if number is None else Answer(number.text)
+            return ExtractedAnswer("")
+        return ExtractedAnswer(_content(last))
+    return None if number is None else ExtractedAnswer(number.text)
 
 
 def _content(formula: re.Match[str]) -> str:
@@ -336,7 +342,7 @@ def _content(formula: re.Match[str]) -> str:
     return last_side(content)
 
 
-def _listed(text: str) -> Answer | None:
+def _listed(text: str) -> ExtractedAnswer | None:
     """The values with which a text ends, if they are several and no other names."""
     found = _ITEMS.search(text[-400:])
     if found is None or denies_before(text[-400:][: found.start()]):
@@ -347,15 +353,15 @@ def _listed(text: str) -> Answer | None:
     if len(names) > 1 or not (joined or all(item[0] in "$\\" for item in items)):
         return None
     parts = tuple(clean(item) for item in items)
-    return Answer(", ".join(parts), parts)
+    return ExtractedAnswer(", ".join(parts), parts)
 
 
-def _chosen(whole: str, line: str) -> Answer | None:
+def _chosen(whole: str, line: str) -> ExtractedAnswer | None:
     """The choice that a whole text is, or that its last sentence names."""
     choice = read_choice(clean(whole)) if len(whole) <= MAX_CHARACTERS else None
     if choice is not None and choice[1] and re.match(r"\W*[A-J]\s*[.)]", whole):
         is_alone = is_plain(choice[1]) or not any(map(str.isdecimal, choice[1]))
-        return Answer(whole) if is_alone else None
+        return ExtractedAnswer(whole) if is_alone else None
     sentence = re.split(r"(?<=[.!?])\s+", without_emphasis(line))[-1]
     found = _CHOSEN.search(sentence)
     if (
@@ -368,4 +374,4 @@ def _chosen(whole: str, line: str) -> Answer | None:
         r"(?<![A-Za-z])(?:[B-HJ](?![A-Za-z])|A(?=\s*(?:,|/|and\b|or\b)))",
         sentence[: found.start("letter")],
     )
-    return None if others else Answer(found["letter"])
+    return None if others else ExtractedAnswer(found["letter"])

@@ -142,10 +142,10 @@ def denies_after(text: str) -> bool:
         return True
     if any(_PREDICATE.match(_spoken(clause)) for clause in _SPLIT.split(words)):
         return True
-    return any(map(takes_back, [text for text in others if _START.sub("", _bare(text))][:1]))
+    return any(map(retracts, [text for text in others if _START.sub("", _bare(text))][:1]))
 
 
-def takes_back(text: str) -> bool:
+def retracts(text: str) -> bool:
     """Whether a text begins by taking back what is before it."""
     said = _START.sub("", _bare(text[:_LOOKED_AT]), count=1)
     first = re.split(r"[,;:.!?\n\u2014]", _plain(said), maxsplit=1)[0].strip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from rloo.addons.graders.math.normal_form import clean
-from rloo.addons.graders.math.wording import alters
+from rloo.addons.graders.math.wording import changes_value
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[A-Za-z' ]{2,60}")
@@ -48,7 +48,7 @@ def last_side(text: str, asked: str = "") -> str:
         any(map(str.isdecimal, side))
         and _OPERATION.search(side.strip()) is not None
         and not _OTHER.search(_INNER.sub("", side))
-        and not alters(" ".join(_LONG.findall(side)))
+        and not changes_value(" ".join(_LONG.findall(side)))
         and (named or not _names_of(side))
         for side in steps
     )
@@ -59,11 +59,11 @@ def _is_name(side: str, asked: str) -> bool:
     """Whether a side names what the other one is: with words, letters, or as the question does."""
     words = _TEXT.sub(r" \1 ", side).strip()
     if _WORDS.fullmatch(words) and not _names_of(words):
-        return not alters(f"{words} is")
+        return not changes_value(f"{words} is")
     bare = "".join(side.split())
     if bare and not bare.isdecimal() and bare in "".join(asked.split()):
         return True
-    if alters(" ".join(_LONG.findall(side))):
+    if changes_value(" ".join(_LONG.findall(side))):
         return False
     plain = _INDEX.sub("", _INDEX.sub("", _MARKS.sub("", side)))
     if _OTHER.search(plain) or any(map(str.isdecimal, plain)):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from math import gcd, isqrt
 from typing import NamedTuple
 
-from rloo.addons.graders.math.expression_tree import Form, NoForm
+from rloo.addons.graders.math.expression_tree import ExpressionForm, UnparsableExpression
 from rloo.addons.graders.math.normal_form import clean
 from rloo.addons.graders.math.wording import is_unit
 
@@ -50,15 +50,15 @@ _PLAIN = str.maketrans("", "", "{}() ")
 _BROKEN = re.compile(r"-?(?:[0-9]+/[0-9]+|[0-9]*\.[0-9]+|\\frac[0-9]{2,})")
 
 
-def read_form(text: str) -> Form:
-    """The form of an expression. Raises NoForm if it cannot be parsed."""
-    tokens, form = [], Form()
+def parse_form(text: str) -> ExpressionForm:
+    """The form of an expression. Raises UnparsableExpression if it cannot be parsed."""
+    tokens, form = [], ExpressionForm()
     for match in _TOKEN.finditer(clean(text)):
         kind = match.lastgroup
         if kind == "other":
-            raise NoForm(match.group())
+            raise UnparsableExpression(match.group())
         if kind == "number" and len(match.group()) > _MAX_DIGITS:
-            raise NoForm("a number of so many digits")
+            raise UnparsableExpression("a number of so many digits")
         if kind == "number" and len(match.group().partition(".")[2]) > _MAX_DECIMALS:
             form.parts.add("decimals")  # math-verify takes six of them for a root or a third
         if kind == "word" and f"\\{match.group()}" not in _KNOWN_FUNCTIONS | {"\\pi", "\\sqrt"}:
@@ -73,7 +73,7 @@ def read_form(text: str) -> Form:
     if whole.size > 1:
         form.lists.add("bare")
     if parser.kind != "end":
-        raise NoForm(parser.token)
+        raise UnparsableExpression(parser.token)
     return form
 
 
@@ -101,7 +101,7 @@ def _base_of(core: str) -> str:
 class _Parser:
     """Recursive descent; what a method returns is the core of what it has read."""
 
-    def __init__(self, tokens: list[tuple[str, str]], form: Form) -> None:
+    def __init__(self, tokens: list[tuple[str, str]], form: ExpressionForm) -> None:
         self._tokens = [*tokens, ("end", "")]
         self._at = 0
         self._depth = 0
@@ -182,7 +182,7 @@ class _Parser:
                     self._skip_power()
                     continue
             elif self.kind == "number":
-                raise NoForm("two numbers beside each other")
+                raise UnparsableExpression("two numbers beside each other")
             operands.append(self._read_operand(self._read_power))
             if len(operands) == 2 and _is_numeral(operands, "beside" if beside else operation):
                 under = operands.pop().text
@@ -296,11 +296,11 @@ class _Parser:
         self._take()
         self._depth += 1
         if self._depth > _MAX_DEPTH:
-            raise NoForm("so many brackets")
+            raise UnparsableExpression("so many brackets")
         inner = _Operand("") if self.token == closing else self.read_list()
         # Half-open intervals end with the other kind of bracket.
         if self.token not in ({closing} | ({")", "]"} if opening in "([" else set())):
-            raise NoForm(f"{opening} without {closing}")
+            raise UnparsableExpression(f"{opening} without {closing}")
         if opening not in "({" or self.token != closing:
             self.form.parts.add(f"{opening}{self.token}")
         if inner.size > 1 and opening != "{":
@@ -328,7 +328,7 @@ class _Parser:
             self._read_unit()
             return token
         if kind != "command":
-            raise NoForm(token)
+            raise UnparsableExpression(token)
         return self._read_command()
 
     def _read_environment(self) -> str:
@@ -355,7 +355,7 @@ class _Parser:
             if not has_index and under.isdecimal() and isqrt(int(under)) ** 2 == int(under):
                 self.form.pending.add("root")
         elif command not in _KNOWN_FUNCTIONS:
-            raise NoForm(command)
+            raise UnparsableExpression(command)
         else:
             self._read_arguments(command)
         self._inside -= 1

@@ -10,12 +10,12 @@ _LOGARITHMS = frozenset({"\\log", "\\ln"})
 _INTERVALS = frozenset({"(]", "[)", "[]"})
 
 
-class NoForm(ValueError):
+class UnparsableExpression(ValueError):
     """The text cannot be parsed."""
 
 
 @dataclass(slots=True)
-class Form:
+class ExpressionForm:
     """What an expression is made of. `pending` are the operations that could be carried out, since
     they are between rational numbers or things that are alike; `parts` are names, functions,
     relations, lists, marks and bases; `lists` are the brackets of those: `()`, `[)`, an
@@ -33,7 +33,7 @@ class Form:
             {"relation <", "relation >", "relation \\le", "relation \\ge"}
         )
 
-    def brackets_for(self, reference: Form) -> str | None:
+    def brackets_for(self, reference: ExpressionForm) -> str | None:
         """The brackets in which a bare list here, or there, is one of the other's kind; `bare` if
         none are needed, None if the kinds differ."""
         if not self.lists or not reference.lists or self.lists == reference.lists:
@@ -44,7 +44,7 @@ class Form:
                 return kind
         return None
 
-    def is_within(self, reference: Form) -> bool:
+    def is_within(self, reference: ExpressionForm) -> bool:
         """Whether everything here is in the reference too, or is another way to write it."""
         allowed = set(reference.parts) | _ALWAYS
         relations = {f"relation {name}" for name in INEQUALITIES}
@@ -63,7 +63,7 @@ class Form:
         based = [{p for p in form.parts if p.startswith("base")} for form in (self, reference)]
         return based[0] == based[1] and self.pending <= reference.pending and self.parts <= allowed
 
-    def has_items_of(self, reference: Form) -> bool:
+    def has_items_of(self, reference: ExpressionForm) -> bool:
         """Whether a list has as many items as the reference, where both say how many: in a set, an
         item may stand twice, and `\\pm` and `\\cup` are of several."""
         if {"\\pm", "\\cup"} & (self.parts | reference.parts) or "bare" not in (

@@ -9,7 +9,7 @@ from typing import Any
 
 from rloo.addons.graders.math.answer_equality import references_of
 from rloo.addons.graders.math.answer_extraction import MARK, TAGS, read_answer
-from rloo.addons.graders.math.numbers import Numeral, read_numeral
+from rloo.addons.graders.math.numbers import Number, read_numeral
 from rloo.addons.graders.math.wording import asked_in, asks_for
 from rloo.rewards.completion_text import question_of, text_of
 from rloo.types import Text
@@ -49,7 +49,7 @@ gsm8k_reward.check_row = _check_row  # type: ignore[attr-defined]
 gsm8k_reward.seeks = TAGS  # type: ignore[attr-defined]
 
 
-def _is_right(text: str, wanted: Numeral, reference: str, question: str) -> bool:
+def _is_right(text: str, wanted: Number, reference: str, question: str) -> bool:
     found = _final_number(text, asked_in(question, reference))
     if found is None or found.value != wanted.value:
         return False
@@ -61,7 +61,7 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
     return [float(_ends_with_answer(text_of(completion))) for completion in completions]
 
 
-def _final_number(text: str, asked: str) -> Numeral | None:
+def _final_number(text: str, asked: str) -> Number | None:
     """The number that a text gives as its answer: that of all its boxes, if some are joined."""
     answer = read_answer(text, asked)
     if answer is None:
@@ -70,7 +70,7 @@ def _final_number(text: str, asked: str) -> Numeral | None:
     return numbers.pop() if len(numbers) == 1 else None
 
 
-def _read_references(given: Any, row: int | None = None) -> list[tuple[Numeral, str]]:
+def _read_references(given: Any, row: int | None = None) -> list[tuple[Number, str]]:
     """The numbers that are accepted, and how they are written."""
     read, where = [], "" if row is None else f" of row {row}"
     for reference in references_of(given):

@@ -22,7 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.graders.math.answer_equality import Reference, references_of
+from rloo.addons.graders.math.answer_equality import ReferenceAnswer, references_of
 from rloo.addons.graders.math.answer_extraction import TAGS, answer_of_reference, read_answer
 from rloo.addons.graders.math.numbers import MAX_CHARACTERS
 from rloo.addons.graders.math.wording import asked_in
@@ -231,10 +231,10 @@ def _compare(text: str, given: Any, question: str) -> bool | list[tuple[str, str
 
 
 @lru_cache(maxsize=1024)
-def read_references(texts: tuple[str, ...], question: str) -> list[Reference]:
+def read_references(texts: tuple[str, ...], question: str) -> list[ReferenceAnswer]:
     """The references that can be read of those that are accepted."""
     read = []
     for text in texts:
-        reference = Reference(answer_of_reference(text), question)
+        reference = ReferenceAnswer(answer_of_reference(text), question)
         read += [reference] if reference.is_readable else []
     return read

@@ -54,10 +54,10 @@ _EXAMPLES = (
 )
 
 
-class Judge:
+class MathWorker:
     """A forked process that judges one pair at a time."""
 
-    def __init__(self, verifier: Verifier, others: list[Judge]) -> None:
+    def __init__(self, verifier: Verifier, others: list[MathWorker]) -> None:
         self.connection, theirs = _FORK.Pipe()
         ends = [self.connection, *(other.connection for other in others)]
         self.process: BaseProcess = _FORK.Process(target=_judge_all, args=(verifier, theirs, ends))
@@ -97,7 +97,7 @@ def judge_pairs(
     limit: float,
     workers: int,
     verifier: Verifier,
-    judges: list[Judge],
+    judges: list[MathWorker],
 ) -> Iterator[tuple[int, bool | None]]:
     """Yield (index, verdict) of each pair that is decided before `budget` seconds of each judge's
     processor, or `limit` on the clock, are over. `judges` are those of earlier calls; it is left
@@ -112,12 +112,12 @@ def judge_pairs(
             judge.end()
             judges.remove(judge)
         while waiting and len(judges) < workers:
-            judges.append(Judge(verifier, judges))
+            judges.append(MathWorker(verifier, judges))
         for judge in judges:
             if judge.index is None and waiting and left > 0:
                 number, seconds = waiting.popleft()
                 judge.give(number, pairs[number], seconds)
-        busy: dict[Any, Judge] = {j.connection: j for j in judges if j.index is not None}
+        busy: dict[Any, MathWorker] = {j.connection: j for j in judges if j.index is not None}
         ready = wait(list(busy), max(0.0, end - time.monotonic()))
         if not ready:
             break
@@ -260,7 +260,7 @@ def serve() -> None:
     signal.setitimer(signal.ITIMER_PROF, 0)
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     answers.write("ready\n")
-    judges: list[Judge] = []
+    judges: list[MathWorker] = []
     with open(os.devnull, "w") as silence:
         os.dup2(silence.fileno(), 1)
         os.dup2(silence.fileno(), 2)

@@ -18,10 +18,16 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rloo.addons.graders.math.denial import denies_before, takes_back
+from rloo.addons.graders.math.denial import denies_before, retracts
 from rloo.addons.graders.math.equation_sides import value_side
 from rloo.addons.graders.math.normal_form import clean
-from rloo.addons.graders.math.wording import alters, alters_after, is_statement, is_unit, since_verb
+from rloo.addons.graders.math.wording import (
+    changes_value,
+    changes_value_after,
+    is_statement,
+    is_unit,
+    since_verb,
+)
 
 MAX_CHARACTERS = 1000
 
@@ -79,7 +85,7 @@ _JOINED_AFTER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Numeral:
+class Number:
     """A number and how it is decorated: with nothing, `%`, `^\\circ` or `'`."""
 
     value: Fraction
@@ -87,15 +93,15 @@ class Numeral:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class NumberSpan:
     """A number in a text, how it is written, and where it ends."""
 
-    numeral: Numeral
+    numeral: Number
     text: str
     end: int
 
 
-def read_numeral(text: str, asked: str = "", is_reference: bool = False) -> Numeral | None:
+def read_numeral(text: str, asked: str = "", is_reference: bool = False) -> Number | None:
     """The number that `text` is; None if it is anything else. Every unit is allowed that names
     something, or multiplies as the question wants it (`asked`, of `wording.asked_in`); whether the
     mark is asked for is the caller's concern. A reference is no equation's right side."""
@@ -107,12 +113,12 @@ def read_numeral(text: str, asked: str = "", is_reference: bool = False) -> Nume
     return number if value is None else _read_one(value, asked)
 
 
-def _read_one(cleaned: str, asked: str) -> Numeral | None:
+def _read_one(cleaned: str, asked: str) -> Number | None:
     rounded = _APPROXIMATELY.fullmatch(cleaned)
     match = _NUMERAL.fullmatch(cleaned if rounded is None else rounded[1])
     if match is None or (match["sign"] and match["sign2"]):
         return None
-    if match["words"] and alters(_TEXT.sub(r"\1", f"{match['words']} is")):
+    if match["words"] and changes_value(_TEXT.sub(r"\1", f"{match['words']} is")):
         return None
     value = _value_of(match)
     if value is None:
@@ -125,14 +131,14 @@ def _read_one(cleaned: str, asked: str) -> Numeral | None:
     value = -value if "-" in (match["sign"], match["sign2"]) else value
     if rounded is not None and not _rounds_to(value, Fraction(rounded[2]), len(rounded[3] or "")):
         return None
-    return Numeral(value, decoration["mark"] or "")
+    return Number(value, decoration["mark"] or "")
 
 
 def _rounds_to(value: Fraction, other: Fraction, decimals: int) -> bool:
     return value.denominator > 1 and abs(value - other) * 10**decimals <= Fraction(1, 2)
 
 
-def last_numeral_said(text: str, asked: str = "", only: bool = False) -> Said | None:
+def last_numeral_said(text: str, asked: str = "", only: bool = False) -> NumberSpan | None:
     """The last number of a text; None if there is none or what stands beside it says that the
     answer is another one. With `only`, the number is all that its sentence states."""
     matches = list(_SAID.finditer(text))
@@ -145,9 +151,9 @@ def last_numeral_said(text: str, asked: str = "", only: bool = False) -> Said | 
         return None
     if _JOINED_BEFORE.search(before) or _JOINED_AFTER.match(after):
         return None
-    if denies_before(before) or alters(since_verb(_CLAUSE.split(before)[-1]), asked):
+    if denies_before(before) or changes_value(since_verb(_CLAUSE.split(before)[-1]), asked):
         return None
-    if end == "?" or takes_back(follows) or alters_after(sentence, asked, in_prose=not only):
+    if end == "?" or retracts(follows) or changes_value_after(sentence, asked, in_prose=not only):
         return None
     if only and is_statement(sentence):
         return None
@@ -159,7 +165,7 @@ def last_numeral_said(text: str, asked: str = "", only: bool = False) -> Said | 
     return (
         None
         if numeral is None
-        else Said(Numeral(numeral.value, mark), last.group() + mark, last.end())
+        else NumberSpan(Number(numeral.value, mark), last.group() + mark, last.end())
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 from rloo.addons.graders.math.normal_form import is_balanced
-from rloo.addons.graders.math.wording import alters, words_of
+from rloo.addons.graders.math.wording import changes_value, words_of
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"\(?\s*[A-Za-z](?:[A-Za-z' -]{0,40})\s*\)?")
@@ -85,7 +85,11 @@ def read_choice(text: str) -> tuple[str, str] | None:
     if found is None:
         return None
     rest = found[3].strip(" .:")
-    if _OTHER_CHOICE.search(rest) or alters(rest) or (found[1] is None and found[2] + rest == ""):
+    if (
+        _OTHER_CHOICE.search(rest)
+        or changes_value(rest)
+        or (found[1] is None and found[2] + rest == "")
+    ):
         return None
     return found[1] or found[2], rest
 

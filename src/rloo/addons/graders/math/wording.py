@@ -134,7 +134,7 @@ def asks_for(mark: str, question: str) -> bool:
     return any(not word[:1].isdecimal() and word.lower() not in _NUMBER_WORDS for word in before)
 
 
-def alters(words: str, asked: str = "") -> bool:
+def changes_value(words: str, asked: str = "") -> bool:
     """Whether some of the words before a number make another number, or another answer, of it, as
     `the difference of` does and `the difference is` does not. `asked` is what the question asks
     (`asked_in`)."""
@@ -142,7 +142,7 @@ def alters(words: str, asked: str = "") -> bool:
     return _alter(found & (_ALTERING - _RESULTS if "is" in found else _ALTERING), asked)
 
 
-def alters_after(words: str, asked: str = "", *, in_prose: bool = False) -> bool:
+def changes_value_after(words: str, asked: str = "", *, in_prose: bool = False) -> bool:
     """The same of the words after it; `in_prose`, where a sentence may go on with what is `not`
     there and with less `than` something, only two of them are the number's own."""
     plain = _RATE.sub("", words)
@@ -199,7 +199,7 @@ def is_unit(text: str, attached: bool = False, asked: str = "") -> bool:
         return False
     if not all(_UNIT.fullmatch(word) and _names(word, attached, asked) for word in words):
         return False
-    return not alters_after(" ".join(words), asked) and not is_statement(" ".join(words))
+    return not changes_value_after(" ".join(words), asked) and not is_statement(" ".join(words))
 
 
 def _names(word: str, attached: bool, asked: str) -> bool:

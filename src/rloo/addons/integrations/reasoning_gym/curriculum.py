@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from rloo.addons.integrations.reasoning_gym.gym_dataset import Cell
+from rloo.addons.integrations.reasoning_gym.gym_dataset import TaskLevel
 from rloo.config.config import RLOOConfig
 from rloo.config.reasoning_gym_options import weights_of
 from rloo.data.iterable_dataset import Prompts
-from rloo.data.prompt_dataset import PromptSource
-from rloo.data.sampler import Passes, Place
+from rloo.data.prompt_dataset import PromptDataset
+from rloo.data.sampler import Draw, EpochSampler
 from rloo.types import Group
 
 # A level opens where at least this share of the one below passes, of so many completions.
@@ -33,9 +33,9 @@ class _Cell:
     """A task at a level: the indices of its prompts, the order in which they come, how many of the
     last completions passed, and of how many that were scored."""
 
-    name: Cell
+    name: TaskLevel
     indices: list[int]
-    order: Passes
+    order: EpochSampler
     is_open: bool
     passed: float = 0.0
     scored: float = 0.0
@@ -59,7 +59,7 @@ class _Cell:
 
 @dataclass(slots=True)
 class Curriculum:
-    """An order of prompts (`rloo.data.sampler.Order`), of which each is of one of `cells`, by
+    """An order of prompts (`rloo.data.sampler.PromptSampler`), of which each is of one of `cells`, by
     index.
 
     A task and level is drawn with a probability in proportion to weight / open levels of the task *
@@ -69,7 +69,7 @@ class Curriculum:
     passes if its first reward is at least `threshold`; one without a score counts for nothing.
     """
 
-    cells: Sequence[Cell]
+    cells: Sequence[TaskLevel]
     weights: Mapping[str, float]
     seed: int
     threshold: float
@@ -77,16 +77,16 @@ class Curriculum:
     _cells: list[_Cell] = field(init=False)
 
     def __post_init__(self) -> None:
-        lowest: dict[str, Cell] = {}
+        lowest: dict[str, TaskLevel] = {}
         for cell in sorted(set(self.cells), key=_place):
             lowest.setdefault(cell.task, cell)
         self._cells = []
         for cell in sorted(set(self.cells), key=_place):
             indices = [index for index, other in enumerate(self.cells) if other == cell]
-            order = Passes(len(indices), seed=_number(self.seed, *cell), shuffle=True)
+            order = EpochSampler(len(indices), seed=_number(self.seed, *cell), shuffle=True)
             self._cells.append(_Cell(cell, indices, order, cell == lowest[cell.task]))
 
-    def next(self, num: int) -> list[Place]:
+    def next(self, num: int) -> list[Draw]:
         """Draw `num` prompts."""
         opened = [cell for cell in self._cells if cell.is_open]
         bounds = list(accumulate(self.chances().values()))
@@ -95,11 +95,11 @@ class Curriculum:
             number = bisect_right(bounds, _uniform(self.seed, position) * bounds[-1])
             cell = opened[min(number, len(opened) - 1)]
             (place,) = cell.order.next(1)
-            places.append(Place(cell.indices[place.number], place.turn))
+            places.append(Draw(cell.indices[place.number], place.turn))
         self.drawn += num
         return places
 
-    def chances(self) -> dict[Cell, float]:
+    def chances(self) -> dict[TaskLevel, float]:
         """The probability that the next prompt is of a task and level, of those that are open."""
         opened = [cell for cell in self._cells if cell.is_open]
         levels = Counter(cell.name.task for cell in opened)
@@ -110,7 +110,7 @@ class Curriculum:
         total = sum(parts.values())
         return {name: part / total for name, part in parts.items()}
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def update(self, groups: Sequence[Group]) -> None:
         """Count the completions of prompts that were drawn, and open levels."""
         for cell in self._cells:
             found = [g for g in groups if _cell_of(g) == cell.name]
@@ -149,10 +149,10 @@ def with_curriculum(source: Prompts, config: RLOOConfig) -> Prompts:
     for prompts that are not of `gym:NAME`."""
     if not config.gym_curriculum:
         return source
-    if not isinstance(source, PromptSource):
+    if not isinstance(source, PromptDataset):
         raise ValueError("gym_curriculum is true and the dataset is a stream (gym_curriculum)")
     tasks, levels = (source.values(column).values() for column in ("task", "level"))
-    cells = list(map(Cell, tasks, levels))
+    cells = list(map(TaskLevel, tasks, levels))
     weights = weights_of(str(config.dataset))
     if unknown := {cell.task for cell in cells} - weights.keys():
         raise ValueError(
@@ -160,16 +160,16 @@ def with_curriculum(source: Prompts, config: RLOOConfig) -> Prompts:
             "does not name (gym_curriculum, dataset)"
         )
     seed = config.seed if config.data_seed is None else config.data_seed
-    source.follow(Curriculum(cells, weights, seed, config.pass_threshold))
+    source.set_sampler(Curriculum(cells, weights, seed, config.pass_threshold))
     return source
 
 
-def _cell_of(group: Group) -> Cell:
+def _cell_of(group: Group) -> TaskLevel:
     columns = group.prompt.columns
-    return Cell(columns["task"], columns["level"])
+    return TaskLevel(columns["task"], columns["level"])
 
 
-def _place(cell: Cell) -> tuple[str, int]:
+def _place(cell: TaskLevel) -> tuple[str, int]:
     return cell.task, -1 if cell.level is None else cell.level
 
 

@@ -23,7 +23,7 @@ _FEATURES = Features(
 )
 
 
-class Cell(NamedTuple):
+class TaskLevel(NamedTuple):
     """One task at one level; None where it has the options that it has by default."""
 
     task: str
@@ -61,7 +61,7 @@ def load_gym_rows(name: str, split: str, options: GymOptions) -> Dataset:
     return Dataset.from_list([row for *_, row in rows], features=_FEATURES)
 
 
-def _counts(weights: Mapping[str, float], options: GymOptions, split: str) -> dict[Cell, int]:
+def _counts(weights: Mapping[str, float], options: GymOptions, split: str) -> dict[TaskLevel, int]:
     """How many rows each task has at each level: what is left over by rounding down goes to those
     that have lost most."""
     total = options.gym_size
@@ -69,7 +69,7 @@ def _counts(weights: Mapping[str, float], options: GymOptions, split: str) -> di
         total = min(total, MOST_HELD_OUT)
     levels: list[int] | list[None] = options.gym_levels or [None]
     shares = {
-        Cell(task, level): total * weight / (sum(weights.values()) * len(levels))
+        TaskLevel(task, level): total * weight / (sum(weights.values()) * len(levels))
         for task, weight in weights.items()
         for level in levels
     }
@@ -88,7 +88,7 @@ def _counts(weights: Mapping[str, float], options: GymOptions, split: str) -> di
 
 
 def _chosen(
-    cell: Cell, split: str, options: GymOptions, config: Mapping[str, Any], count: int
+    cell: TaskLevel, split: str, options: GymOptions, config: Mapping[str, Any], count: int
 ) -> Iterator[Problem]:
     """The first `count` problems of a cell that belong to the split."""
     key = f"{options.gym_seed} {split} {cell.task} {cell.level}"

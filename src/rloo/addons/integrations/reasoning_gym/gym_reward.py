@@ -13,14 +13,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.graders.code.isolation import WALLS
+from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
 from rloo.addons.graders.code.packages import fault_of, library_of
-from rloo.addons.graders.code.sandbox_pool import Library, Limits, Staff, choose_wall
+from rloo.addons.graders.code.sandbox_pool import (
+    AllowedModules,
+    ResourceLimits,
+    SandboxPool,
+    choose_isolation,
+)
 from rloo.addons.integrations.reasoning_gym import gym_tasks
 from rloo.config.optional_packages import install
 from rloo.distributed.platform_info import num_processors
-from rloo.distributed.worker_pool import result_of
-from rloo.distributed.worker_process import WorkerLost
+from rloo.distributed.worker_pool import wait_result
+from rloo.distributed.worker_process import WorkerDied
 from rloo.rewards.completion_text import text_of
 from rloo.types import Text
 
@@ -63,15 +68,17 @@ def make_gym(
     """A `GymReward`. One answer may take a scorer half of `seconds` at least, and `memory` bytes.
     `wall`: `bwrap` or `landlock`; else the first that holds. `workers` is how many score side by
     side: one a processor, at most 4, if it is not given."""
-    if wall not in (None, *WALLS):
-        raise ValueError(f"wall is {wall!r}; it is {' or '.join(WALLS)} (option of gym)")
+    if wall not in (None, *ISOLATION_BACKENDS):
+        raise ValueError(
+            f"wall is {wall!r}; it is {' or '.join(ISOLATION_BACKENDS)} (option of gym)"
+        )
     if not 0 < seconds <= 600:
         raise ValueError(f"seconds is {seconds}; it is above 0 and at most 600 (option of gym)")
     if workers is not None and (type(workers) is not int or workers < 1):
         raise ValueError(f"workers is {workers!r}; it is a number of at least 1 (option of gym)")
     if not hasattr(os, "fork"):
         raise ValueError("the reward 'gym' needs Linux")
-    limits = Limits(seconds=seconds, total_seconds=max(30.0, 2 * seconds), memory=memory)
+    limits = ResourceLimits(seconds=seconds, total_seconds=max(30.0, 2 * seconds), memory=memory)
     size = workers or min(_MOST_WORKERS, num_processors())
     return GymReward(wall, size, limits)
 
@@ -86,10 +93,10 @@ class GymReward:
     sandbox broke. The metric `rewards/gym_reward/unjudged` is the share of these.
     """
 
-    def __init__(self, wall: str | None, size: int, limits: Limits) -> None:
+    def __init__(self, wall: str | None, size: int, limits: ResourceLimits) -> None:
         self.__name__ = "gym_reward"
         self._wall, self._size, self._limits = wall, size, limits
-        self._staff: Staff | None = None
+        self._staff: SandboxPool | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError where the dataset has no problems of reasoning-gym, no wall holds on
@@ -132,7 +139,7 @@ class GymReward:
         waiting = [pairs[first : first + size] for first in range(0, len(pairs), size)]
         try:
             while waiting:
-                begun = [(some, staff.begin(self._request(some))) for some in waiting]
+                begun = [(some, staff.submit(self._request(some))) for some in waiting]
                 waiting = []
                 for some, future in begun:
                     scores = self._scores_of(some, future)
@@ -140,15 +147,15 @@ class GymReward:
                     if rest := some[len(scores) :]:
                         waiting.append(rest)
         finally:
-            staff.forget()  # after Ctrl-C or a deadline nothing goes on
+            staff.cancel_pending()  # after Ctrl-C or a deadline nothing goes on
         return found
 
     def _scores_of(self, pairs: list[Pair], future: Future[dict[str, Any]]) -> list[float | None]:
         """The scores of the first pairs, at least one: of all that were done in time, and None for
         that which a program did not survive."""
         try:
-            answer = result_of(future)
-        except WorkerLost:  # again and again
+            answer = wait_result(future)
+        except WorkerDied:  # again and again
             return [None] * len(pairs)
         *lines, _ = answer.get("output", "").split("\n")
         scores = [None if line == "null" else float(line) for line in lines[1:]]
@@ -159,10 +166,10 @@ class GymReward:
         given = {"pairs": pairs, "seconds": _SHARE * self._limits.seconds}
         return {"kind": "run", "program": _program(), "given": json.dumps(given)}
 
-    def _begin_staff(self) -> Staff:
+    def _begin_staff(self) -> SandboxPool:
         if self._staff is None:
-            wall = choose_wall(self._wall)
-            staff = Staff(wall, self._size, self._limits, library=library_here())
+            wall = choose_isolation(self._wall)
+            staff = SandboxPool(wall, self._size, self._limits, library=library_here())
             fault = fault_of(staff, self._request([]), '"ready"\n')
             if fault is not None:
                 raise ValueError(
@@ -179,7 +186,7 @@ def answer_of(text: str) -> str:
     return (tagged[-1] if tagged else text).strip()[:_MOST_CHARACTERS]
 
 
-def library_here() -> Library:
+def library_here() -> AllowedModules:
     """reasoning-gym as this interpreter would import it, with the folders of what it needs. Raises
     ValueError where it is not installed."""
     if find_spec(_MODULE) is None:

@@ -15,7 +15,10 @@ def from_verifiers(environment: Any) -> dict[str, Any]:
     >>> RLOOTrainer(model, args=args, **from_verifiers(verifiers.load_environment("wordle")))
     """
     try:
-        from rloo.addons.integrations.verifiers.verifiers_environment import REWARD, Player
+        from rloo.addons.integrations.verifiers.verifiers_environment import (
+            REWARD,
+            VerifiersEnvironment,
+        )
     except ModuleNotFoundError as error:
         raise ValueError(
             "from_verifiers needs the package verifiers, before 0.4, which has another interface: "
@@ -40,5 +43,5 @@ def from_verifiers(environment: Any) -> dict[str, Any]:
     return {
         "train_dataset": environment.get_dataset(),
         "reward_funcs": rubric,
-        "rollout_func": Player(environment),
+        "rollout_func": VerifiersEnvironment(environment),
     }

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo.config.compat.generation_kwargs import stop_tokens
-from rloo.episodes.renderer import Dialect, Template
-from rloo.episodes.renderer_check import find_dialect
+from rloo.episodes.renderer import ChatTemplate, Renderer
+from rloo.episodes.renderer_check import find_renderer
 from rloo.types import Completion, Message, sound
 
 Schemas = Sequence[Mapping[str, Any]] | None
 
 
-class NoRoom(ValueError):
+class ContextOverflow(ValueError):
     """A prompt, or what was said to the model, is too long for another turn."""
 
 
 @dataclass(slots=True)
-class Rollout:
+class Conversation:
     """A conversation as far as it has come: its `messages`, their `text`, and the tokens of that,
     with 1 in `trained` for those that the model said. `raw` are the texts of the model's turns, by
     the number of the message."""
@@ -45,7 +45,7 @@ class Rollout:
         return sound(said)
 
 
-class Speech:
+class IncrementalRenderer:
     """What a trainer's model is told and says, in tokens. `refused` is why its chat template is not
     fit for the tools that it was told of."""
 
@@ -54,25 +54,25 @@ class Speech:
         self._tokenizer = policy.tokenizer
         self._ends = stop_tokens(args.generation_kwargs, policy.stop_token_ids)
         self._options = dict(args.chat_template_kwargs or {})
-        self._dialects: dict[str, Dialect] = {}
+        self._dialects: dict[str, Renderer] = {}
         self._room, self._longest = args.max_completion_length, args.max_prompt_length
         self.refused: ValueError | None = None
 
-    def begin(self, number: int, messages: list[Message], tools: Schemas) -> Rollout:
-        """A rollout in which nothing was said. Raises NoRoom."""
+    def begin(self, number: int, messages: list[Message], tools: Schemas) -> Conversation:
+        """A rollout in which nothing was said. Raises ContextOverflow."""
         template = self._dialect(tools).template
         text = template.text(sound([_rendered(message, None, messages) for message in messages]))
         tokens = template.encode(text)
         if self._longest is not None and len(tokens) > self._longest:
-            raise NoRoom(
+            raise ContextOverflow(
                 f"a prompt has {len(tokens)} tokens with its tools, and {self._longest} are "
                 "allowed (max_prompt_length)"
             )
-        return Rollout(number, tokens, messages, text)
+        return Conversation(number, tokens, messages, text)
 
-    def tell(self, rollout: Rollout, messages: list[Message], tools: Schemas) -> None:
+    def tell(self, rollout: Conversation, messages: list[Message], tools: Schemas) -> None:
         """Append what `messages` have behind those of the rollout. Raises ValueError where they do
-        not go on from these, and NoRoom where a turn has none."""
+        not go on from these, and ContextOverflow where a turn has none."""
         known, behind = len(rollout.messages), messages[len(rollout.messages) :]
         if messages[:known] != rollout.messages or not behind:
             raise ValueError(
@@ -86,14 +86,14 @@ class Speech:
         else:
             tokens = dialect.follow(rollout.rendered(), rollout.text, added)
         if len(rollout.token_ids) + len(tokens) >= self._room:
-            raise NoRoom("what was said to the model leaves no room for a turn")
+            raise ContextOverflow("what was said to the model leaves no room for a turn")
         rollout.messages = messages
         rollout.text += dialect.template.decode(tokens)
         rollout.token_ids += tokens
         rollout.trained += [0] * len(tokens)
         rollout.logprobs += [0.0] * len(tokens)
 
-    def hear(self, rollout: Rollout, turn: Completion, tools: Schemas) -> Message:
+    def hear(self, rollout: Conversation, turn: Completion, tools: Schemas) -> Message:
         """Append a turn of the model's. Returns it as a message."""
         dialect = self._dialect(tools)
         text = dialect.template.decode(turn.token_ids)
@@ -118,20 +118,20 @@ class Speech:
         rollout.logprobs += turn.policy_logprobs
         return message
 
-    def _dialect(self, tools: Schemas) -> Dialect:
+    def _dialect(self, tools: Schemas) -> Renderer:
         """That of a model which is told of these tools. Raises ValueError where it cannot be."""
         name = json.dumps(tools)
         if name not in self._dialects:
             self._dialects[name] = self._found(tools)
         return self._dialects[name]
 
-    def _found(self, tools: Schemas) -> Dialect:
+    def _found(self, tools: Schemas) -> Renderer:
         if not tools:  # nothing is read
-            template = Template(self._tokenizer, self._options)
-            return Dialect(template, {}, opening="", end=self._ends[0])
+            template = ChatTemplate(self._tokenizer, self._options)
+            return Renderer(template, {}, opening="", end=self._ends[0])
         try:
             options = {**self._options, "tools": list(tools)}
-            return find_dialect(self._tokenizer, self._ends, options)
+            return find_renderer(self._tokenizer, self._ends, options)
         except ValueError as error:
             self.refused = error
             raise

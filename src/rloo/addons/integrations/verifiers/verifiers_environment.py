@@ -20,7 +20,12 @@ from verifiers.clients import Client
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ResponseTokens, Usage
 
-from rloo.addons.integrations.verifiers.conversation import NoRoom, Rollout, Speech, plain
+from rloo.addons.integrations.verifiers.conversation import (
+    ContextOverflow,
+    Conversation,
+    IncrementalRenderer,
+    plain,
+)
 from rloo.episodes.rollout_func import FAILED, MASK
 from rloo.rewards.async_functions import LoopThread
 from rloo.types import Completion, Message, Prompt
@@ -30,7 +35,7 @@ _GATHERS = 0.02
 REWARD = "verifiers_reward"
 
 
-class Player:
+class VerifiersEnvironment:
     """A `rollout_func` that has an environment play a rollout for each prompt, all of them at the
     same time."""
 
@@ -45,10 +50,10 @@ class Player:
         chat template is not fit for the environment's tools."""
         self._loop = self._loop or LoopThread()
         asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
-        speech = Speech(trainer)
+        speech = IncrementalRenderer(trainer)
         groups = self._groups(trainer.engine.rows)
         clients = [EngineClient(speech, asked, [n for n, _ in own]) for own in groups]
-        over = self._loop.begin(self._play([[row for _, row in own] for own in groups], clients))
+        over = self._loop.submit(self._play([[row for _, row in own] for own in groups], clients))
         try:
             while waiting := _waiting(asked, over):
                 turns = trainer.engine.go_on([one.row for one in waiting])
@@ -84,7 +89,7 @@ class Player:
         return [_ended(each, client.rollouts.get(each["trajectory_id"])) for each in played]
 
 
-def _ended(played: Mapping[str, Any], rollout: Rollout | None) -> dict[str, Any]:
+def _ended(played: Mapping[str, Any], rollout: Conversation | None) -> dict[str, Any]:
     """What a rollout came to."""
     if played.get("error"):
         return {FAILED: f"{played['error_chain']:.300}"}
@@ -137,11 +142,11 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
     tools are plain dicts here, and a response is that of `verifiers`."""
 
     def __init__(
-        self, speech: Speech, asked: queue.SimpleQueue[_Asked], numbers: Sequence[int]
+        self, speech: IncrementalRenderer, asked: queue.SimpleQueue[_Asked], numbers: Sequence[int]
     ) -> None:
         super().__init__(None)
         self._speech, self._asked, self._numbers = speech, asked, iter(numbers)
-        self.rollouts: dict[str, Rollout] = {}
+        self.rollouts: dict[str, Conversation] = {}
 
     async def get_native_response(
         self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **given: Any
@@ -161,13 +166,13 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
         turn = await waits
         return _response(rollout, turn, self._speech.hear(rollout, turn, tools), len(begin))
 
-    def _told(self, name: str, messages: list[Message], tools: Any) -> Rollout:
+    def _told(self, name: str, messages: list[Message], tools: Any) -> Conversation:
         if name not in self.rollouts:
             self.rollouts[name] = self._speech.begin(next(self._numbers), messages, tools)
             return self.rollouts[name]
         try:
             self._speech.tell(self.rollouts[name], messages, tools)
-        except NoRoom as error:  # which ends a rollout, and is no failure
+        except ContextOverflow as error:  # which ends a rollout, and is no failure
             raise OverlongPromptError(str(error)) from error
         return self.rollouts[name]
 
@@ -194,7 +199,7 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
         """Nothing is open."""
 
 
-def _response(rollout: Rollout, turn: Completion, message: Message, begun: int) -> Response:
+def _response(rollout: Conversation, turn: Completion, message: Message, begun: int) -> Response:
     """A turn of so many tokens and their `begun` ones before, as `verifiers` has it."""
     length = len(turn.token_ids)
     tokens = ResponseTokens(

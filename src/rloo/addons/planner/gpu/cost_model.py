@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from rloo.addons.planner.gpu.gpu_specs import GPU, IN_A_MACHINE
-from rloo.addons.planner.gpu.model_shapes import Shape
+from rloo.addons.planner.gpu.model_shapes import ModelShape
 
 # Of a parameter, in training: float32 weights, gradients, and AdamW's two numbers. Weights, and a
 # copy that an engine computes with.
@@ -26,12 +26,12 @@ _OF_LAYER, _LOGITS = 34, 2**26 * 4 * 2
 
 
 @dataclass(frozen=True)
-class Job:
+class RolloutCost:
     """What is computed: a rollout of `groups` groups of `samples` completions, of `completion`
     tokens in the mean and `longest` at most, after prompts of `prompt` tokens. `rates`: the values
     of `hardware.RATES`."""
 
-    shape: Shape
+    shape: ModelShape
     gpu: GPU
     rates: Mapping[str, float]
     groups: int

@@ -15,8 +15,8 @@ from rloo.config.parser import parse_command_line
 from rloo.data.tasks import resolve_model
 
 if TYPE_CHECKING:
-    from rloo.addons.planner.gpu.cost_model import Job
-    from rloo.addons.planner.gpu.model_shapes import Shape
+    from rloo.addons.planner.gpu.cost_model import RolloutCost
+    from rloo.addons.planner.gpu.model_shapes import ModelShape
 
 # Every option of it that is none of a run: what it means, and its default.
 OPTIONS = {
@@ -32,7 +32,7 @@ MOST_GPUS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GPUPlanRequest:
     """What the command line asks for: the options of a run, and these."""
 
     config: RLOOConfig
@@ -88,7 +88,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
         raise ValueError(
             f"num_gpus is missing; {', '.join(values)} belongs to a plan of GPUs (num_gpus)"
         )
-    asked = Asked(parse_command_line(rest), values)
+    asked = GPUPlanRequest(parse_command_line(rest), values)
     gpus = asked.number("num_gpus", None, least=-float("inf"))
     if gpus != int(gpus) or not 1 <= gpus <= MOST_GPUS:
         text = values["num_gpus"]
@@ -115,9 +115,9 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     print_gpu_plan(GPUPlan(job, int(gpus), ways, list(values), price))
 
 
-def job_of(asked: Asked, gpu: str) -> Job:
+def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
     """What is computed for a rollout. Raises ValueError for options that a plan cannot do with."""
-    from rloo.addons.planner.gpu.cost_model import Job
+    from rloo.addons.planner.gpu.cost_model import RolloutCost
 
     config = asked.config
     if config.num_prompts is None:
@@ -137,7 +137,7 @@ def job_of(asked: Asked, gpu: str) -> Job:
             f"completion_tokens is {mean:g}; it must be at most max_completion_length {longest} "
             "(completion_tokens)"
         )
-    return Job(
+    return RolloutCost(
         shape=_shape(asked),
         gpu=GPUS[gpu],
         rates={name: asked.number(name, rate.value) for name, rate in RATES.items()},
@@ -151,7 +151,7 @@ def job_of(asked: Asked, gpu: str) -> Job:
     )
 
 
-def _shape(asked: Asked) -> Shape:
+def _shape(asked: GPUPlanRequest) -> ModelShape:
     from rloo.addons.planner.gpu.model_shapes import shape_of_config, shape_of_size
 
     if "parameters" in asked.values:

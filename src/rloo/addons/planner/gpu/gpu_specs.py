@@ -36,7 +36,7 @@ GPUS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class Assumption:
     """A number that a plan rests on, and can be given another value: `source` has a figure that
     others have published, `measured` one of this project's, `assumed` has none."""
 
@@ -48,52 +48,52 @@ class Rate:
 
 RATES = MappingProxyType(
     {
-        "training_share": Rate(
+        "training_share": Assumption(
             0.33,
             "source",
             "of the GPU's bf16 operations that training has",
             "torchtitan, docs/performance.md: 33 to 39 % for Llama 3.1 8B under FSDP2 on 8 and 128 "
             "H100; Llama 3, arXiv 2407.21783: 38 to 43 % on 8,192 to 16,384 H100",
         ),
-        "decoding_share": Rate(
+        "decoding_share": Assumption(
             0.6,
             "assumed",
             "of the memory's bandwidth that decoding has",
             "no published figure for this use; measure an engine and give it",
         ),
-        "decoding_overhead": Rate(
+        "decoding_overhead": Assumption(
             0.002,
             "assumed",
             "seconds of a decoding step beside the GPU's work",
             "no published figure for this use; measure an engine and give it",
         ),
-        "network_share": Rate(
+        "network_share": Assumption(
             0.7,
             "assumed",
             "of NVLink's or the network's rate that collectives have",
             "no published figure for this use; measure with nccl-tests and give it",
         ),
-        "weight_rate": Rate(
+        "weight_rate": Assumption(
             8.6e9,
             "source",
             "bytes a second at which weights reach the servers",
             "verl: 30 B parameters in bf16 in about 7 s; MoonshotAI's checkpoint-engine reaches "
             "70 GB/s: 235 B in 6.75 s on 8 H800",
         ),
-        "reading": Rate(
+        "reading": Assumption(
             1.5e-6,
             "measured",
             "seconds of the main process for each token that others have sampled",
             "benchmarks/dispatch.py with 4 and 100 tokens, and json.loads of 43 bytes a token, on "
             "one core of this project's machine",
         ),
-        "failure_hours": Rate(
+        "failure_hours": Assumption(
             50_700.0,
             "source",
             "hours of one GPU between two failures",
             "Llama 3, arXiv 2407.21783: 419 unexpected interruptions in 54 days on 16,384 H100",
         ),
-        "restart": Rate(
+        "restart": Assumption(
             300.0,
             "assumed",
             "seconds until a server or the trainer is back",

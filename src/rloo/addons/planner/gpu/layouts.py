@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rloo.addons.planner.gpu.cost_model import ENGINE, USABLE, Job
+from rloo.addons.planner.gpu.cost_model import ENGINE, USABLE, RolloutCost
 
 # What is tried: GPUs that compute one server's model, rollouts that weights may be old, and into
 # how many parts GPUs are cut when they are shared out.
@@ -13,7 +13,7 @@ _PARALLEL, _STALENESS, _PARTS = (1, 2, 4, 8), (0, 1, 2, 4), 16
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ParallelLayout:
     """`trainers` GPUs that train; `engines` servers of `parallel` GPUs each that sample, or with 0
     the trainers' own GPUs in turn. `divided`: fsdp2, else replicate."""
 
@@ -35,7 +35,7 @@ class Forecast:
     bytes that a trainer's and an engine's GPU hold, and how many tokens fit into a micro-batch and
     completions into an engine."""
 
-    layout: Layout
+    layout: ParallelLayout
     sampling: float
     computing: float
     sending: float
@@ -75,7 +75,7 @@ class Forecast:
         return max(parts, key=lambda name: parts[name])
 
 
-def forecast(job: Job, layout: Layout) -> Forecast | None:
+def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
     """What a layout takes; None where something does not fit."""
     shape, gpu = job.shape, job.gpu
     held = job.trainer_bytes(layout.trainers, divided=layout.divided)
@@ -109,10 +109,10 @@ def forecast(job: Job, layout: Layout) -> Forecast | None:
     )
 
 
-def layouts(gpus: int, job: Job) -> Iterator[Layout]:
+def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
     """What is tried of so many GPUs."""
     for divided in (False, True)[: 1 + (gpus > 1)]:
-        yield Layout(gpus, 0, 1, divided, 0)
+        yield ParallelLayout(gpus, 0, 1, divided, 0)
     for parallel in _PARALLEL:
         if job.shape.kv_heads % parallel:
             continue
@@ -123,10 +123,10 @@ def layouts(gpus: int, job: Job) -> Iterator[Layout]:
                 continue
             for divided in (False, True)[: 1 + (trainers > 1)]:
                 for staleness in _STALENESS:
-                    yield Layout(trainers, engines, parallel, divided, staleness)
+                    yield ParallelLayout(trainers, engines, parallel, divided, staleness)
 
 
-def best(gpus: int, job: Job) -> dict[str, Forecast]:
+def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
     """The fastest that fits of every way: all GPUs in turn, or apart with each staleness. Among
     equally fast ones, within 1 %, that with the fewest parts: undivided, fewer GPUs a server."""
     found: dict[str, Forecast] = {}
@@ -142,7 +142,7 @@ def best(gpus: int, job: Job) -> dict[str, Forecast]:
     return found
 
 
-def most_samples(job: Job, one: Forecast) -> int:
+def most_samples(job: RolloutCost, one: Forecast) -> int:
     """The largest K: a group of completions of maximum length is sampled by one engine at a time,
     and trained in one micro-batch, without a second forward pass."""
     by_engine = one.room * (job.prompt + job.completion) / (job.prompt + job.longest)

@@ -10,7 +10,7 @@ _UNITS = {"m": 1e6, "b": 1e9, "": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """A decoder whose layers attend and have a gated feed-forward part. `parameters` are all of
     them, `products` those of matrices that each token is multiplied with: the vocabulary's once,
     without the lookup. `origin` says where it comes from."""
@@ -37,7 +37,7 @@ class Shape:
         return 2.0 * self.products + 4.0 * self.layers * self.heads * self.head_dim * context
 
 
-def _known(name: str, layers: int, hidden: int, heads: int, feed: int, matrices: int) -> Shape:
+def _known(name: str, layers: int, hidden: int, heads: int, feed: int, matrices: int) -> ModelShape:
     """A shape with eight heads of 128 numbers for keys and values, as all of these have, and so
     many `matrices` of the vocabulary: one where it is tied."""
     vocabulary = 128256 if name.startswith("Llama") else 151936
@@ -45,7 +45,7 @@ def _known(name: str, layers: int, hidden: int, heads: int, feed: int, matrices:
     products = layers * (attention + 3 * hidden * feed) + hidden * vocabulary
     parameters = products + (matrices - 1) * hidden * vocabulary
     origin = f"the shape of {name}, from its config.json"
-    return Shape(name, layers, hidden, heads, 8, 128, parameters, products, vocabulary, origin)
+    return ModelShape(name, layers, hidden, heads, 8, 128, parameters, products, vocabulary, origin)
 
 
 TYPICAL = (
@@ -59,7 +59,7 @@ TYPICAL = (
 )
 
 
-def shape_of_size(text: str) -> Shape:
+def shape_of_size(text: str) -> ModelShape:
     """The typical shape nearest to a size such as 7B or 600M, with as many layers as make it that
     large. Raises ValueError for what is no size."""
     found = re.fullmatch(r"([0-9.]+)\s*([mMbB]?)", text.strip())
@@ -86,7 +86,7 @@ def shape_of_size(text: str) -> Shape:
     )
 
 
-def shape_of_config(name: str, config: Any) -> Shape:
+def shape_of_config(name: str, config: Any) -> ModelShape:
     """Of a model's configuration: its module is made without weights, and counted. Raises
     ValueError for one whose tokens do not all meet the same matrices."""
     import torch
@@ -107,7 +107,7 @@ def shape_of_config(name: str, config: Any) -> Shape:
     lookup = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is lookup
     heads = largest_of_layers(config, "num_attention_heads")
-    return Shape(
+    return ModelShape(
         name=name,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,

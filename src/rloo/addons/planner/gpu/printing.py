@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from rloo.addons.planner.gpu.cost_model import Job
+from rloo.addons.planner.gpu.cost_model import RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import RATES
 from rloo.addons.planner.gpu.layouts import Forecast, most_samples
-from rloo.addons.planner.gpu.simulation import Course, Flow, simulate
+from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.tracking.console import duration, write_line
 
 # Rollouts that are simulated, and those of them in which the line fills.
@@ -24,7 +24,7 @@ _WORTH = 1.05
 class GPUPlan:
     """The best of each way, which numbers were given, and dollars for an hour of a GPU."""
 
-    job: Job
+    job: RolloutCost
     gpus: int
     ways: Mapping[str, Forecast]
     given: Sequence[str]
@@ -123,7 +123,7 @@ def advice(plan: GPUPlan) -> list[str]:
     return lines
 
 
-def simulated(job: Job, one: Forecast) -> Course | None:
+def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:
     """The queue of a layout that samples beside training, None without that or without simpy."""
     at = one.layout
     if not at.staleness:
@@ -138,7 +138,7 @@ def simulated(job: Job, one: Forecast) -> Course | None:
     def group(draw: random.Random, _: int) -> float:
         return job.length_of_longest(draw.random() ** (1 / job.samples)) * token
 
-    flow = Flow(
+    flow = SimulatedRun(
         groups=job.groups,
         rollouts=_SIMULATED,
         staleness=at.staleness,

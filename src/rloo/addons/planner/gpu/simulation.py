@@ -17,7 +17,7 @@ Events = Generator[Any, Any, None]
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class SimulatedRun:
     """What is simulated: `rollouts` of `groups` groups, on `engines` that sample `at_once` calls
     each, of `groups_a_call` groups that end together (None: all of a rollout). Functions draw the
     seconds of a call of so many groups, of scoring a group by one of `reward_workers`, and of
@@ -48,7 +48,7 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class SimulationResult:
     """How it went: when the training of each rollout ended, in seconds; the shares of that time in
     which the trainer, and the places of all engines, were busy; calls that were made again; the
     most groups that were begun and not trained."""
@@ -64,7 +64,7 @@ class Course:
         return (self.ends[-1] - self.ends[warm_up - 1]) / (len(self.ends) - warm_up)
 
 
-def simulate(flow: Flow) -> Course:
+def simulate(flow: SimulatedRun) -> SimulationResult:
     """Raises ModuleNotFoundError without simpy."""
     try:
         import simpy
@@ -78,7 +78,7 @@ def simulate(flow: Flow) -> Course:
     run.env.run(run.env.process(run.trainer()))
     total = run.ends[-1]
     places = flow.engines * flow.at_once
-    return Course(
+    return SimulationResult(
         run.ends, run.trained / total, run.sampled / total / places, run.repeated, run.most
     )
 
@@ -93,7 +93,7 @@ class _Engine:
 
 
 class _Run:
-    def __init__(self, flow: Flow, simpy: Any) -> None:
+    def __init__(self, flow: SimulatedRun, simpy: Any) -> None:
         self.flow, self.simpy, self.env = flow, simpy, simpy.Environment()
         self.draw = random.Random(flow.seed)
         # Calls by their number: one that is made again comes before those that were never made.

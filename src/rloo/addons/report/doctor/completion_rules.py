@@ -9,15 +9,15 @@ from statistics import fmean
 
 from rloo.addons.report.doctor.data_rules import cut_beyond_chance, many_cut
 from rloo.addons.report.doctor.run_record import (
-    Found,
+    RecordedRun,
     Rule,
-    Run,
+    RuleResult,
     excerpts,
     longer_by,
     says_nothing,
     written,
 )
-from rloo.tracking.before_after import FEWEST, Change
+from rloo.tracking.before_after import FEWEST, BeforeAfter
 from rloo.tracking.console import percent
 from rloo.tracking.metrics import deviation
 
@@ -57,7 +57,7 @@ def _degenerate(texts: Sequence[str]) -> tuple[list[str], str]:
     return repeating, "repeat themselves"
 
 
-def _gibberish(run: Run) -> Found | None:
+def _gibberish(run: RecordedRun) -> RuleResult | None:
     before, after = run.texts(last=False), run.texts(last=True)
     if len(after) < 4:
         return None
@@ -65,7 +65,7 @@ def _gibberish(run: Run) -> Found | None:
     share, earlier = len(bad) / len(after), len(was) / max(1, len(before))
     if share < 0.5 or share < earlier + 0.4:
         return None
-    return Found(
+    return RuleResult(
         f"{percent(share)} of {len(after)} recorded completions at the end {why} "
         f"({percent(earlier)} of {len(before)} at the start), while the reward went from "
         f"{run.change('reward').words}",
@@ -74,7 +74,7 @@ def _gibberish(run: Run) -> Found | None:
     )
 
 
-def grown(run: Run) -> Found | None:
+def grown(run: RecordedRun) -> RuleResult | None:
     """Whether completions grew into the limit, which nothing makes them pay for."""
     length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
     if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
@@ -84,7 +84,7 @@ def grown(run: Run) -> Found | None:
         return None
     if cut.after <= MOSTLY_CUT and _to_be_cut_costs(run):
         return None
-    return Found(
+    return RuleResult(
         f"completions grew from {length.words} tokens, and {percent(cut.after)} of them reach the "
         f"limit ({percent(cut.before)} at the start); the reward went from "
         f"{run.change('reward').words}",
@@ -95,7 +95,7 @@ def grown(run: Run) -> Found | None:
     )
 
 
-def _to_be_cut_costs(run: Run) -> bool:
+def _to_be_cut_costs(run: RecordedRun) -> bool:
     """Whether, beyond chance, recorded completions that were cut have lower rewards than others:
     nothing pays for length then, and they grow because they need more than the limit."""
     of: dict[bool, list[float]] = {True: [], False: []}
@@ -106,10 +106,10 @@ def _to_be_cut_costs(run: Run) -> bool:
     if size < FEWEST:
         return False
     cut, whole = ((fmean(r), deviation(r) / math.sqrt(len(r))) for r in (of[True], of[False]))
-    return Change.of_errors(cut, whole, size).moved == 1
+    return BeforeAfter.of_errors(cut, whole, size).moved == 1
 
 
-def _cut(run: Run) -> Found | None:
+def _cut(run: RecordedRun) -> RuleResult | None:
     cut, length = (run.change(f"completions/{n}") for n in ("clipped_ratio", "mean_length"))
     limit = int(run.option("max_completion_length", 512))
     if many_cut(run):
@@ -123,17 +123,17 @@ def _cut(run: Run) -> Found | None:
     else:
         return None
     times = 4 if max(cut.before, cut.after) > OFTEN_CUT else 2
-    return Found(
+    return RuleResult(
         seen,
         *longer_by(run, limit, times),
         [repr(t[-80:]) for t in run.texts(last=True)[:2]],
     )
 
 
-def _silent(run: Run) -> Found | None:
+def _silent(run: RecordedRun) -> RuleResult | None:
     if not (seen := says_nothing(run)):
         return None
-    return Found(
+    return RuleResult(
         seen,
         "look at the end of a recorded prompt: it may close the turn that the model is to speak "
         "in, or hold its end token; with a chat model make messages of the prompts",
@@ -141,11 +141,11 @@ def _silent(run: Run) -> Found | None:
     )
 
 
-def _empty(run: Run) -> Found | None:
+def _empty(run: RecordedRun) -> RuleResult | None:
     length = run.change("completions/mean_length")
     if not length.after < EMPTY or not length.after < SHRUNK * length.before:
         return None
-    return Found(
+    return RuleResult(
         f"completions shrank from {length.words} tokens, the end included; the reward went from "
         f"{run.change('reward').words}",
         "give an empty completion the lowest reward",
@@ -158,14 +158,14 @@ def one_and_the_same(texts: Sequence[str]) -> float:
     return fmean(text == max(set(texts), key=list(texts).count) for text in texts) if texts else 0.0
 
 
-def _sameness(run: Run) -> Found | None:
+def _sameness(run: RecordedRun) -> RuleResult | None:
     before, after = run.texts(last=False), run.texts(last=True)
     if len(after) < 8:
         return None
     share, earlier = one_and_the_same(after), one_and_the_same(before)
     if share < 0.5 or share < earlier + 0.3:
         return None
-    return Found(
+    return RuleResult(
         f"{percent(share)} of {len(after)} recorded completions at the end are one and the same, "
         f"whatever the prompt ({percent(earlier)} at the start); the reward went from "
         f"{run.change('reward').words}",

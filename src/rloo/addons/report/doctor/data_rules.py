@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rloo.addons.report.doctor.run_record import (
-    Found,
+    RecordedRun,
     Row,
     Rule,
-    Run,
+    RuleResult,
     band,
     excerpts,
     longer_by,
@@ -28,23 +28,23 @@ ANSWERED = 0.1
 NEARLY_ALL_CUT = 0.95
 
 
-def many_cut(run: Run) -> bool:
+def many_cut(run: RecordedRun) -> bool:
     """Whether more completions reach the length limit at the end than is healthy, beyond chance."""
     return cut_beyond_chance(run, run.end)
 
 
-def cut_beyond_chance(run: Run, rows: Sequence[Row]) -> bool:
+def cut_beyond_chance(run: RecordedRun, rows: Sequence[Row]) -> bool:
     """Whether more completions of some rollouts reach the length limit than is healthy."""
     high, size = band("completions/clipped_ratio").bounds()[1], run.completions_of(rows)
     chance = Z * math.sqrt(high * (1 - high) / max(1, size))
     return mean(rows, "completions/clipped_ratio") > high + chance
 
 
-def _held_out_trained(run: Run) -> Found | None:
+def _held_out_trained(run: RecordedRun) -> RuleResult | None:
     for name, (shared, total, example) in run.facts.get("shared_prompts", {}).items():
         if shared > 0:
             of = f"the evaluation set {name}" if name else "the evaluation set"
-            return Found(
+            return RuleResult(
                 f"the training set has {shared:,} of {counted(total, 'prompt')} of {of}, too",
                 "evaluate on a split that is not trained on (eval_split, eval_dataset)",
                 examples=excerpts([example]),
@@ -52,12 +52,12 @@ def _held_out_trained(run: Run) -> Found | None:
     return None
 
 
-def _answered(run: Run) -> Found | None:
+def _answered(run: RecordedRun) -> RuleResult | None:
     tried = run.facts.get("answered_prompts")
     if tried is None or tried[0] < ANSWERED * tried[1]:
         return None
     count, total, example = tried
-    return Found(
+    return RuleResult(
         f"for {count} of {total} prompts their own last words, given as a completion, earn the "
         "full reward",
         "take the answer out of the prompt (prompt_template names the columns that stay)",
@@ -65,9 +65,9 @@ def _answered(run: Run) -> Found | None:
     )
 
 
-def _missing_eos(run: Run) -> Found | None:
+def _missing_eos(run: RecordedRun) -> RuleResult | None:
     if turn := run.facts.get("end_of_turn"):
-        return Found(
+        return RuleResult(
             f"the chat template ends a turn with {turn!r}, which does not end a completion",
             "let that token end one",
             {"generation_kwargs": {"eos_token_id": run.facts["end_of_turn_id"]}},
@@ -77,7 +77,7 @@ def _missing_eos(run: Run) -> Found | None:
         return None
     given = dict(run.option("generation_kwargs", {}))
     if "eos_token_id" in given:
-        return Found(
+        return RuleResult(
             f"{percent(start)} of completions never end; what ends them was set to token "
             f"{given.pop('eos_token_id')} (generation_kwargs)",
             "leave the end token to the model",
@@ -86,7 +86,7 @@ def _missing_eos(run: Run) -> Found | None:
     limit = int(run.option("max_completion_length", 512))
     change, options = longer_by(run, limit)
     never = all(row.get("completions/clipped_ratio") == 1.0 for row in run.rollouts)
-    return Found(
+    return RuleResult(
         f"{percent(start)} of completions reached {limit} tokens from the first rollout on"
         + (", and none ever ended by itself" if never else ""),
         "look at the end of one: if it goes on after the answer, its end token is not among those "
@@ -97,10 +97,10 @@ def _missing_eos(run: Run) -> Found | None:
     )
 
 
-def _chat_template(run: Run) -> Found | None:
+def _chat_template(run: RecordedRun) -> RuleResult | None:
     how = run.facts.get("chat_template")
     if how == "turn not opened":
-        return Found(
+        return RuleResult(
             "prompts end without opening the assistant's turn (add_generation_prompt)",
             "open it when they are rendered, or give the tokenizer a template that does",
             examples=excerpts([run.facts["prompt"]], length=200),
@@ -109,7 +109,7 @@ def _chat_template(run: Run) -> Found | None:
     silent, given = says_nothing(run), run.option("prompt_template", "{prompt}")
     if how != "unused" or not (silent or cut > band("completions/clipped_ratio").bounds()[1]):
         return None
-    return Found(
+    return RuleResult(
         "the tokenizer has a chat template and the prompts are plain text, which it is not applied "
         f"to; {silent or f'{percent(cut)} of completions never end'}",
         "make messages of the prompts",
@@ -118,7 +118,7 @@ def _chat_template(run: Run) -> Found | None:
     )
 
 
-def _memory(run: Run) -> Found | None:
+def _memory(run: RecordedRun) -> RuleResult | None:
     if (said := run.facts.get("out_of_memory")) is None:
         return None
     limit = int(run.option("max_completion_length", 512))
@@ -128,7 +128,7 @@ def _memory(run: Run) -> Found | None:
     else:
         how = {"max_completion_length": max(1, limit // 2)}
         change = "halve the length of completions, or sample fewer of a prompt (num_generations)"
-    return Found(f"the run ended with {said}", change, how)
+    return RuleResult(f"the run ended with {said}", change, how)
 
 
 RULES = (

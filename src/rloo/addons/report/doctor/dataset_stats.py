@@ -13,10 +13,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rloo.addons.report.doctor.run_record import LONGEST, written
-from rloo.algorithm.state import Parts
+from rloo.algorithm.state import TrainerComponents
 from rloo.config.file_checks import context_of
 from rloo.data.images import tokenizer_of, without_images
-from rloo.data.prompt_dataset import PromptSource
+from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.tokenization import ProcessingClass
 from rloo.rewards import RewardSet
 from rloo.tracking.guarded import Note, attempt
@@ -31,7 +31,7 @@ _LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memo
 _WORD, _ANSWER = "rloo", "oolr"
 
 
-def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
+def facts_of(parts: TrainerComponents, sets: Sets) -> dict[str, Any]:
     """The facts of a run; `sets` are its evaluation sets. The prompts of a stream are not known. A
     fact that cannot be found is missing, and a note of the run says why."""
     source, policy = _prompts_of(parts), parts.policy
@@ -51,16 +51,16 @@ def facts_of(parts: Parts, sets: Sets) -> dict[str, Any]:
     return known | attempt("how the chat template is used", template, nothing, note)
 
 
-def longest_completion(parts: Parts) -> int | None:
+def longest_completion(parts: TrainerComponents) -> int | None:
     """The most tokens that a completion can have after the longest prompt, in the model's context;
     None where one of both is not known."""
     source, context = _prompts_of(parts), context_of(parts.policy.model.config.get_text_config())
     return None if source is None or context is None else context - max(source.lengths, default=0)
 
 
-def _prompts_of(parts: Parts) -> PromptSource | None:
+def _prompts_of(parts: TrainerComponents) -> PromptDataset | None:
     source = getattr(parts.rollouts, "prompts", None)
-    return source if isinstance(source, PromptSource) else None
+    return source if isinstance(source, PromptDataset) else None
 
 
 def facts_of_error(error: BaseException, note: Note) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _of_error(error: BaseException) -> dict[str, Any]:
     return {"out_of_memory": f"{type(error).__name__}: {said[:200]}"} if lacks else {}
 
 
-def _shared(source: PromptSource, sets: Sets) -> dict[str, tuple[int, int, str]]:
+def _shared(source: PromptDataset, sets: Sets) -> dict[str, tuple[int, int, str]]:
     return {
         name: (len(shared), len(prompts), written(shared[0].content))
         for name, prompts in sets.items()

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import LONGEST, Finding, Run
+from rloo.addons.report.doctor.run_record import LONGEST, Finding, RecordedRun
 from rloo.config.config import RLOOConfig
 from rloo.tracking.jsonl import CONFIG, METRICS
 from rloo.tracking.run_reader import RunFolder, read_folder, read_summary
-from rloo.tracking.summary_text import training_of, verdict
+from rloo.tracking.summary_text import summary_text, training_of
 
 
-def read_run(folder: Path, options: RLOOConfig | None = None) -> Run:
+def read_run(folder: Path, options: RLOOConfig | None = None) -> RecordedRun:
     """The run in a folder, with its options or else those that its files name. Raises ValueError
     where there is none."""
     return _run_in(_require_steps(_read(folder, options)))
@@ -34,7 +34,7 @@ def findings_of(
     return _findings_in(found, _run_in(found))
 
 
-def summary_of(folder: Path, run: Run) -> dict[str, Any]:
+def summary_of(folder: Path, run: RecordedRun) -> dict[str, Any]:
     """The summary that the run has written; what that lacks, as all of it for a run that has died,
     by its rows."""
     start, end = run.measured or ({}, {})
@@ -65,11 +65,11 @@ def _require_steps(found: RunFolder) -> RunFolder:
     return found
 
 
-def _run_in(found: RunFolder) -> Run:
+def _run_in(found: RunFolder) -> RecordedRun:
     path, values = found.path / CONFIG, found.options
     longest = found.summary.get(LONGEST)
     named = path.exists() and all(values.get(name) for name in ("model", "dataset", "reward"))
-    return Run(
+    return RecordedRun(
         found.metrics,
         found.completions,
         found.evaluations,
@@ -79,7 +79,7 @@ def _run_in(found: RunFolder) -> Run:
     )
 
 
-def _findings_in(found: RunFolder, run: Run) -> list[Finding]:
+def _findings_in(found: RunFolder, run: RecordedRun) -> list[Finding]:
     told = [(row["step"], Finding(**row["finding"])) for row in found.alarms]
     return diagnose(run, told=told)
 
@@ -91,7 +91,7 @@ def report(folder: Path) -> Iterator[str]:
     run = _run_in(found)
     findings = _findings_in(found, run)
     known = {"findings": [asdict(finding) for finding in findings]}
-    yield from verdict(summary_of(folder, run) | known).split("\n")
+    yield from summary_text(summary_of(folder, run) | known).split("\n")
     yield from describe(findings)
     yield from (f"note: {fault}" for fault in found.faults)
 

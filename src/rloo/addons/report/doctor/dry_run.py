@@ -12,9 +12,9 @@ from pathlib import Path
 from rloo.addons.report.doctor.dataset_stats import answered_prompts, facts_of
 from rloo.addons.report.doctor.doctor_command import describe, read_run
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import Finding, Run
-from rloo.algorithm.oom_retry import rehearse
-from rloo.algorithm.rollout import SyncRollouts
+from rloo.addons.report.doctor.run_record import Finding, RecordedRun
+from rloo.algorithm.oom_retry import fit_token_budget
+from rloo.algorithm.rollout import SyncRolloutGenerator
 from rloo.algorithm.train import begin_step, train_on_rollout
 from rloo.config.config import RLOOConfig, in_one_process
 from rloo.tracking.guarded import attempt
@@ -37,7 +37,7 @@ def findings_before(config: RLOOConfig, folder: Path) -> list[Finding]:
     return diagnose(dry_run(config, folder))
 
 
-def dry_run(config: RLOOConfig, folder: Path) -> Run:
+def dry_run(config: RLOOConfig, folder: Path) -> RecordedRun:
     """Two rollouts with learning rate 0, and what is known without them."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
@@ -56,8 +56,8 @@ def dry_run(config: RLOOConfig, folder: Path) -> Run:
     trainer = RLOOTrainer(args=changed)
     parts, state = trainer.make_parts()
     rollouts = parts.rollouts
-    assert isinstance(rollouts, SyncRollouts)
-    rehearse(parts, state)
+    assert isinstance(rollouts, SyncRolloutGenerator)
+    fit_token_budget(parts, state)
     prompts = rollouts.prompts.next(parts.batches.prompts_per_rollout)
     facts = facts_of(parts, trainer._eval_prompts)
     tried = partial(

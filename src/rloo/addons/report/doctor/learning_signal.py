@@ -12,10 +12,10 @@ from rloo.addons.report.doctor.run_record import (
     COLD_START,
     HUGE_REWARD,
     SMALL_RATE,
-    Found,
+    RecordedRun,
     Row,
     Rule,
-    Run,
+    RuleResult,
     band,
     excerpts,
     functions,
@@ -45,13 +45,13 @@ NOT_ROUNDED = 1e-4
 SOLVED = 0.95
 
 
-def _missing(run: Run) -> Found | None:
+def _missing(run: RecordedRun) -> RuleResult | None:
     rollouts = run.rollouts
     unscored = [row for row in rollouts if math.isnan(row["reward"])]
     if not unscored or not math.isnan(mean(run.end, "reward")):
         return None
     what = _what_is_missing(unscored)
-    return Found(
+    return RuleResult(
         f"in {len(unscored)} of {counted(len(rollouts), 'rollout')} no completion got a reward: "
         f"{what}",
         "call the reward function on two recorded completions by hand and print what it returns",
@@ -72,7 +72,7 @@ def _what_is_missing(rows: list[Row]) -> str:
     return ", ".join(said) or "every function returned None"
 
 
-def _equal(run: Run, *, zero: bool) -> Found | None:
+def _equal(run: RecordedRun, *, zero: bool) -> RuleResult | None:
     rewards = [row["reward"] for row in run.rollouts]
     spread = [row.get("reward_std", math.nan) for row in run.rollouts]
     both = zip(spread, rewards, strict=True)
@@ -92,10 +92,10 @@ def _equal(run: Run, *, zero: bool) -> Found | None:
             "make the reward tell completions of one prompt apart; if all of them are right, take "
             "harder prompts; if they are one text, sample at a higher temperature"
         )
-    return Found(evidence, change, examples=excerpts(run.texts(last=True)))
+    return RuleResult(evidence, change, examples=excerpts(run.texts(last=True)))
 
 
-def _alike(run: Run) -> Found | None:
+def _alike(run: RecordedRun) -> RuleResult | None:
     rows = [row for row in run.rollouts if math.isfinite(row["reward"])]
     spread = [row.get("reward_std", math.nan) for row in rows]
     level = max((abs(row["reward"]) for row in rows), default=0.0)
@@ -103,7 +103,7 @@ def _alike(run: Run) -> Found | None:
         return None
     if run.gained or run.change("reward").moved == -1:
         return None
-    return Found(
+    return RuleResult(
         f"rewards deviate by {max(spread):.2g} at most around a mean of "
         f"{mean(rows, 'reward'):.6g} in {counted(len(rows), 'rollout')}: what is trained on is "
         "their last digits",
@@ -114,7 +114,7 @@ def _alike(run: Run) -> Found | None:
     )
 
 
-def _flat(run: Run) -> Found | None:
+def _flat(run: RecordedRun) -> RuleResult | None:
     signal = [row["groups/signal"] for row in run.rollouts if "groups/signal" in row]
     if len(signal) * run.prompts < FEWEST_GROUPS or any(not share <= 0 for share in signal):
         return None
@@ -123,7 +123,7 @@ def _flat(run: Run) -> Found | None:
     spread = max(mean(run.rollouts, "reward_std"), pstdev(means) if means else 0.0)
     if spread == 0:
         return None
-    return Found(
+    return RuleResult(
         f"in no group of {counted(len(signal), 'rollout')} did the completions' rewards differ, "
         f"although they differ between prompts (deviation {spread:.3g})",
         "make the reward depend on the completion, not only on the prompt or its columns",
@@ -131,11 +131,11 @@ def _flat(run: Run) -> Found | None:
     )  # fmt: skip
 
 
-def _greedy(run: Run) -> Found | None:
+def _greedy(run: RecordedRun) -> RuleResult | None:
     entropy, temperature = mean(run.start, "entropy"), float(run.option("temperature", 1.0))
     if not entropy < ALIKE or not temperature < COLD:
         return None
-    return Found(
+    return RuleResult(
         f"at temperature {temperature:g} the entropy was {entropy:.2g} nats per token from the "
         f"first rollouts on: completions of a prompt are alike, and "
         f"{percent(mean(run.start, 'groups/signal'))} of groups had signal",
@@ -145,7 +145,7 @@ def _greedy(run: Run) -> Found | None:
     )
 
 
-def _solved(run: Run) -> Found | None:
+def _solved(run: RecordedRun) -> RuleResult | None:
     before, after = run.change("reward").before, mean(run.end, "reward")
     rows = run.rollouts
     binary = all(0 <= row["reward"] <= 1 for row in rows) and mean(rows, "reward_std") <= 0.5
@@ -154,7 +154,7 @@ def _solved(run: Run) -> Found | None:
         return None
     if run.completions_of(run.start) < FEWEST_SOLVED:
         return None
-    return Found(
+    return RuleResult(
         f"the mean reward was {before:.3f} in the first rollouts already, and "
         f"{percent(mean(run.start, 'groups/signal'))} of groups had signal",
         "take prompts that the model solves in a fifth to four fifths of its attempts",
@@ -162,7 +162,7 @@ def _solved(run: Run) -> Found | None:
     )
 
 
-def _partly_missing(run: Run) -> Found | None:
+def _partly_missing(run: RecordedRun) -> RuleResult | None:
     rows = run.end
     if math.isnan(mean(rows, "reward")):
         return None
@@ -172,13 +172,13 @@ def _partly_missing(run: Run) -> Found | None:
         never = math.isnan(mean(run.rollouts, f"rewards/{name}/mean"))
         failed = mean(rows, f"rewards/{name}/failed")
         if failed > MANY_MISSING:
-            return Found(
+            return RuleResult(
                 f"{percent(failed)} of the calls of {name} failed or were too late",
                 "read the warning that names its error and mend it, or give it more time",
                 {"reward_timeout": 2 * float(run.option("reward_timeout", 300.0))},
             )
         if never and len(functions(rows)) > 1:
-            return Found(
+            return RuleResult(
                 f"{name} never returned a number: what is trained is the other rewards",
                 f"call {name} on two recorded completions by hand and print what it returns",
                 examples=excerpts(run.texts(last=True)),
@@ -186,7 +186,7 @@ def _partly_missing(run: Run) -> Found | None:
         for part in sides if len(functions(rows)) == 1 else ():
             missed = [r for r in part if (r.get("scores") or {}).get(name) is None]
             if len(missed) > MANY_MISSING * len(part):
-                return Found(
+                return RuleResult(
                     f"{name} scored {percent(1 - len(missed) / len(part))} of {len(part)} recorded "
                     f"completions, the first of step {part[0]['step']}",
                     "find out from an unscored completion why; a failure to answer is a reward of "
@@ -196,7 +196,7 @@ def _partly_missing(run: Run) -> Found | None:
     return None
 
 
-def _little(run: Run) -> Found | None:
+def _little(run: RecordedRun) -> RuleResult | None:
     rows, size = run.rollouts, int(run.option("num_generations", 2))
     signal, reward = mean(rows, "groups/signal"), mean(rows, "reward")
     low = band("groups/signal").bounds()[0]
@@ -207,20 +207,20 @@ def _little(run: Run) -> Found | None:
     evidence = f"{percent(signal)} of groups had signal, with {counted(size, 'completion')} each"
     evidence += f", at a mean reward of {reward:.3g}"
     if size < 8:
-        return Found(
+        return RuleResult(
             evidence,
             f"sample more completions of each prompt: {4 * size} find four times as many "
             f"differences where they are rare{COLD_START}",
             {"num_generations": 4 * size},
         )
-    return Found(
+    return RuleResult(
         evidence,
         f"replace groups without signal by those of further prompts{COLD_START}",
         {"dynamic_sample": True},
     )
 
 
-def _nothing_trained(run: Run) -> Found | None:
+def _nothing_trained(run: RecordedRun) -> RuleResult | None:
     rows = [row for row in run.rows if "update/changed_share" in row]
     if run.dry or not rows or any(row["update/changed_share"] > 0 for row in rows):
         return None
@@ -228,7 +228,7 @@ def _nothing_trained(run: Run) -> Found | None:
     steps = f"no weight changed in any of {number} steps" if number > 1 else "no weight changed"
     # With a KL penalty every step has a gradient, though its rewards give none.
     if all(row.get("update/no_signal") for row in rows) or mean(run.rollouts, "groups/signal") == 0:
-        return Found(
+        return RuleResult(
             f"{steps}: none had a completion with signal",
             "mend the rewards first; nothing else can help",
         )
@@ -241,10 +241,10 @@ def _nothing_trained(run: Run) -> Found | None:
             change, options = "compute in bfloat16", {"bf16": True, "fp16": False}
         else:
             change = "look for weights or rewards that are not finite"
-        return Found(f"{steps}: {of} gradients were not finite", change, options)
+        return RuleResult(f"{steps}: {of} gradients were not finite", change, options)
     rate = highest_rate(rows)
     if rate == 0:
-        return Found(
+        return RuleResult(
             f"{steps}: the learning rate was 0 in all of them",
             "set a learning rate, and fewer warm-up steps than steps",
             {"learning_rate": SMALL_RATE, "warmup_steps": 0},
@@ -252,30 +252,30 @@ def _nothing_trained(run: Run) -> Found | None:
     if max(row.get("grad_norm", math.nan) for row in rows) == 0:
         return _no_gradient(run, steps)
     if rate >= NOT_ROUNDED:
-        return Found(
+        return RuleResult(
             f"{steps}, at a learning rate of {rate:g} and a gradient that is not 0",
             "find out what the optimizer is given: parameters that are frozen, or a schedule of 0",
         )
     raised = max(100 * rate, SMALL_RATE)
-    return Found(
+    return RuleResult(
         f"{steps}: at a learning rate of {rate:g} every step is lost in rounding",
         f"raise the learning rate to {raised:.3g}",
         {"learning_rate": raised},
     )
 
 
-def _no_gradient(run: Run, steps: str) -> Found:
+def _no_gradient(run: RecordedRun, steps: str) -> RuleResult:
     signal = percent(mean(run.rollouts, "groups/signal"))
     steps = f"{steps}: the gradient was 0, although {signal} of groups had signal"
     limit = int(run.option("max_completion_length", 512))
     if run.option("mask_truncated_completions") and many_cut(run):
         cut = percent(mean(run.rollouts, "completions/clipped_ratio"))
-        return Found(
+        return RuleResult(
             f"{steps}; {cut} of completions reach {limit} tokens, and such do not count "
             "(mask_truncated_completions)",
             *longer_by(run, limit),
         )
-    return Found(
+    return RuleResult(
         steps,
         "find out where it is lost: weights that are frozen or that the loss does not reach, "
         "rewards or advantages that are clipped or weighted to 0",

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import LONGEST, Finding, Run
-from rloo.tracking.before_after import WINDOW
+from rloo.addons.report.doctor.run_record import LONGEST, Finding, RecordedRun
+from rloo.tracking.before_after import WINDOW_ROLLOUTS
 from rloo.tracking.guarded import Note, attempt, warn
 
 # Rollouts and completions before which nothing is said of a run that goes on.
 PATIENCE, FEWEST = 4, 32
 
 
-class Watch:
+class LiveDoctor:
     """The same rules over a run that is under way, of which it keeps the first rollouts and the
     last ones. What it has `told` it does not tell again; `note` is told what cannot be
     judged."""
@@ -26,14 +26,14 @@ class Watch:
         self._note = note
         self.facts: Mapping[str, Any] = {}
         self.told: set[str] = set()
-        self._first: list[Kept] = []
-        self._last: deque[Kept] = deque(maxlen=WINDOW)
+        self._first: list[RecentRollout] = []
+        self._last: deque[RecentRollout] = deque(maxlen=WINDOW_ROLLOUTS)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Take a row of metrics.jsonl."""
         if "reward" in row:
-            kept = Kept([], [])
-            (self._first if len(self._first) < WINDOW else self._last).append(kept)
+            kept = RecentRollout([], [])
+            (self._first if len(self._first) < WINDOW_ROLLOUTS else self._last).append(kept)
         if self._first:
             self._newest.rows.append(row)
 
@@ -50,7 +50,7 @@ class Watch:
 
     def _news(self) -> list[Finding]:
         kept = [*self._first, *self._last]
-        run = Run(
+        run = RecordedRun(
             [row for part in kept for row in part.rows],
             [row for part in kept for row in part.completions],
             config=self.config,
@@ -65,12 +65,12 @@ class Watch:
         return found
 
     @property
-    def _newest(self) -> Kept:
+    def _newest(self) -> RecentRollout:
         return self._last[-1] if self._last else self._first[-1]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class RecentRollout:
     """What is kept of a rollout: rows of metrics.jsonl and of completions.jsonl."""
 
     rows: list[Mapping[str, Any]]

@@ -5,8 +5,15 @@ from __future__ import annotations
 import re
 
 from rloo.addons.report.doctor.completion_rules import grown
-from rloo.addons.report.doctor.run_record import COLD_START, Found, Rule, Run, excerpts, functions
-from rloo.tracking.before_after import Change, change_between, since_first
+from rloo.addons.report.doctor.run_record import (
+    COLD_START,
+    RecordedRun,
+    Rule,
+    RuleResult,
+    excerpts,
+    functions,
+)
+from rloo.tracking.before_after import BeforeAfter, change_between, since_first
 from rloo.tracking.console import percent
 
 _FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE)
@@ -16,7 +23,7 @@ HARDLY = 0.02
 COST = 0.25
 
 
-def _held_out(run: Run) -> Found | None:
+def _held_out(run: RecordedRun) -> RuleResult | None:
     measured = run.measured
     if measured is None or not (rises := run.rises):
         return None
@@ -28,7 +35,7 @@ def _held_out(run: Run) -> Found | None:
     of_set = f"{measured[0]['dataset']}_" if measured[0].get("dataset") else ""
     for name in (name for name in functions(measured) if name not in trained):
         if (change := _fall(run, f"rewards/{name}/mean")) is not None:
-            return Found(
+            return RuleResult(
                 f"{rose} while {name}, which only judges, fell from {change.words}",
                 f"stop where {name} is at its best",
                 {
@@ -42,7 +49,7 @@ def _held_out(run: Run) -> Found | None:
             )
         change = change_between(*measured, f"rewards/{name}/mean")
         if change.moved == 0 and (longer := grown(run)) is not None:
-            return Found(
+            return RuleResult(
                 f"{rose} and {longer.evidence.partition(';')[0]}, while {name}, which only judges, "
                 f"went from {change.words}, no more than by chance",
                 longer.change,
@@ -52,7 +59,7 @@ def _held_out(run: Run) -> Found | None:
     for name, wins in measured[1].items():
         bounds = measured[1].get(f"{name}_interval")
         if name.endswith("/win_rate") and bounds and bounds[1] < 0.5:
-            return Found(
+            return RuleResult(
                 f"{rose} while completions win only "
                 f"{percent(wins, bounds)} of comparisons with those of the starting policy "
                 f"({name.removeprefix('rewards/').removesuffix('/win_rate')})",
@@ -63,12 +70,12 @@ def _held_out(run: Run) -> Found | None:
     return None
 
 
-def _of_held_out(run: Run) -> Found | None:
+def _of_held_out(run: RecordedRun) -> RuleResult | None:
     """Whether the reward rose on the prompts of training only."""
     trained = run.change("reward")
     if run.measured is None or trained.moved != 1:
         return None
-    return Found(
+    return RuleResult(
         f"the training reward rose from {trained.words} while the same reward on held-out prompts "
         f"fell from {change_between(*run.measured, 'reward').words}",
         "train on more prompts, or for fewer passes",
@@ -76,7 +83,7 @@ def _of_held_out(run: Run) -> Found | None:
     )
 
 
-def _fall(run: Run, name: str) -> Change | None:
+def _fall(run: RecordedRun, name: str) -> BeforeAfter | None:
     """How a metric of evaluations fell, since the first one or since its best, while the trained
     reward did not."""
     known = [row for row in run.of_first_set if row.get(name) is not None]
@@ -91,14 +98,14 @@ def _fall(run: Run, name: str) -> Change | None:
     return None
 
 
-def _one_at_the_cost(run: Run) -> Found | None:
+def _one_at_the_cost(run: RecordedRun) -> RuleResult | None:
     changes = _by_function(run)
     up = [n for n, c in changes.items() if c.moved == 1]
     down = [n for n, c in changes.items() if c.moved == -1 and _costs(c)]
     if not up or not down or run.change("reward").moved == -1:
         return None
     rose, fell = up[0], down[0]
-    return Found(
+    return RuleResult(
         f"{rose} rose from {changes[rose].words} while {fell} fell from {changes[fell].words}",
         f"give {fell} more weight than {rose}",
         {"reward_weights": _weights(run, fell, 4.0)},
@@ -106,12 +113,12 @@ def _one_at_the_cost(run: Run) -> Found | None:
     )
 
 
-def _costs(change: Change) -> bool:
+def _costs(change: BeforeAfter) -> bool:
     lost = change.before - change.after
     return lost > HARDLY and lost > COST * abs(change.before)
 
 
-def _only_form(run: Run) -> Found | None:
+def _only_form(run: RecordedRun) -> RuleResult | None:
     changes = _by_function(run)
     if len(changes) < 2:
         return None
@@ -129,7 +136,7 @@ def _only_form(run: Run) -> Found | None:
     name = content[0]
     length = run.change("completions/mean_length")
     never = changes[name].before == changes[name].after == 0
-    return Found(
+    return RuleResult(
         f"{up[0]} rose from {changes[up[0]].words} while {name} went from {changes[name].words}, "
         f"no more than by chance; completions went from {length.words} tokens",
         f"score a completion that you know to be right by hand with {name}, which was never earned"
@@ -141,7 +148,7 @@ def _only_form(run: Run) -> Found | None:
     )
 
 
-def _by_function(run: Run) -> dict[str, Change]:
+def _by_function(run: RecordedRun) -> dict[str, BeforeAfter]:
     """How each function moved, held out where that shows it, else in training."""
     changes = {}
     for name in functions(run.rollouts):
@@ -151,7 +158,7 @@ def _by_function(run: Run) -> dict[str, Change]:
     return changes
 
 
-def _weights(run: Run, name: str, factor: float) -> list[float]:
+def _weights(run: RecordedRun, name: str, factor: float) -> list[float]:
     names = functions(run.rollouts)
     given = run.option("reward_weights") or [1.0] * len(names)
     return [w * factor if n == name else w for n, w in zip(names, given, strict=False)]

@@ -13,7 +13,7 @@ from rloo.addons.report.doctor import (
     training_rules,
 )
 from rloo.addons.report.doctor.causes import EXPLAINS, causes_of
-from rloo.addons.report.doctor.run_record import Finding, Found, Rule, Run
+from rloo.addons.report.doctor.run_record import Finding, RecordedRun, Rule, RuleResult
 from rloo.tracking.guarded import Note, attempt, warn
 
 _ALL = {
@@ -27,7 +27,7 @@ RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in EXPLAINS)
 
 
 def diagnose(
-    run: Run,
+    run: RecordedRun,
     note: Note = warn,
     told: Sequence[tuple[int, Finding]] = (),
     rules: Sequence[Rule] = RULES,
@@ -51,12 +51,12 @@ def diagnose(
     return list(findings.values())
 
 
-def _judged(rule: Rule, run: Run) -> Finding | None:
+def _judged(rule: Rule, run: RecordedRun) -> Finding | None:
     found = rule.find(run)
     return None if found is None else _finding(rule, found, run)
 
 
-def _finding(rule: Rule, found: Found, run: Run) -> Finding:
+def _finding(rule: Rule, found: RuleResult, run: RecordedRun) -> Finding:
     return Finding(
         rule.name,
         rule.title,

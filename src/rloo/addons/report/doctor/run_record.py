@@ -12,14 +12,14 @@ from typing import Any
 
 from rloo.tracking.before_after import (
     FEWEST,
-    Change,
+    BeforeAfter,
     change_between,
     change_of,
     mean_reward,
-    sides,
     since_first,
+    windows,
 )
-from rloo.tracking.metric_registry import Band, find
+from rloo.tracking.metric_registry import HealthyRange, find
 
 Row = Mapping[str, float]
 # Rewards beyond which a gradient may not be finite, and what is done about them.
@@ -35,7 +35,7 @@ COLD_START = (
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """The rows of metrics.jsonl (all, or of a run that is under way its first and last ones), of
     completions.jsonl and evaluations.jsonl, and the resolved options. `facts` are what was counted
     before the first step, `source` what `rloo train` would be given, empty for a script's run. A
@@ -58,19 +58,19 @@ class Run:
     @property
     def start(self) -> Sequence[Row]:
         """The first rollouts, none of which is among the last ones."""
-        return sides(self.rollouts)[0]
+        return windows(self.rollouts)[0]
 
     @property
     def end(self) -> Sequence[Row]:
         """The last rollouts, as many as the first ones."""
-        return sides(self.rollouts)[1]
+        return windows(self.rollouts)[1]
 
     def option(self, name: str, default: Any = None) -> Any:
         """The value of an option; `default` where it is null or unknown."""
         value = self.config.get(name)
         return default if value is None else value
 
-    def change(self, name: str) -> Change:
+    def change(self, name: str) -> BeforeAfter:
         """How a metric of rollouts went from the start to the end."""
         return change_of(self.rollouts, name)
 
@@ -92,13 +92,13 @@ class Run:
         return any(change.moved == 1 for change in self._to_the_end())
 
     @property
-    def rises(self) -> list[Change]:
+    def rises(self) -> list[BeforeAfter]:
         """By how much the reward was higher beyond chance than at the start: at the end, first, and
         at any time."""
         rows, of_set = [r for r in self.rollouts if math.isfinite(r["reward"])], self.of_first_set
         parts = [rows[at : at + FEWEST] for at in range(0, len(rows) - FEWEST + 1, FEWEST)]
         means = [mean_reward(part) for part in parts]
-        meanwhile = [Change.of_errors(means[0], later, FEWEST) for later in means[1:]]
+        meanwhile = [BeforeAfter.of_errors(means[0], later, FEWEST) for later in means[1:]]
         meanwhile += [
             change_between(of_set[0], row, name)
             for row in of_set[1:]
@@ -106,7 +106,7 @@ class Run:
         ]
         return [change for change in (*self._to_the_end(), *meanwhile) if change.moved == 1]
 
-    def _to_the_end(self) -> list[Change]:
+    def _to_the_end(self) -> list[BeforeAfter]:
         held_out = [change_between(*self.measured, "reward")] if self.measured else []
         return [self.change("reward"), *held_out, since_first(self.rollouts)]
 
@@ -127,7 +127,7 @@ class Run:
     def recorded(self, *, last: bool) -> list[Mapping[str, Any]]:
         """Rows of completions.jsonl of the last rollouts, or of the first ones."""
         steps = sorted({row["step"] for row in self.completions})
-        first, end = sides(steps)
+        first, end = windows(steps)
         chosen = set(end if last else first)
         return [row for row in self.completions if row["step"] in chosen]
 
@@ -142,7 +142,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RuleResult:
     """What a rule has found: figures, examples, and one change, also as options."""
 
     evidence: str
@@ -163,7 +163,7 @@ class Rule:
     looks_at: str
     why: str
     usual_change: str
-    find: Callable[[Run], Found | None]
+    find: Callable[[RecordedRun], RuleResult | None]
     voids: bool = False
 
 
@@ -199,7 +199,7 @@ def highest_rate(rows: Sequence[Row]) -> float:
     return max(row.get("learning_rate", 0.0) for row in rows)
 
 
-def band(name: str) -> Band:
+def band(name: str) -> HealthyRange:
     """The healthy band of a metric, by the one table of metrics."""
     row = find(name)
     assert row is not None and row.band is not None, name
@@ -220,7 +220,7 @@ def written(content: Any) -> str:
     return "\n".join(p if isinstance(p, str) else str(p) for p in parts)
 
 
-def says_nothing(run: Run) -> str:
+def says_nothing(run: RecordedRun) -> str:
     """By what most completions of the first rollouts are empty, "" if they are not."""
     texts, length = run.texts(last=False), mean(run.start, "completions/mean_length")
     blank = fmean(not text.strip() for text in texts) if texts else math.nan
@@ -230,13 +230,13 @@ def says_nothing(run: Run) -> str:
     return f"{of} were empty from the start, with {length:.3g} tokens in the mean, the end included"
 
 
-def largest_reward(run: Run) -> float:
+def largest_reward(run: RecordedRun) -> float:
     """The largest mean or deviation of a rollout's rewards, without its sign."""
     seen = [abs(row.get(n, math.nan)) for row in run.rows for n in ("reward", "reward_std")]
     return max(filter(lambda value: not math.isnan(value), seen), default=0.0)
 
 
-def longer_by(run: Run, limit: int, times: int = 2) -> tuple[str, dict[str, Any]]:
+def longer_by(run: RecordedRun, limit: int, times: int = 2) -> tuple[str, dict[str, Any]]:
     """A change to completions of `times` the limit, 2 or 4, or to what the model's context leaves
     beside the longest prompt, in words and as options."""
     room = run.facts.get(LONGEST)

@@ -12,9 +12,9 @@ from rloo.addons.report.doctor.run_record import (
     COLD_START,
     HUGE_REWARD,
     SMALL_RATE,
-    Found,
+    RecordedRun,
     Rule,
-    Run,
+    RuleResult,
     band,
     excerpts,
     highest_rate,
@@ -65,14 +65,14 @@ ENOUGH = 9
 FEW_GENERATIONS = 4
 
 
-def _rate_high(run: Run) -> Found | None:
+def _rate_high(run: RecordedRun) -> RuleResult | None:
     reward, seen = run.change("reward"), list(_leaps(run))
     if not seen or run.gained or mean(run.rows, "update/changed_share") == 0:
         return None
     rate = highest_rate(run.rows)
     lost = reward.moved == -1 and reward.after < LOST * reward.before
     less = 100 if lost or max(nats for nats, _ in seen) > DESTROYED else 10
-    return Found(
+    return RuleResult(
         f"from one rollout to the next {' and '.join(words for _, words in seen)}, at a learning "
         f"rate of {rate:.2g}; the reward went from {reward.words}",
         f"divide the learning rate by {less}",
@@ -81,7 +81,7 @@ def _rate_high(run: Run) -> Found | None:
     )
 
 
-def _leaps(run: Run) -> Iterator[tuple[float, str]]:
+def _leaps(run: RecordedRun) -> Iterator[tuple[float, str]]:
     """What changed from one rollout to the next as no small step changes it, in nats, where these
     are its unit, and in words. Rollouts of
     a few prompts differ by these: what leaps must stay so, and the KL, where it is known, agree."""
@@ -121,11 +121,11 @@ def leap(
     return None
 
 
-def _collapse(run: Run) -> Found | None:
+def _collapse(run: RecordedRun) -> RuleResult | None:
     entropy = run.change("entropy")
     if not entropy.after < band("entropy").bounds(entropy.before)[0] or run.gained:
         return None
-    return Found(
+    return RuleResult(
         f"the entropy went from {entropy.words} nats per token, and the reward from "
         f"{run.change('reward').words}",
         "divide the learning rate by 10 and go on from the last checkpoint before it fell",
@@ -134,11 +134,11 @@ def _collapse(run: Run) -> Found | None:
     )
 
 
-def _kl_explosion(run: Run) -> Found | None:
+def _kl_explosion(run: RecordedRun) -> RuleResult | None:
     kl, beta = run.change("kl"), float(run.option("beta", 0.0))
     if not kl.after > band("kl").bounds()[1]:
         return None
-    return Found(
+    return RuleResult(
         f"the KL to the reference went from {kl.words} nats per token, with beta {beta:g}; the "
         f"reward from {run.change('reward').words}",
         "raise beta tenfold, so that distance costs more than it earns",
@@ -147,7 +147,7 @@ def _kl_explosion(run: Run) -> Found | None:
     )
 
 
-def _rate_low(run: Run) -> Found | None:
+def _rate_low(run: RecordedRun) -> RuleResult | None:
     rows, reward = run.rollouts, run.change("reward")
     if run.dry or len(rows) < ENOUGH or mean(rows, "groups/signal") < 0.1:
         return None
@@ -167,7 +167,7 @@ def _rate_low(run: Run) -> Found | None:
     factor = math.sqrt(KL_LEARNING / kl) if kl > 0 else 10.0
     factor = float(f"{min(MOST_RAISED, max(10.0, factor)):.1g}")
     raised = max(factor * rate, SMALL_RATE * (10 if run.option("use_peft") else 1))
-    return Found(
+    return RuleResult(
         f"after {counted(steps, 'step')} at a learning rate of up to {rate:.2g} {still}; a step "
         f"changes {percent(changed)} of the weights; the reward went from {reward.words}",
         f"raise the learning rate to {raised:.3g}",
@@ -175,7 +175,7 @@ def _rate_low(run: Run) -> Found | None:
     )
 
 
-def _stands_still(run: Run, kl_still: float = KL_STILL) -> str:
+def _stands_still(run: RecordedRun, kl_still: float = KL_STILL) -> str:
     """By what the policy has not moved, "" if it has or nobody knows."""
     kl, entropy = mean(run.end, "kl"), run.change("entropy")
     if math.isfinite(kl):
@@ -209,7 +209,7 @@ def _said_the_same(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
     )
 
 
-def _beta_high(run: Run) -> Found | None:
+def _beta_high(run: RecordedRun) -> RuleResult | None:
     rows, beta = run.rollouts, float(run.option("beta", 0.0))
     spread = mean(rows, "reward_std")
     if len(rows) < ENOUGH or run.change("reward").moved != 0 or run.gained:
@@ -218,7 +218,7 @@ def _beta_high(run: Run) -> Found | None:
         return None
     # The best policy under the penalty gains about Var(reward) / beta, as long as that is little.
     gain = spread**2 / beta
-    return Found(
+    return RuleResult(
         f"with beta {beta:g} and rewards that deviate by {spread:.3g} the best policy under the "
         f"penalty gains about {gain:.2g} in reward; it went from {run.change('reward').words}",
         "set beta to a tenth of the rewards' deviation",
@@ -226,7 +226,7 @@ def _beta_high(run: Run) -> Found | None:
     )
 
 
-def _few_generations(run: Run) -> Found | None:
+def _few_generations(run: RecordedRun) -> RuleResult | None:
     rows, size = run.rollouts, int(run.option("num_generations", 0))
     if not 2 <= size <= FEW_GENERATIONS or len(rows) < ENOUGH or run.gained:
         return None
@@ -244,7 +244,7 @@ def _few_generations(run: Run) -> Found | None:
         seen.append(f"{percent(signal)} of groups have signal")
     if not seen:
         return None
-    return Found(
+    return RuleResult(
         f"with {size} completions of a prompt {' and '.join(seen)}, and in {len(rows)} rollouts "
         f"the reward went from {run.change('reward').words}, no more than by chance",
         f"sample {4 * size} completions of each prompt{COLD_START if signal < 0.1 else ''}",
@@ -252,7 +252,7 @@ def _few_generations(run: Run) -> Found | None:
     )
 
 
-def noise_of_baselines(run: Run, size: int) -> float:
+def noise_of_baselines(run: RecordedRun, size: int) -> float:
     """The share of the baselines' variance that is not between prompts. The variance of rewards is
     between + within, that of baselines between + within / (K - 1); of rollouts of one prompt the
     means tell what is between: their variance is between + within / K."""
@@ -273,7 +273,7 @@ def noise_of_baselines(run: Run, size: int) -> float:
     return min(1.0, within / (size - 1) / baselines) if baselines > 0 else math.nan
 
 
-def _mismatch(run: Run) -> Found | None:
+def _mismatch(run: RecordedRun) -> RuleResult | None:
     rows = [row for row in run.rollouts if row.get("staleness/max", 0.0) == 0.0]
     found = mean(rows, "mismatch/mean")
     limit = band("mismatch/mean").bounds()[1]
@@ -284,7 +284,7 @@ def _mismatch(run: Run) -> Found | None:
         return None
     dtype = run.option("rollout_dtype")
     rounded = dtype not in (None, "auto", "float32")
-    return Found(
+    return RuleResult(
         f"sampler and trainer give a token log-probs that are {found:.2g} nats apart in the mean "
         f"(at most {max(row.get('mismatch/max', 0.0) for row in rows):.2g}); precision of "
         f"sampling: {dtype or 'that of training'}",
@@ -296,7 +296,7 @@ def _mismatch(run: Run) -> Found | None:
     )
 
 
-def _refused(run: Run) -> Found | None:
+def _refused(run: RecordedRun) -> RuleResult | None:
     refused = [row for row in run.rows if row.get("update/nonfinite")]
     if not refused or len(refused) < 0.02 * len(run.rows):
         return None
@@ -307,7 +307,7 @@ def _refused(run: Run) -> Found | None:
         change, options = f"clip rewards: they reach {scale:.2g}", dict(CLIPPED_REWARD)
     elif run.option("fp16"):
         change, options = "compute in bfloat16", {"bf16": True, "fp16": False}
-    return Found(
+    return RuleResult(
         f"in {len(refused)} of {counted(len(run.rows), 'step')} the gradient was not finite, first "
         f"in step {refused[0].get('step', 0):.0f}: those were refused",
         change,

@@ -16,9 +16,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text as RichText
 
-from rloo.addons.report.live.text_plot import Curve, bounds, draw
+from rloo.addons.report.live.text_plot import TextCurve, bounds, draw
 from rloo.tracking.console import flow, safe
-from rloo.tracking.progress_line import Figures
+from rloo.tracking.progress_line import ProgressLine
 
 SECONDS_BETWEEN_REFRESHES = 0.25
 # A terminal with fewer lines gets curves of one line, and nothing else less.
@@ -34,7 +34,7 @@ _LABEL = 9
 class Plot:
     """A curve with what stands above and below it; `form` is how its bounds are written."""
 
-    curve: Curve
+    curve: TextCurve
     title: str
     below: list[str]
     style: str
@@ -42,10 +42,10 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class StatusView:
     """The state of a run as lines that fit any width: what does not fit goes on in the next one."""
 
-    figures: Figures
+    figures: ProgressLine
     plots: list[Plot]
     alarms: list[tuple[int, str]]
 
@@ -115,7 +115,7 @@ def _labelled(
         yield RichText.assemble((label, "dim"), safe(line, console))
 
 
-class Terminal:
+class TerminalDisplay:
     """Shows a view at the bottom of a terminal: prints go above it, those of others, too."""
 
     def __init__(self, console: Console) -> None:
@@ -133,7 +133,7 @@ class Terminal:
         self._live.stop()
 
 
-class Notebook:
+class NotebookDisplay:
     """Shows a view in one output of a notebook's cell; other output goes below it."""
 
     def __init__(self, console: Console) -> None:
@@ -158,11 +158,11 @@ class Notebook:
     stop = show
 
 
-def region_of(console: Console) -> Terminal | Notebook | None:
+def region_of(console: Console) -> TerminalDisplay | NotebookDisplay | None:
     """Where a view can be shown: None for a file, a pipe or a terminal that only takes lines."""
     if console.is_jupyter:
-        return Notebook(console)
-    return Terminal(console) if console.is_interactive else None
+        return NotebookDisplay(console)
+    return TerminalDisplay(console) if console.is_interactive else None
 
 
 class _Output(Console):

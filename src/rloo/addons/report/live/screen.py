@@ -18,14 +18,14 @@ from rich.console import Console, RenderableType
 from rloo.addons.report.live.live_display import (
     SECONDS_BETWEEN_REFRESHES,
     Plot,
-    View,
+    StatusView,
     make_console,
     nowhere,
     region_of,
 )
-from rloo.addons.report.live.text_plot import Curve
+from rloo.addons.report.live.text_plot import TextCurve
 from rloo.tracking.console import Row, flow, held_out, write_line
-from rloo.tracking.progress_line import Figures, figures
+from rloo.tracking.progress_line import ProgressLine, progress_line
 from rloo.tracking.sample_text import sample_table
 from rloo.types import Group
 
@@ -49,9 +49,9 @@ class Screen:
         self.console = nowhere() if silent else console or make_console()
         self._max_steps = max_steps
         self._region = region_of(self.console) if moves else None
-        self._told: Callable[..., Figures] | None = None
+        self._told: Callable[..., ProgressLine] | None = None
         self._drawn = self._said = -math.inf
-        self._reward = Curve()
+        self._reward = TextCurve()
         self._held_out: Plot | None = None
         self._followed: str | None = None  # the evaluation set whose curve is shown
         self._alarms: list[tuple[int, str]] = []
@@ -116,7 +116,7 @@ class Screen:
             return
         title = f"held-out {name}{f' ({dataset})' if dataset else ''} {words}"
         if self._held_out is None:
-            self._held_out = Plot(Curve(), title, [], "green")
+            self._held_out = Plot(TextCurve(), title, [], "green")
             self._started = f"{words} at step {step}"
         else:
             self._held_out.title, self._held_out.below = title, [self._started]
@@ -129,7 +129,7 @@ class Screen:
         view, also after 10 s."""
         now = time.monotonic()
         self._told = partial(
-            figures,
+            progress_line,
             step,
             self._max_steps,
             scored=scored,
@@ -171,11 +171,11 @@ class Screen:
                 self._region.stop(self._make_view(told))
         self._told = None
 
-    def _make_view(self, told: Figures) -> View:
+    def _make_view(self, told: ProgressLine) -> StatusView:
         title, *below = told.reward
         plots = [Plot(self._reward, f"training {title}", below, "cyan")]
         plots += [self._held_out] if self._held_out else []
-        return View(told, plots, self._alarms)
+        return StatusView(told, plots, self._alarms)
 
     def _waiting(self, now: float, metrics: Row) -> float:
         """Time since the first step of this session, over that of the steps themselves."""

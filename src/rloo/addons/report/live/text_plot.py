@@ -14,7 +14,7 @@ MOST_POINTS = 1024
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
-class Curve:
+class TextCurve:
     """Finite values in order of their abscissa. Neighbours are merged to their means where there
     are more than can be seen, so that a long run's curve costs no more than a short one's."""
 

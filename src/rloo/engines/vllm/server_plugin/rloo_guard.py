@@ -27,7 +27,7 @@ WEIGHTS = (
 CALLED = ("reload_weights",)
 
 
-class Guard:
+class RouteGuard:
     """Middleware of ASGI around vLLM's server: routes that no run uses are not there, and with
     VLLM_API_KEY all but OPEN ask for that key."""
 

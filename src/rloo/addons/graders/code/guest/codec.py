@@ -31,13 +31,13 @@ _MOMENTS = {
 CHANGING = (list, dict, set, deque)
 
 
-class NotPlain(TypeError):
+class NotSerializable(TypeError):
     """A value that cannot be sent."""
 
 
 def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """A value as what `json.dumps` takes. Subclasses are sent as the plain type that they extend;
-    `other` makes an object with one key of what is no plain value, or raises. Raises NotPlain."""
+    `other` makes an object with one key of what is no plain value, or raises. Raises NotSerializable."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -75,7 +75,7 @@ def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if type(value).__module__ == "datetime" and type(value).__name__ in _MOMENTS:
         return {"datetime": _of_moment(value)}
     if other is None:
-        raise NotPlain(f"a {type(value).__name__} is no plain value")
+        raise NotSerializable(f"a {type(value).__name__} is no plain value")
     return other(value)
 
 
@@ -86,7 +86,7 @@ def _of_numpy(value: Any, other: Callable[[Any], Any] | None) -> Any:
     if hasattr(value, "dtype") and type(value).__name__ != "ndarray" and value.ndim == 0:
         return encode(value.item())
     if other is None:
-        raise NotPlain(f"a {type(value).__name__} is no plain value")
+        raise NotSerializable(f"a {type(value).__name__} is no plain value")
     return other(value)
 
 

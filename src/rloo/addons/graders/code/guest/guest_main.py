@@ -23,7 +23,12 @@ from typing import Any
 
 from rloo.addons.graders.code.guest import program, syscalls
 from rloo.addons.graders.code.guest import seccomp as calls
-from rloo.addons.graders.code.guest.process_tree import SandboxFailed, Stage, empty, kill_all
+from rloo.addons.graders.code.guest.process_tree import (
+    SandboxedProcess,
+    SandboxFailed,
+    empty,
+    kill_all,
+)
 from rloo.addons.graders.code.guest.resource_limits import wall_seconds
 
 # With these the clerk ends, where it has not answered.
@@ -106,12 +111,12 @@ def _wait_for(clerk: int, channel: int) -> int:
 
 
 def _answer_one(
-    channel: int, setup: dict[str, Any], handler: Callable[[dict[str, Any], Stage], Any]
+    channel: int, setup: dict[str, Any], handler: Callable[[dict[str, Any], SandboxedProcess], Any]
 ) -> None:
     """Read one request, answer it, and leave nothing behind. Never returns."""
     status, worker = _FAILED, os.getppid()
     try:
-        stage = Stage(setup["wall"], setup["limits"], channel)
+        stage = SandboxedProcess(setup["wall"], setup["limits"], channel)
 
         def stop(*_: Any) -> None:
             if not stage.closed:
@@ -162,7 +167,9 @@ def _limit(limits: dict[str, Any]) -> None:
 
 
 def _handled(
-    message: bytes, stage: Stage, handler: Callable[[dict[str, Any], Stage], Any]
+    message: bytes,
+    stage: SandboxedProcess,
+    handler: Callable[[dict[str, Any], SandboxedProcess], Any],
 ) -> bytes | None:
     try:
         return b"a" + json.dumps(handler(json.loads(message), stage)).encode()

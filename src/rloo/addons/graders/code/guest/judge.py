@@ -6,12 +6,12 @@ from typing import Any
 
 from rloo.addons.graders.code.guest import codec, leetcode_nodes, program_source
 from rloo.addons.graders.code.guest.compare import same_output, same_value
-from rloo.addons.graders.code.guest.object_proxy import Gone, Program
-from rloo.addons.graders.code.guest.process_tree import Ended, Stage
+from rloo.addons.graders.code.guest.object_proxy import ProgramExited, RemoteProgram
+from rloo.addons.graders.code.guest.process_tree import ProgramTimeOver, SandboxedProcess
 from rloo.addons.graders.code.guest.test_cases import run_tests
 
 
-def answer(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def answer(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
     """Of the request's `kind`: `run` gives `output` (of both sorts) and `status` of a program that
     is `given` something to read, the others `passed` of `count`, or why the tests cannot tell
     (`missing`). With `all_or_nothing`, what follows a failure is not run. The `program` is a text,
@@ -20,10 +20,10 @@ def answer(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
     return kinds[request["kind"]](request, stage)
 
 
-def _run(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def _run(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
     try:
         output, status = _Whole(request, stage).run(request["given"])
-    except Ended as ended:
+    except ProgramTimeOver as ended:
         return {"output": "", "status": None, "ended": str(ended)}
     return {"output": output.decode(errors="replace"), "status": status}
 
@@ -31,7 +31,7 @@ def _run(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
 class _Whole:
     """A whole program, which is built before it is first run, where `build` says how."""
 
-    def __init__(self, request: dict[str, Any], stage: Stage) -> None:
+    def __init__(self, request: dict[str, Any], stage: SandboxedProcess) -> None:
         self._request, self._stage = request, stage
         self._build = request.get("build")
         self._source = program_source.choose(request)
@@ -55,13 +55,13 @@ class _Whole:
         return self._stage.run(how, given)
 
 
-def _judge_inputs(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def _judge_inputs(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
     passed, whole = 0, _Whole(request, stage)
     cases = list(zip(request["inputs"], request["outputs"], strict=True))
     for given, wanted in cases:
         try:
             output, status = whole.run(given)
-        except Ended:
+        except ProgramTimeOver:
             break
         if status == 0 and same_output(output.decode(errors="replace"), wanted, request):
             passed += 1
@@ -70,7 +70,7 @@ def _judge_inputs(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
     return {"passed": passed, "count": len(cases)}
 
 
-def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def _judge_function(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
     passed, program, name = 0, None, request["function"]
     cases = [codec.decode(case) for case in request["cases"]]
     asked = {
@@ -82,7 +82,7 @@ def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
     for given, wanted in cases:
         try:
             if program is None or program.ended:
-                program = Program(stage, asked)
+                program = RemoteProgram(stage, asked)
             stage.grant()
             function = program.ask("name", name)
             found = (
@@ -91,9 +91,12 @@ def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
                 else program.ask("solve", function, hints, given)
             )
             right = _is_plain(found) and same_value(found, wanted, request)
-        except Ended:
+        except ProgramTimeOver:
             break
-        except (Gone, Exception):  # whatever comes of what the program has sent is its failure
+        except (
+            ProgramExited,
+            Exception,
+        ):  # whatever comes of what the program has sent is its failure
             right = False
         if right is True:
             passed += 1
@@ -105,6 +108,6 @@ def _judge_function(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
 def _is_plain(value: Any) -> bool:
     try:
         codec.encode(value)
-    except codec.NotPlain:
+    except codec.NotSerializable:
         return False
     return True

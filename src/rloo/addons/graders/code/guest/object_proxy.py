@@ -21,8 +21,8 @@ from itertools import islice
 from typing import Any
 
 from rloo.addons.graders.code.guest import codec
-from rloo.addons.graders.code.guest.process_tree import Stage
-from rloo.addons.graders.code.guest.proxy_types import FOREIGN, Coroutine, Extended, StandIn
+from rloo.addons.graders.code.guest.process_tree import SandboxedProcess
+from rloo.addons.graders.code.guest.proxy_types import FOREIGN, CoroutineProxy, ExtendedProxy, Proxy
 
 _MOST_ITEMS = 1_000_000
 # The module that tests are run as.
@@ -30,25 +30,25 @@ TESTS = "tests"
 _INPUT = builtins.input
 
 
-class Gone(BaseException):
+class ProgramExited(BaseException):
     """The program's process has ended, or was ended for its time or for what it has sent."""
 
 
-class CannotSend(TypeError):
+class NotSendable(TypeError):
     """A test gives a program what cannot be sent to it."""
 
 
-class Program:
+class RemoteProgram:
     """A process that has defined what the program defines, and answers calls."""
 
-    def __init__(self, stage: Stage, asked: dict[str, Any]) -> None:
+    def __init__(self, stage: SandboxedProcess, asked: dict[str, Any]) -> None:
         """`asked` has its `source`, and what `program.begin` takes besides. Raises Gone where it
         fails, or takes too long."""
         self._stage = stage
         # Whether objects that extend plain values are given as such, and not as these.
         self._objects = bool(asked.get("objects"))
         self._local: list[Callable[..., Any]] = []
-        self._stands: dict[int, StandIn] = {}
+        self._stands: dict[int, Proxy] = {}
         # The numbers of what tests call by the name of a class.
         self.classes: set[int] = set()
         self.errors: dict[str, type[Exception]] = {}
@@ -62,7 +62,7 @@ class Program:
         except BaseException as error:
             self.end()
             if isinstance(error, Exception):  # it has raised something, in place of our code
-                raise Gone from error
+                raise ProgramExited from error
             raise
 
     def end(self) -> None:
@@ -81,17 +81,17 @@ class Program:
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
         """Have it do something; what comes of it, or what it raises. Raises Gone."""
         if self.ended:
-            raise Gone
+            raise ProgramExited
         try:
             by_name = {key: self._encoded(item) for key, item in named.items()}
             given = [self._encoded(item) for item in args]
             self._say({"do": what, "args": given, "named": by_name, **self._surroundings()})
             # A function that returns something, and could say what it was given, is not believed.
             found = self._listen(args[1:] if what == "call" else ())
-        except Gone:
+        except ProgramExited:
             self.end()
             raise
-        if what == "call" and isinstance(found, StandIn):
+        if what == "call" and isinstance(found, Proxy):
             found.__dict__.setdefault("_made", (args[0], args[1:], named))
         return found
 
@@ -108,7 +108,7 @@ class Program:
         """What the program calls so. Tests call what begins with a capital a class, which may
         decide in its own way. Raises Gone, and what looking for it raises."""
         found = self.ask("name", name)
-        if isinstance(found, StandIn) and name[:1].isupper():
+        if isinstance(found, Proxy) and name[:1].isupper():
             self.classes.add(found._number)
         return found
 
@@ -133,7 +133,7 @@ class Program:
                     given = [self._decoded(item) for item in said["args"]]
                     named = {str(key): self._decoded(item) for key, item in said["named"].items()}
             except Exception as wrong:  # whatever comes of reading what a program has sent
-                raise Gone from wrong
+                raise ProgramExited from wrong
             if error is not None:
                 raise error
             self._say(self._answered(function, given, named))
@@ -174,22 +174,22 @@ class Program:
         left = memoryview(struct.pack("!I", len(content)) + content)
         while left:
             if not self._stage.wait({self._calls: select.POLLOUT}):
-                raise Gone
+                raise ProgramExited
             try:
                 left = left[os.write(self._calls, left) :]
             except BrokenPipeError:
-                raise Gone from None
+                raise ProgramExited from None
 
     def _hear(self, count: int) -> bytes:
         if count > self._stage.limits["output"]:
-            raise Gone
+            raise ProgramExited
         parts = bytearray()
         while len(parts) < count:
             if not self._stage.wait({self._results: select.POLLIN}):
-                raise Gone
+                raise ProgramExited
             part = os.read(self._results, count - len(parts))
             if not part:
-                raise Gone
+                raise ProgramExited
             parts += part
         return bytes(parts)
 
@@ -202,16 +202,16 @@ class Program:
         number, name, kinds, *more = content
         if kinds:
             return self.error_class([str(kind) for kind in kinds])
-        kind = Extended if more else Coroutine if name == "coroutine" else StandIn
+        kind = ExtendedProxy if more else CoroutineProxy if name == "coroutine" else Proxy
         return self._stands.setdefault(int(number), kind(self, int(number), str(name)))
 
     def _encoded(self, value: Any) -> Any:
         return codec.encode(value, self._other)
 
     def _other(self, value: Any) -> Any:
-        if isinstance(value, StandIn):
+        if isinstance(value, Proxy):
             if value._program is not self:
-                raise Gone
+                raise ProgramExited
             return {"object": value._number}
         if value is FOREIGN:
             return {"foreign": None}
@@ -221,7 +221,7 @@ class Program:
         if isinstance(value, Iterator):
             items = list(islice(value, _MOST_ITEMS + 1))
             if len(items) > _MOST_ITEMS:
-                raise CannotSend(f"an iterator over more than {_MOST_ITEMS:,} items")
+                raise NotSendable(f"an iterator over more than {_MOST_ITEMS:,} items")
             return {"iterator": [self._encoded(item) for item in items]}
         if isinstance(value, type) and value.__module__ == TESTS:
             return {"class": value.__name__}
@@ -230,7 +230,7 @@ class Program:
         if callable(value) and not isinstance(value, type):
             self._local.append(value)
             return {"callback": len(self._local) - 1}
-        raise CannotSend(f"a {type(value).__name__} cannot be given to a program")
+        raise NotSendable(f"a {type(value).__name__} cannot be given to a program")
 
     def _graph(self, first: Any) -> list[Any]:
         """An object of a class of the tests with those that it leads to, each with the name of its

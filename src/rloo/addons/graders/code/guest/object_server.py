@@ -81,7 +81,7 @@ def _state(thing: Any) -> dict[str, Any]:
     return found
 
 
-class Objects:
+class ObjectServer:
     """Defines what a program defines in `names`, and does what it is asked to do with it."""
 
     def __init__(self, names: dict[str, Any]) -> None:
@@ -197,12 +197,12 @@ class Objects:
     def _made(self, nodes: list[Any]) -> Any:
         """The first of objects that the tests have made, of the program's classes of these names
         (or ones without methods)."""
-        kinds = [self._names.get(name) for name, _ in leetcode_nodes]
+        kinds = [self._names.get(name) for name, _ in nodes]
         made: list[Any] = [
             object.__new__(kind if isinstance(kind, type) else type(name, (), {}))
-            for kind, (name, _) in zip(kinds, leetcode_nodes, strict=True)
+            for kind, (name, _) in zip(kinds, nodes, strict=True)
         ]
-        for thing, (_, attributes) in zip(made, leetcode_nodes, strict=True):
+        for thing, (_, attributes) in zip(made, nodes, strict=True):
             for name, item in attributes.items():
                 node = item.get("node") if isinstance(item, dict) else None
                 object.__setattr__(thing, name, self._decoded(item) if node is None else made[node])

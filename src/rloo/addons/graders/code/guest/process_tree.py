@@ -25,7 +25,7 @@ class SandboxFailed(BaseException):
     """The sandbox itself failed, which says nothing about the program."""
 
 
-class Ended(BaseException):
+class ProgramTimeOver(BaseException):
     """The program's time is over, or a limit that all its processes share: it is not started
     again."""
 
@@ -53,7 +53,7 @@ def kill_all(outsider: int) -> None:
             os.waitpid(-1, 0)
 
 
-class Stage:
+class SandboxedProcess:
     """Starts a program, talks to it, and ends it."""
 
     def __init__(self, wall: dict[str, Any], limits: dict[str, Any], channel: int) -> None:
@@ -62,7 +62,7 @@ class Stage:
         self._over: str | None = None
         self.closed = False
         self._running: int | None = None
-        self._clock = resource_limits.Clock(limits)
+        self._clock = resource_limits.ProgramClock(limits)
         if self._isolated:
             self._folder = program.PRIVATE
             syscalls.unshare(syscalls.NEW_PROCESSES)  # of the next child
@@ -89,7 +89,7 @@ class Stage:
         are closed here. Raises Ended where it may not run any more."""
         try:
             if self._over is not None:
-                raise Ended(self._over)
+                raise ProgramTimeOver(self._over)
             content = json.dumps(request).encode()
             try:
                 socket.send_fds(self._control, [b"r"], files)
@@ -216,7 +216,7 @@ class Stage:
             os.waitpid(self._pid, 0)
         else:
             kill_all(self._worker)
-        raise Ended(why)
+        raise ProgramTimeOver(why)
 
     def _watch(self) -> None:
         """End the program where its processes together have too much."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from rloo.addons.graders.code.guest import leetcode_nodes, syscalls
 from rloo.addons.graders.code.guest import seccomp as calls
-from rloo.addons.graders.code.guest.object_server import Objects
+from rloo.addons.graders.code.guest.object_server import ObjectServer
 from rloo.addons.graders.code.guest.program_source import implied
 
 PRIVATE = "/tmp"  # in the program's own mounts
@@ -135,7 +135,7 @@ def _python(request: dict[str, Any], serving: bool) -> int:
     try:
         if serving:
             setup = request.get("setup", "")
-            Objects(module.__dict__).serve(source, setup, (_CALLS, _RESULTS))
+            ObjectServer(module.__dict__).serve(source, setup, (_CALLS, _RESULTS))
         else:
             exec(compile(source, "main.py", "exec"), module.__dict__)
     except SystemExit as error:

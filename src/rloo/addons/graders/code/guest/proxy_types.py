@@ -22,7 +22,7 @@ _TOLD = ("__name__", "__qualname__", "__annotations__")
 FOREIGN = object()
 
 
-class StandIn:
+class Proxy:
     """An object of the program."""
 
     def __init__(self, program: Any, number: int, name: str) -> None:
@@ -44,12 +44,12 @@ class StandIn:
     def _is_known(self) -> bool:
         """Whether it is a class that tests name, or they have made it of one."""
         maker = self.__dict__.get("_made", (self,))[0]
-        return isinstance(maker, StandIn) and maker._number in self._program.classes
+        return isinstance(maker, Proxy) and maker._number in self._program.classes
 
     def __eq__(self, other: Any) -> bool:
         if self is other:
             return True
-        if not isinstance(other, StandIn) or self._name != other._name:
+        if not isinstance(other, Proxy) or self._name != other._name:
             return False
         if not self._says("eq", other):
             return False
@@ -95,7 +95,7 @@ class StandIn:
         return hash(self._program.ask("hash", self))
 
     def __instancecheck__(self, other: Any) -> bool:
-        if not isinstance(other, StandIn):
+        if not isinstance(other, Proxy):
             return False
         return self._program.ask("isinstance", other, self) is True
 
@@ -104,7 +104,7 @@ class StandIn:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = self._program.ask("iter", self)
-        return iter(iterator) if not isinstance(iterator, StandIn) else _Items(iterator)
+        return iter(iterator) if not isinstance(iterator, Proxy) else _Items(iterator)
 
     def __exit__(self, *_: Any) -> None:
         self._program.ask("exit", self)
@@ -126,7 +126,7 @@ class StandIn:
         self._program.ask("aexit", self)
 
 
-class Coroutine(StandIn):
+class CoroutineProxy(Proxy):
     """A coroutine of the program, which runs it to its end when it is begun."""
 
     def send(self, _: Any = None) -> Any:
@@ -143,25 +143,25 @@ class Coroutine(StandIn):
         """See `collections.abc.Coroutine`."""
 
 
-collections.abc.Coroutine.register(Coroutine)
+collections.abc.Coroutine.register(CoroutineProxy)
 
 
 def _other_than(value: Any) -> Any:
     return value + "'" if isinstance(value, str) else value + 1
 
 
-def _made_state(maker: StandIn, args: tuple[Any, ...]) -> Any:
+def _made_state(maker: Proxy, args: tuple[Any, ...]) -> Any:
     try:
         made = maker(*args)
     except Exception:  # it looks at what it is given
         return None
-    return made._state() if isinstance(made, StandIn) else made
+    return made._state() if isinstance(made, Proxy) else made
 
 
 class _Items:
     """An iterator of the program."""
 
-    def __init__(self, iterator: StandIn) -> None:
+    def __init__(self, iterator: Proxy) -> None:
         self._iterator = iterator
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,7 +172,7 @@ class _Items:
 
 
 def _unary(what: str, kind: type | None = None) -> Callable[..., Any]:
-    def method(self: StandIn, *args: Any) -> Any:
+    def method(self: Proxy, *args: Any) -> Any:
         if self._knows:
             raise TypeError("it was made of a value of the tests by an operator of the program")
         said = self._program.ask(what, self, *args)
@@ -184,12 +184,12 @@ def _unary(what: str, kind: type | None = None) -> Callable[..., Any]:
 
 
 def _binary(what: str, *, turned: bool = False) -> Callable[..., Any]:
-    def method(self: StandIn, other: Any) -> Any:
+    def method(self: Proxy, other: Any) -> Any:
         said = self._program.ask(what, *((other, self) if turned else (self, other)))
-        if isinstance(other, StandIn):
+        if isinstance(other, Proxy):
             return said
         # `abs(f(x) - 3) < 0.1`: a program that is given the 3 could make anything close to it.
-        if not isinstance(said, StandIn):
+        if not isinstance(said, Proxy):
             raise TypeError("an operator of the program decides about a value of the tests")
         said.__dict__["_knows"] = True
         return said
@@ -198,15 +198,13 @@ def _binary(what: str, *, turned: bool = False) -> Callable[..., Any]:
 
 
 def _order(what: str) -> Callable[..., Any]:
-    def method(self: StandIn, other: Any) -> Any:
-        return (
-            self._program.ask(what, self, other) if isinstance(other, StandIn) else NotImplemented
-        )
+    def method(self: Proxy, other: Any) -> Any:
+        return self._program.ask(what, self, other) if isinstance(other, Proxy) else NotImplemented
 
     return method
 
 
-def _contains(self: StandIn, item: Any) -> bool:
+def _contains(self: Proxy, item: Any) -> bool:
     try:
         items = iter(self)
     except TypeError:
@@ -216,35 +214,35 @@ def _contains(self: StandIn, item: Any) -> bool:
     return any(item is other or item == other for other in items)
 
 
-setattr(StandIn, "__contains__", _contains)  # noqa: B010  # as all others below
+setattr(Proxy, "__contains__", _contains)  # noqa: B010  # as all others below
 for _what in ("lt", "le", "gt", "ge"):
-    setattr(StandIn, f"__{_what}__", _order(_what))
+    setattr(Proxy, f"__{_what}__", _order(_what))
 for _what in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_",
               "xor"):  # fmt: skip
-    setattr(StandIn, f"__{_what.rstrip('_')}__", _binary(_what))
-    setattr(StandIn, f"__r{_what.rstrip('_')}__", _binary(_what, turned=True))
+    setattr(Proxy, f"__{_what.rstrip('_')}__", _binary(_what))
+    setattr(Proxy, f"__r{_what.rstrip('_')}__", _binary(_what, turned=True))
 for _what in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "next", "enter"):
-    setattr(StandIn, f"__{_what}__", _unary(_what))
+    setattr(Proxy, f"__{_what}__", _unary(_what))
 for _what, _kind in (("str", str), ("repr", str), ("len", int), ("bool", bool), ("int", int),
                      ("float", float)):  # fmt: skip
-    setattr(StandIn, f"__{_what}__", _unary(_what, _kind))
-setattr(StandIn, "__doc__", property(lambda self: self._program.ask("getattr", self, "__doc__")))  # noqa: B010
+    setattr(Proxy, f"__{_what}__", _unary(_what, _kind))
+setattr(Proxy, "__doc__", property(lambda self: self._program.ask("getattr", self, "__doc__")))  # noqa: B010
 
 
-class Extended(StandIn):
+class ExtendedProxy(Proxy):
     """An object of a class that extends a built-in one. To a value of the tests it is the plain
     value that it extends, which is compared here."""
 
     def _plain(self) -> Any:
         found = self._program.ask("plain", self)
-        if isinstance(found, StandIn):
+        if isinstance(found, Proxy):
             raise TypeError("it extends nothing")
         return found
 
     def __eq__(self, other: Any) -> bool:
-        return super().__eq__(other) if isinstance(other, StandIn) else self._plain() == other
+        return super().__eq__(other) if isinstance(other, Proxy) else self._plain() == other
 
-    __hash__ = StandIn.__hash__
+    __hash__ = Proxy.__hash__
 
     def __index__(self) -> int:
         return operator.index(self._plain())
@@ -254,10 +252,10 @@ class Extended(StandIn):
 
 
 def _as_plain(what: str, *, turned: bool = False) -> Callable[..., Any]:
-    of_objects, work = getattr(StandIn, what), getattr(operator, what.replace("__r", "__"))
+    of_objects, work = getattr(Proxy, what), getattr(operator, what.replace("__r", "__"))
 
-    def method(self: Extended, other: Any) -> Any:
-        if isinstance(other, StandIn):
+    def method(self: ExtendedProxy, other: Any) -> Any:
+        if isinstance(other, Proxy):
             return of_objects(self, other)
         return work(other, self._plain()) if turned else work(self._plain(), other)
 
@@ -265,7 +263,7 @@ def _as_plain(what: str, *, turned: bool = False) -> Callable[..., Any]:
 
 
 for _what in ("lt", "le", "gt", "ge"):
-    setattr(Extended, f"__{_what}__", _as_plain(f"__{_what}__"))
+    setattr(ExtendedProxy, f"__{_what}__", _as_plain(f"__{_what}__"))
 for _what in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
-    setattr(Extended, f"__{_what}__", _as_plain(f"__{_what}__"))
-    setattr(Extended, f"__r{_what}__", _as_plain(f"__r{_what}__", turned=True))
+    setattr(ExtendedProxy, f"__{_what}__", _as_plain(f"__{_what}__"))
+    setattr(ExtendedProxy, f"__r{_what}__", _as_plain(f"__r{_what}__", turned=True))

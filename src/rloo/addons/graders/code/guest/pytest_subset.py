@@ -53,7 +53,7 @@ class _Approx:
         return _Approx(wanted, self._rel, self._abs, self._nan_ok)
 
 
-class Skipped(Exception):
+class TestSkipped(Exception):
     """A test skips itself."""
 
 
@@ -119,7 +119,7 @@ def _fixture(*given: Any, **_: Any) -> Any:
 
 
 def _skip(*_: Any, **__: Any) -> None:
-    raise Skipped
+    raise TestSkipped
 
 
 def _fail(reason: str = "", *_: Any, **__: Any) -> None:

@@ -28,7 +28,7 @@ def wall_seconds(seconds: float) -> float:
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessUsage:
     """What Linux tells of one: the state of it or of a thread that goes on without it, seconds of a
     processor (its own, and of children that it has waited for), bytes that are resident,
     bytes of tables of pages and of swapped and huge ones, and how often it has gone to sleep."""
@@ -48,7 +48,7 @@ class Process:
         return self.place.split("/")[2], self.begun
 
 
-class Clock:
+class ProgramClock:
     """The time that a program has had: that of processors, of all its processes, and that in which
     none of them wants a processor. So it costs it nothing where others have these."""
 
@@ -87,7 +87,7 @@ class Clock:
         it was to be waited is time in which we had no processor ourselves."""
         self._waited += min(seconds, TICK) if came else seconds
 
-    def look(self, family: Family) -> None:
+    def look(self, family: ProcessFamily) -> None:
         """Count the time since it was last looked at."""
         self._looked = time.monotonic()
         passed, self._waited = self._waited, 0.0
@@ -108,14 +108,14 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Family:
+class ProcessFamily:
     """The processes of a program, and seconds of those that have ended."""
 
-    members: list[Process]
+    members: list[ProcessUsage]
     waited: float
 
 
-def family(clerk: int, stage: int) -> Family:
+def family(clerk: int, stage: int) -> ProcessFamily:
     """All that descend from the clerk, to which orphans come, but the stage's own process."""
     processes = _processes()
     children: dict[int, list[int]] = {}
@@ -128,10 +128,10 @@ def family(clerk: int, stage: int) -> Family:
         if pid != stage and pid in processes:
             found.append(_process(pid, processes[pid]))
     waited = _process(stage, processes[stage]).waited if stage in processes else 0.0
-    return Family(found, waited)
+    return ProcessFamily(found, waited)
 
 
-def _process(pid: int, fields: list[str]) -> Process:
+def _process(pid: int, fields: list[str]) -> ProcessUsage:
     place, state, resident = f"/proc/{pid}", fields[0], fields[21]
     if state not in "RD" and int(fields[17]) > 1:  # its first thread may have ended, or waits
         with suppress(OSError):
@@ -149,11 +149,11 @@ def _process(pid: int, fields: list[str]) -> Process:
     tables = sum(1024 * int(told.get(name, "0").split()[0]) for name in counted)
     slept = int(told.get("voluntary_ctxt_switches", "0"))
     size = int(resident) * _PAGE
-    return Process(place, int(fields[19]), state, own, waited, size, tables, slept)
+    return ProcessUsage(place, int(fields[19]), state, own, waited, size, tables, slept)
 
 
 def too_much(
-    family: Family, limits: dict[str, Any], folder: str | None, socket_bytes: int
+    family: ProcessFamily, limits: dict[str, Any], folder: str | None, socket_bytes: int
 ) -> str | None:
     """What the processes of a program have too much of; None where nothing. `folder` has their
     files, where no file system of their own limits them; a socket holds at most `socket_bytes`."""
@@ -182,7 +182,7 @@ def too_much(
     return None
 
 
-def _in_the_kernel(living: list[Process], socket_bytes: int, most: int) -> int | None:
+def _in_the_kernel(living: list[ProcessUsage], socket_bytes: int, most: int) -> int | None:
     """Bytes that Linux may hold for open files, pipes, sockets, tables of pages and areas of
     addresses, or more than `most`; None where a process cannot be looked at, which honest ones
     always can."""
@@ -290,7 +290,7 @@ def _files(folder: str, most: int) -> tuple[int, int]:
     return count, size
 
 
-def _unnamed(living: list[Process]) -> int:
+def _unnamed(living: list[ProcessUsage]) -> int:
     """Bytes of the open files that have no name any more."""
     found = {}
     for process in living:

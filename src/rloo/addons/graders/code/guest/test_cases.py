@@ -16,21 +16,25 @@ from contextlib import suppress
 from typing import Any
 
 from rloo.addons.graders.code.guest import program_source, pytest_subset
-from rloo.addons.graders.code.guest.object_proxy import TESTS, Gone, Program
-from rloo.addons.graders.code.guest.process_tree import Ended, SandboxFailed, Stage
-from rloo.addons.graders.code.guest.test_suite import CannotTell, Suite, Unit
+from rloo.addons.graders.code.guest.object_proxy import TESTS, ProgramExited, RemoteProgram
+from rloo.addons.graders.code.guest.process_tree import (
+    ProgramTimeOver,
+    SandboxedProcess,
+    SandboxFailed,
+)
+from rloo.addons.graders.code.guest.test_suite import TestSuite, TestsUnusable, TestUnit
 
 
-def run_tests(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
+def run_tests(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
     """How many of the tests pass."""
     try:
-        suite = Suite(
+        suite = TestSuite(
             request["tests"],
             request.get("setup", ""),
             request.get("entry", ""),
             tuple(request.get("packages", ())),
         )
-    except CannotTell as error:
+    except TestsUnusable as error:
         return {"missing": str(error)}
     text = program_source.choose(request, suite.wanted)
     asked = {
@@ -46,7 +50,7 @@ def run_tests(request: dict[str, Any], stage: Stage) -> dict[str, Any]:
                 passed += 1
             elif request["all_or_nothing"]:
                 break
-    except Ended:
+    except ProgramTimeOver:
         pass
     return {"passed": passed, "count": len(suite.units)}
 
@@ -58,9 +62,9 @@ _COROUTINE = 0x80
 class _Runner:
     """Runs units of a suite on a program, which it starts again where that has ended."""
 
-    def __init__(self, suite: Suite, asked: dict[str, Any], stage: Stage) -> None:
+    def __init__(self, suite: TestSuite, asked: dict[str, Any], stage: SandboxedProcess) -> None:
         self._suite, self._asked, self._stage = suite, asked, stage
-        self._program: Program | None = None
+        self._program: RemoteProgram | None = None
         self._done = 0  # so many texts were run
         self._failed: set[int] = set()
         self._module = types.ModuleType(TESTS)
@@ -70,7 +74,7 @@ class _Runner:
         self._own, self._taken = suite.names_in(asked["source"])
         self._given: dict[str, Any] = {}
 
-    def passes(self, unit: Unit) -> bool:
+    def passes(self, unit: TestUnit) -> bool:
         """Whether it does. Raises Ended."""
         try:
             if self._program is None or self._program.ended:
@@ -80,11 +84,11 @@ class _Runner:
             right = self._run(unit)
             # A test that takes every error for what it waits for is not passed by an end.
             return right and not self._program.ended
-        except Gone:
+        except ProgramExited:
             return False
 
     def _begin(self) -> None:
-        self._program = Program(self._stage, self._asked)
+        self._program = RemoteProgram(self._stage, self._asked)
         find, given = self._program.find, dict(self._own)
         for name in self._taken:
             with suppress(Exception):  # it stays free
@@ -98,7 +102,7 @@ class _Runner:
         self._given = given
         self._right(lambda: self._execute(self._suite.begin))
 
-    def _run(self, unit: Unit) -> bool:
+    def _run(self, unit: TestUnit) -> bool:
         while self._done <= unit.text:
             tree = self._suite.trees[self._done]
             self._done += 1
@@ -108,7 +112,7 @@ class _Runner:
             return False
         return not unit.name or self._right(lambda: self._call(unit))
 
-    def _call(self, unit: Unit) -> None:
+    def _call(self, unit: TestUnit) -> None:
         if unit.name == "check" and self._suite.entry:
             assert self._program is not None
             self._names["check"](self._program.ask("name", self._suite.entry))
@@ -141,7 +145,7 @@ class _Runner:
     def _right(self, work: Any) -> bool:
         try:
             work()
-        except (Gone, Ended, SandboxFailed):
+        except (ProgramExited, ProgramTimeOver, SandboxFailed):
             raise
         except BaseException:  # also SystemExit: whatever comes of what a program has given
             return False

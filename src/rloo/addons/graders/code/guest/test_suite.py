@@ -30,12 +30,12 @@ _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast
             ast.Assign, ast.AnnAssign)  # fmt: skip
 
 
-class CannotTell(Exception):
+class TestsUnusable(Exception):
     """The tests are no fault of the program's: they cannot be run."""
 
 
 @dataclass(frozen=True)
-class Unit:
+class TestUnit:
     """What passes or fails: a text (`name` is empty), a test function of it, or a method of a class
     of tests (`Class.method`)."""
 
@@ -44,9 +44,9 @@ class Unit:
 
 
 @dataclass
-class Suite:
+class TestSuite:
     """Tests, and the `setup` that they and the program begin with. `entry`: what `check` of the
-    tests is called with. `packages` are there beside the library. Raises CannotTell."""
+    tests is called with. `packages` are there beside the library. Raises TestsUnusable."""
 
     tests: list[str]
     setup: str = ""
@@ -54,7 +54,7 @@ class Suite:
     packages: tuple[str, ...] = ()
     trees: list[ast.Module] = field(init=False)
     begin: ast.Module = field(init=False)
-    units: list[Unit] = field(init=False)
+    units: list[TestUnit] = field(init=False)
     # Of the names that are taken from the program: what they are called there.
     asked: dict[str, str] = field(init=False)
     modules: list[str] = field(init=False)
@@ -66,7 +66,7 @@ class Suite:
         self.trees = [self._read(test) for test in self.tests]
         self.units = [unit for at, tree in enumerate(self.trees) for unit in self._units(at, tree)]
         if not self.units:
-            raise CannotTell("the tests test nothing")
+            raise TestsUnusable("the tests test nothing")
         whole = ast.Module([*self.begin.body, *(n for tree in self.trees for n in tree.body)], [])
         nodes = list(ast.walk(whole))
         if "numpy" not in self.packages:
@@ -144,19 +144,19 @@ class Suite:
             tree = ast.parse(text, "test.py")
             compile(tree, "test.py", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
-            raise CannotTell(f"a test cannot be read: {error}") from error
+            raise TestsUnusable(f"a test cannot be read: {error}") from error
         return ast.fix_missing_locations(_WithoutProgram(self).visit(tree))
 
-    def _units(self, at: int, tree: ast.Module) -> list[Unit]:
+    def _units(self, at: int, tree: ast.Module) -> list[TestUnit]:
         functions = [n for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
         named = {function.name: function for function in functions}
         if self.entry and "check" in named:
-            return [Unit(at, "check")]
-        found = [Unit(at, name) for name in named if name.startswith("test")]
+            return [TestUnit(at, "check")]
+        found = [TestUnit(at, name) for name in named if name.startswith("test")]
         for kind in tree.body:
             if isinstance(kind, ast.ClassDef) and _is_test_class(kind):
                 found += [
-                    Unit(at, f"{kind.name}.{item.name}")
+                    TestUnit(at, f"{kind.name}.{item.name}")
                     for item in kind.body
                     if isinstance(item, ast.FunctionDef) and item.name.startswith("test")
                 ]
@@ -168,9 +168,9 @@ class Suite:
             and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
             for node in tree.body
         )
-        return [Unit(at)] if acts else []
+        return [TestUnit(at)] if acts else []
 
-    def _check_fixtures(self, units: list[Unit], named: dict[str, Any]) -> None:
+    def _check_fixtures(self, units: list[TestUnit], named: dict[str, Any]) -> None:
         for unit in units:
             function = named.get(unit.name)
             if function is None:
@@ -179,7 +179,7 @@ class Suite:
             for argument in function.args.args:
                 known = argument.arg in named or argument.arg in pytest_subset.FIXTURES
                 if not known and argument.arg not in decorators:
-                    raise CannotTell(
+                    raise TestsUnusable(
                         f"the test {unit.name!r} asks for {argument.arg!r}, which is no fixture"
                     )
 
@@ -202,7 +202,7 @@ class Suite:
 class _WithoutProgram(ast.NodeTransformer):
     """Takes out imports of the module that the program is to be; what they give is asked for."""
 
-    def __init__(self, suite: Suite) -> None:
+    def __init__(self, suite: TestSuite) -> None:
         self._suite = suite
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:  # of ast
@@ -231,7 +231,7 @@ def _is_test_class(kind: ast.ClassDef) -> bool:
 
 
 def _check_numpy(nodes: list[ast.AST]) -> None:
-    """See that what tests use of numpy is there without it. Raises CannotTell."""
+    """See that what tests use of numpy is there without it. Raises TestsUnusable."""
     names = {
         alias.asname or alias.name
         for node in nodes
@@ -247,20 +247,20 @@ def _check_numpy(nodes: list[ast.AST]) -> None:
             and node.value.id in names
             and not hasattr(known, node.attr)
         ):
-            raise CannotTell(
+            raise TestsUnusable(
                 f"a test uses numpy.{node.attr}: `packages=['numpy']` (option of code)"
             )
     sys.modules["numpy"] = known
 
 
 def _module(name: str) -> Any:
-    """A module that tests import. Raises CannotTell."""
+    """A module that tests import. Raises TestsUnusable."""
     if name.partition(".")[0] == "pytest":
         return None
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise CannotTell(f"a test cannot be run: {error!r}") from error
+        raise TestsUnusable(f"a test cannot be run: {error!r}") from error
 
 
 def _called_on_calls(nodes: list[ast.AST]) -> set[str]:
