@@ -193,7 +193,7 @@ def waits(small: bool) -> Facts:
                 call(repeated)
 
         with (
-            patch.object(update, "micro_loss", checked_loss),
+            patch.object(update, "micro_batch_loss", checked_loss),
             patch.object(CapturedGraph, "__call__", checked_call),
         ):
             trainer.train()

@@ -3,7 +3,7 @@ r"""Judges of answers beside each other: right answers accepted, and wrong ones.
     python -m benchmarks.judges [--gsm8k FILE] [--pairs FILE ...]
         [--trl PYTHON] [--verl PYTHON FOLDER ...]
 
-The sets are pairs written by hand (`tests/rewards/data/judges.jsonl`), the corpora of
+The sets are pairs written by hand (`tests/addons/graders/data/judges.jsonl`), the corpora of
 `benchmarks.chaos.verifiers`, closed answers rewritten by rule (`benchmarks.judges_forms`), forms
 of GSM8K's answers (`--gsm8k`, its test file) and files from elsewhere (`--pairs`): a JSON object
 a line with `reference`, `completion`, `right`, and `prompt` where there is one.
@@ -28,7 +28,7 @@ from benchmarks.judges_forms import Pair, form_pairs, gsm8k_pairs
 from rloo.rewards import make_math
 
 _SIDE = Path(__file__).with_name("judges_side.py")
-_HAND = Path(__file__).parents[1] / "tests/rewards/data/judges.jsonl"
+_HAND = Path(__file__).parents[1] / "tests/addons/graders/data/judges.jsonl"
 Judge = Callable[[list[Pair]], list[bool | None]]
 
 

@@ -22,7 +22,7 @@ def run(folder: Path, staleness: int, seed: int, *, corrected: bool) -> None:
     """One run of the embedded task. Without the correction it is what the options refuse."""
     from rloo import RLOOTrainer
     from rloo.cli import EMBEDDED
-    from rloo.config.parser import parse_command_line
+    from rloo.config.parsing import parse_command_line
 
     given = {"max_staleness": staleness, "seed": seed, "output_dir": folder, "num_threads": 1}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from small_models import make_model, make_tokenizer, save, teach
 
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.data.tasks import load_task_rows
 
 RECIPE = Path(__file__).with_name("gym.yaml")

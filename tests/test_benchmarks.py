@@ -21,7 +21,7 @@ from benchmarks.summary import Spread, summarise
 from benchmarks.trl_side import TorchWithProducts, add_product
 from benchmarks.workloads import DEFAULT, FAMILIES, WORKLOADS
 from rloo.config.batch_sizes import batches_of
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 
 # N = 2 x (10 x (2 x 8 + 2 x 4) + 3 x 10 x 20) + 10 x 100 = 2 x 840 + 1000 = 2680
 SHAPE = Shape(num_layers=2, hidden=10, queries=8, keys=4, intermediate=20, vocabulary=100)

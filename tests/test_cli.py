@@ -20,7 +20,7 @@ from datasets import Dataset
 
 from rloo import cli
 from rloo.config.config import option_types
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -741,7 +741,7 @@ def test_a_signal_ends_the_process_where_c_calls_python(name):
     number = getattr(signal, name)
     code = (
         "import os\nfrom rloo.algorithm.stop_signals import StopSignals\nstop = StopSignals()\n"
-        "with stop.listening(), stop.ending():\n    try:\n"
+        "with stop.handling(), stop.ending():\n    try:\n"
         f"        sorted([2, 1], key=lambda n: os.kill(os.getpid(), {int(number)}))\n"
         "    except BaseException:\n        os.abort()\n"
     )

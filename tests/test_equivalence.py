@@ -1,10 +1,9 @@
 """Ways to train that must come to the same: one table of features, one test for each pair of ways.
 
-To the last bit: a run that was resumed from its middle, and one that was never stopped; a run
-that was evaluated at every step, and one that never was. But for rounding: updates packed and
-padded; rollouts sampled by the native engine and by transformers. One process and several are
-compared in tests/test_processes.py and, under DeepSpeed, in tests/peers/test_deepspeed.py.
-"""
+To the last bit: a run that was resumed from its middle, and one that was never stopped; a run that
+was evaluated at every step, and one that never was. But for rounding: updates packed and padded;
+rollouts sampled by the native engine and by transformers. One process and several are compared in
+tests/distributed/test_processes.py and, under DeepSpeed, in tests/peers/test_deepspeed.py."""
 
 import json
 import random

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from rloo.cli import main
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from support.models import make_model
 from support.text import make_tokenizer
 
 ROOT = Path(__file__).parents[1]
-GSM8K = ROOT / "tests/rewards/data/gsm8k_200.jsonl"
+GSM8K = ROOT / "tests/addons/graders/data/gsm8k_200.jsonl"
 # Random models end no sentence: this reward differs between any two completions.
 REWARD = """
 def words(completions, **columns):

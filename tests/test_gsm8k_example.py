@@ -14,7 +14,7 @@ from rloo import RLOOTrainer
 from rloo.algorithm.advantages import LossContext
 from rloo.cli import main
 from rloo.config.batch_sizes import batches_of
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from support.gsm8k import (
     DATA,
     EXAMPLE,

@@ -18,16 +18,53 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src"
 README = ROOT / "README.md"
 MAX_FUNCTION_LINES = 60
-MAX_FILE_LINES = 400
+# A file of one concept may have more lines; its head says why (`# Over 400 lines: ...`).
+MAX_FILE_LINES, MAX_CONCEPT_LINES = 400, 500
+REASON = re.compile(r"# Over 400 lines: \w+")
 MAX_PARAMETERS = 6
 # The files of algorithm/ that tell the method, to be read in one sitting.
 METHOD = ("train", "rollout", "reward_shaping", "advantages", "update", "loss")
 MAX_METHOD_LINES = 1200
-MAX_METHOD_FILE_LINES = 250
+MAX_METHOD_FILE_LINES = 275
 MAX_POLICY_METHODS = 12
 # A move of the code pays for each of them: the numbers may fall, not rise.
 MAX_PRIVATE_NAMES_IN_TESTS = 199
 MAX_PATCHES_IN_TESTS = 209
+
+# The words that names of modules and folders are made of: those of the field, or of Python. A word
+# that is new here has its source in the glossary of docs/architecture.md, if it is a term.
+MODULE_WORDS = set(
+    """
+    accelerate accelerator actors adapter addons advantages after algorithm aliases answer answers
+    archive areal arguments arithmetic async atomic attention attributes autocast backend baselines
+    batch before bf16 blocks budget build c cache callbacks card cases causes check checkpoint
+    checks cli client cluster code codec command commands compare compat completion config
+    consistency console content controller conversation cost countdown counter cpu cuda curriculum
+    data dataset decode decoder decoding deepspeed denial detect dir display distributed doctor
+    document downsampling dry engine engines env environment environments episodes equality equation
+    estimate estimator estimators eval evaluate exact exchange executor exit expansion export
+    expression extraction ffi fields file flash form formats forward fsdp2 func function functions
+    fused generation gpu graders gradient graphs group groups gsm8k guard guarded guest gym head
+    heartbeat help hf html hub hydra image images importers in info integrations io isolation
+    iterable json jsonl judge kernels keys kl known kv kwargs launch launcher layers layout layouts
+    learning leetcode limits line live lm load loading local lock logprobs loop lora loss main math
+    matmul memory merge merging metric metrics micro mixin model monitor ms multi names native nccl
+    nemo nodes norm normal numbers numpy object objective offload oom openenv openrlhf ops optimizer
+    optimizers option optional options overrides packages packed parallel parser parsing plan
+    planner platform plot plugin policy pool prefill prefix preflight prepare presets printing
+    problem process processing profiler program progress prompt proxy pytest pytree quantization
+    ragged rank ranks ray reader reasoning recipes record records reference registry remote renderer
+    report requests resource response restart resume retry reward rewards rl rloo rng roles rollout
+    rounding router rows rules run running sample sampler sampling sandbox save schedule screen
+    seccomp secrets self serialization server set settings setup shapes shaping sharded shared shell
+    show sides signal signals simulation sizes slurm softmax source special specs standard state
+    static stats status step stop stopwatch store streams subclass subset suite summary supervisor
+    support swift syscalls system tables task tasks templates tensor test text time timeout timing
+    token tokenization tool tools torch traceback tracking train trainer training tree trial trl
+    tuning turn types unsupported update upload user validation values verifiers verl versions vllm
+    weight wording words worker workers world writer yaml zero
+    """.split()  # noqa: SIM905
+)
 
 # The signatures of others: TRL's trainer, transformers' attention functions.
 MANY_PARAMETERS = {
@@ -52,6 +89,26 @@ ROWS = [
     "cli",
     "__main__",
 ]
+# Imports of add-ons by the core, which are to be cut: none may be added.
+TO_CUT = {
+    ("rloo.data.tasks", "integrations.reasoning_gym.gym_dataset"),
+    ("rloo.episodes.environments", "integrations.openenv"),
+    ("rloo.rewards", "graders.math.gsm8k"),
+    ("rloo.rewards", "graders.math.math_reward"),
+    ("rloo.rewards", "graders.text_rewards"),
+    ("rloo.tracking.monitor", "report.doctor.doctor_command"),
+    ("rloo.tracking.monitor", "report.doctor.live_rules"),
+    ("rloo.tracking.monitor", "report.doctor.run_record"),
+    ("rloo.tracking.monitor", "report.html"),
+    ("rloo.tracking.monitor", "report.live.screen"),
+    ("rloo.tracking.run_reader", "report.doctor.run_record"),
+    ("rloo.trainer.eval_rewards", "report.doctor.run_record"),
+    ("rloo.trainer.preflight", "integrations.reasoning_gym.task_names"),
+    ("rloo.trainer.run_dir", "launch.local_ranks"),
+    ("rloo.trainer.run_dir", "report.html"),
+    ("rloo.trainer.trainer", "integrations.reasoning_gym.curriculum"),
+    ("rloo.trainer.training_loop", "report.doctor.dataset_stats"),
+}
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}
 # The package itself imports nothing when it is loaded: what it exports is found when asked for.
 ROW_OF["rloo"] = -1
@@ -179,14 +236,14 @@ def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_imports_go_from_low_to_high():
     modules = {name_of(path) for path in source_files()}
     graph = {name_of(path): own_imports(path, modules) for path in source_files()}
-    wrong = [
-        f"{module} imports {other}"
+    wrong = {
+        (module, other.removeprefix("rloo.addons."))
         for module, others in graph.items()
         for other in others
         if (ours := folder_of(module)) != (theirs := folder_of(other))
         and ROW_OF[theirs] >= ROW_OF[ours]
-    ]
-    assert not wrong
+    }
+    assert wrong == TO_CUT
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -249,6 +306,20 @@ def test_tests_reach_inside_no_more_often():
     assert len(patches) <= MAX_PATCHES_IN_TESTS
 
 
+def test_modules_are_named_by_the_words_of_the_field():
+    parts = {part for path in source_files() for part in name_of(path).split(".")}
+    words = {word for part in parts if not part.startswith("__") for word in part.split("_")}
+    assert words == MODULE_WORDS | {"rloo"}, "a module's name has a word that is not listed"
+
+
+def test_no_file_and_no_class_has_the_name_of_another():
+    files = Counter(path.name for path in source_files() if path.name != "__init__.py")
+    classes = Counter(
+        n.name for p in source_files() for n in nodes(p) if isinstance(n, ast.ClassDef)
+    )
+    assert [name for name, count in (files + classes).items() if count > 1] == []
+
+
 def test_functions_and_files_are_short():
     long = [
         f"{name_of(path)}.{function.name} has {length} lines"
@@ -259,7 +330,8 @@ def test_functions_and_files_are_short():
     long += [
         f"{name_of(path)} has {length} lines"
         for path in source_files()
-        if (length := len(path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+        if (length := len(lines := path.read_text(encoding="utf-8").splitlines())) > MAX_FILE_LINES
+        and (length > MAX_CONCEPT_LINES or not any(map(REASON.match, lines[:12])))
     ]
     assert not long
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rloo.config.compat.recipes import refuse_other
 from rloo.config.config import known_names
-from rloo.config.parser import YAML_SUFFIXES, parse_command_line, read_config_file
+from rloo.config.parsing import YAML_SUFFIXES, parse_command_line, read_config_file
 
 # Batches fit the number of processes that a recipe is for, of which it says nothing.
 PROCESSES = (1, 2, 4, 7, 8)

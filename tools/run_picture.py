@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from rloo.addons.report.live import screen
 from rloo.cli import EMBEDDED
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.trainer.trainer import RLOOTrainer
 
 WIDTH, HEIGHT = 100, 60

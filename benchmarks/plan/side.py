@@ -91,7 +91,7 @@ def run(arguments: list[str], *, worst: bool) -> dict[str, Any]:
 
 
 def _config(arguments: list[str]) -> Any:
-    from rloo.config.parser import parse_command_line
+    from rloo.config.parsing import parse_command_line
 
     return parse_command_line(arguments)
 

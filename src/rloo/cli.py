@@ -19,7 +19,7 @@ from rloo.config.config import RLOOConfig, in_one_process, without_adapter
 from rloo.config.fields import config_errors, suggest
 from rloo.config.help_text import overview, usage_of
 from rloo.config.launcher_env import check_alone, check_launch, is_launched, restart_count
-from rloo.config.parser import given_names, parse_command_line
+from rloo.config.parsing import given_names, parse_command_line
 from rloo.config.presets import describe_preset, remarks
 from rloo.config.show import render_all, render_basic, render_option, render_resolved
 from rloo.config.user_functions import NotAllowed

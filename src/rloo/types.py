@@ -95,12 +95,11 @@ class Completion:
     `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
     string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
     temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
-    was sampled from. Both are natural logarithms, one per token. `owner_rank` is the process that alone
-    has them, None where all do; the others have `RemoteTokens` in place of each list. `weight_versions` are
-    those of the weights that sampled its tokens, in order, each with how many; empty where all are
-    of the rollout's. An `episode` has tokens that no engine sampled, what tools said: `trained` is
-    False for these, and their log-probs are 0.
-    """
+    was sampled from. Both are natural logarithms, one per token. `owner_rank` is the process that
+    alone has them, None where all do; the others have `RemoteTokens` in place of each list.
+    `weight_versions` are those of the weights that sampled its tokens, in order, each with how
+    many; empty where all are of the rollout's. An `episode` has tokens that no engine sampled, what
+    tools said: `trained` is False for these, and their log-probs are 0."""
 
     token_ids: list[int]
     finish: FinishReason

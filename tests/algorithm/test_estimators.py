@@ -148,7 +148,7 @@ def whole(returns):
     return (returns.return_N - returns.return_N.mean()) / returns.return_N.std()
 
 def by_token(returns):
-    return returns.per_token(returns.reward_N) - returns.to_go_T
+    return returns.per_token(returns.reward_N) - returns.penalty_to_go_T
 
 def in_place(returns):
     returns.reward_N.sub_(100.0)

@@ -11,7 +11,7 @@ import yaml
 from rloo.config.compat.aliases import ALIASES, SHORT
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import RLOOConfig, option_types
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.config.show import render_resolved
 
 

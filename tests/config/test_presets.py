@@ -17,7 +17,7 @@ from rloo.algorithm.estimators import EstimatorInput
 from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS, PAPER, estimator_config_of
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.config.presets import (
     BASE,
     PRESETS,

@@ -77,8 +77,8 @@ pytestmark = pytest.mark.peers
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """As in tests/test_processes.py: PARALLEL-PROCESSES; runs of which two made half under zero3,
-    and one half that two ended; and those by a file, and by transformers' generate."""
+    """As in tests/distributed/test_processes.py: PARALLEL-PROCESSES; runs of which two made half
+    under zero3, and one half that two ended; and those by a file, and by transformers' generate."""
     folder = tmp_path_factory.mktemp("made")
     file, second, yaml = (folder / name for name in ("zero.json", "second.json", "accelerate.yaml"))
     file.write_text(json.dumps(FILE), encoding="utf-8")

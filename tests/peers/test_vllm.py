@@ -19,7 +19,7 @@ from datasets import Dataset
 
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.engines.vllm.server_process import LocalServer, guarded_environment
 from rloo.trainer.remote_engines import must_untie, serving_of
 from rloo.types import Sampling
@@ -189,7 +189,7 @@ def gone_on(trainer, prompts, seed: int) -> list[float]:
     policy, engine = trainer.policy, trainer.engine
     policy.load_into(engine)
     older = engine.version
-    begun = engine.begin(prompts, 16, Sampling(60, ()), seed)
+    begun = engine.submit(prompts, 16, Sampling(60, ()), seed)
     time.sleep(0.05 + 0.15 * seed)
     state = [p.detach().clone() for p in policy.parameters]
     change(policy, seed)

@@ -20,7 +20,9 @@ def find_data() -> Path:
     folder = Path(os.environ.get("RLOO_GSM8K", ROOT.parent / "shared/data/gsm8k"))
     if (folder / "train.jsonl").exists():
         return folder
-    rows = (ROOT / "tests/rewards/data/gsm8k_200.jsonl").read_text().splitlines(keepends=True)
+    rows = (
+        (ROOT / "tests/addons/graders/data/gsm8k_200.jsonl").read_text().splitlines(keepends=True)
+    )
     small = Path(tempfile.mkdtemp(prefix="gsm8k-"))
     (small / "train.jsonl").write_text("".join(rows[:150]))
     (small / "test.jsonl").write_text("".join(rows[150:]))

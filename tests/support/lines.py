@@ -25,7 +25,7 @@ class Line:
     def __init__(self, lines: Lines, rank: int) -> None:
         self.lines, self.rank = lines, rank
 
-    def exchange(self, values):
+    def all_to_all_object(self, values):
         lines = self.lines
         lines.sent[self.rank] = [encode(value) for value in values]
         lines.barrier.wait()
@@ -34,8 +34,8 @@ class Line:
         lines.barrier.wait()
         return [decode(part) for part in got]
 
-    def gather(self, value):
-        return self.exchange([value] * len(self.lines.sent))
+    def all_gather_object(self, value):
+        return self.all_to_all_object([value] * len(self.lines.sent))
 
 
 def of_each(size, work):

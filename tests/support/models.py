@@ -101,7 +101,8 @@ def make_linear_attention_model() -> PreTrainedModel:
 
 
 def make_samples(num_groups: int = 3, size: int = 4, seed: int = 0) -> list[Sample]:
-    """Groups with prompts of 3 to 11 tokens and completions of 1 to 30: longer than `WINDOW_ROLLOUTS`."""
+    """Groups with prompts of 3 to 11 tokens and completions of 1 to 30: longer than
+    `WINDOW_ROLLOUTS`."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

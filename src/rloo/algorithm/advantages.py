@@ -1,9 +1,9 @@
 """Scored completions to advantages: KL penalty, baseline, scale, in that order.
 
-Credit comes in two forms with one interface: `PrecomputedAdvantages`, where advantages are known before the
-update, and `FusedAdvantages`, the default with a KL penalty, where the update's own forward pass gives
-the log-probs that they follow from, so that no other pass over the policy is made.
-"""
+Credit comes in two forms with one interface: `PrecomputedAdvantages`, where advantages are known
+before the update, and `FusedAdvantages`, the default with a KL penalty, where the update's own
+forward pass gives the log-probs that they follow from, so that no other pass over the policy is
+made."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class LossContext:
 
 @dataclass(slots=True, kw_only=True)
 class _OldLogprobs:
-    """Log-probs that completions had when they were first seen, and metrics of that. `owner_ranks`: of
-    each completion whose log-probs one process alone has, that process."""
+    """Log-probs that completions had when they were first seen, and metrics of that. `owner_ranks`:
+    of each completion whose log-probs one process alone has, that process."""
 
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)

@@ -296,7 +296,7 @@ def _then(
 
 
 def make_rollouts(*parts: Any) -> SyncRolloutGenerator:
-    """Rollouts made of the parts of `SyncRolloutGenerator`, in their order: beside training where its
-    engine samples in another process and the options ask for it."""
+    """Rollouts made of the parts of `SyncRolloutGenerator`, in their order: beside training where
+    its engine samples in another process and the options ask for it."""
     rollouts = SyncRolloutGenerator(*parts)
     return AsyncRolloutGenerator(*parts) if rollouts.config.samples_beside else rollouts

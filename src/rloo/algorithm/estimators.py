@@ -1,10 +1,9 @@
 """Advantages from rewards: what an estimator may look at, and those that come with the package.
 
-An estimator is a function of `EstimatorInput` that gives one advantage for each completion, (N,), or one
-for each token, (T,). It is given the completions of one group, and so cannot look at others, unless
-it says `batch_scope`: then it is given those of the whole rollout, however that is cut into
-micro-batches. What is here and looks at groups takes all of them at once, which is the same.
-"""
+An estimator is a function of `EstimatorInput` that gives one advantage for each completion, (N,),
+or one for each token, (T,). It is given the completions of one group, and so cannot look at others,
+unless it says `batch_scope`: then it is given those of the whole rollout, however that is cut into
+micro-batches. What is here and looks at groups takes all of them at once, which is the same."""
 
 from __future__ import annotations
 

@@ -127,7 +127,9 @@ def update_with_oom_retry(
             )
 
     optimizer = parts.policy.stepper.optimizer
-    watch = optimizer.register_step_pre_hook(lambda *_: setattr(state, "moved", True))
+    watch = optimizer.register_step_pre_hook(
+        lambda *_: setattr(state, "weights_ahead_of_record", True)
+    )
     try:
         metrics = _retry_on_oom(parts, state, minibatch, work)
         if metrics is None:

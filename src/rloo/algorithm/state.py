@@ -22,9 +22,18 @@ from rloo.tracking.monitor import Monitor
 from rloo.tracking.profiler import PhaseTimer
 from rloo.types import Engine, Rollout, RolloutGenerator, Sample
 
-PENDING = (
-    "evaluation_due", "save_due", "evaluated_at", "open_epoch", "step_open", "refused_in_a_row"
-)  # fmt: skip
+# Attributes of TrainState that a checkpoint has under "due", by their names there.
+PENDING = {
+    "evaluation_due": "evaluation_pending",
+    "save_due": "save_pending",
+    "evaluated_at": "evaluated_at",
+    "open_epoch": "open_epoch",
+    "step_open": "step_open",
+    "refused_in_a_row": "refused_in_a_row",
+}
+# The fields of Sample that a checkpoint has, and their names there.
+_SAVED_AS = {f.name: f.name for f in fields(Sample) if f.name != "pixels"}
+_SAVED_AS |= {"owner_rank": "home", "weight_versions": "versions"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +71,7 @@ class ActiveRollout:
             "epoch": self.rollout.epoch,
             "version": self.rollout.version,
             "samples": [
-                {f.name: getattr(s, f.name) for f in fields(s) if f.name != "pixels"}
-                for s in self.samples
+                {saved: getattr(s, name) for name, saved in _SAVED_AS.items()} for s in self.samples
             ],
             "pixels": {group: pixels_of() for group, pixels_of in pixels.items()},
             "known": list(self.credit.by_completion.items()),
@@ -80,7 +88,10 @@ class ActiveRollout:
         images: dict[Any, Any] = {
             group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
         }
-        samples = [Sample(**s, pixels=images.get(s["key"][0])) for s in saved["samples"]]
+        samples = [
+            Sample(**{n: s[key] for n, key in _SAVED_AS.items()}, pixels=images.get(s["key"][0]))
+            for s in saved["samples"]
+        ]
         return cls(rollout, samples, credit, saved["done"])
 
 
@@ -90,12 +101,12 @@ class TrainState:
     `trainer.global_step` counts optimizer steps.
 
     `position` is where the data must go on from: after the last rollout that a step was made on,
-    `active_rollout` while not all of its steps are made. `generators` are those of the last finished step.
-    `budget_changes` tell from which step on micro-batches were smaller, which orders sums anew.
-    What callbacks ask for in the middle of a rollout waits in `evaluation_pending` and `save_pending`. They
-    are told of the end of a step (`step_open`) and of `open_epoch` also where a run was stopped in
-    between. While `weights_ahead_of_record`, the weights are those of a step that is not recorded yet.
-    """
+    `active_rollout` while not all of its steps are made. `generators` are those of the last
+    finished step. `budget_changes` tell from which step on micro-batches were smaller, which orders
+    sums anew. What callbacks ask for in the middle of a rollout waits in `evaluation_pending` and
+    `save_pending`. They are told of the end of a step (`step_open`) and of `open_epoch` also where
+    a run was stopped in between. While `weights_ahead_of_record`, the weights are those of a step
+    that is not recorded yet."""
 
     trainer: TrainerState
     control: TrainerControl
@@ -139,7 +150,7 @@ class TrainState:
             "num_tokens": self.num_tokens,
             "budget_changes": self.budget_changes,
             "adaptive": self.kl_controller.state_dict(),
-            "due": {name: getattr(self, name) for name in PENDING},
+            "due": {saved: getattr(self, name) for saved, name in PENDING.items()},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -150,5 +161,5 @@ class TrainState:
         self.num_tokens = saved["num_tokens"]
         self.budget_changes = saved["budget_changes"]
         self.kl_controller.load_state_dict(saved["adaptive"])
-        for name in PENDING:
-            setattr(self, name, saved["due"][name])
+        for key, name in PENDING.items():
+            setattr(self, name, saved["due"][key])

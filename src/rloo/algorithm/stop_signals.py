@@ -40,9 +40,8 @@ class StopSignals:
     allows; a signal that is ignored (nohup, a background job) stays ignored.
 
     The first one raises KeyboardInterrupt or `Stopped` wherever the run is, unless it is in a part
-    that is `deferred`: then at the end of that part. A second one of the same kind ends at once. With
-    `usr1_saves`, SIGUSR1 sets `save_wanted` instead.
-    """
+    that is `deferred`: then at the end of that part. A second one of the same kind ends at once.
+    With `usr1_saves`, SIGUSR1 sets `save_wanted` instead."""
 
     def __init__(self, *, usr1_saves: bool = False) -> None:
         self.save_wanted = False

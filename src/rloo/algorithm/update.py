@@ -76,8 +76,7 @@ def update(
     dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
     dealt = with_own_tokens(dealt, policy.world)
     fetch_old_logprobs(credit.old_logprobs, credit.owner_ranks, dealt, policy.world)
-    for key, rank in owner_ranks_of(dealt).items():
-        credit.owner_ranks.setdefault(key, rank)
+    credit.owner_ranks.update(owner_ranks_of(dealt) | credit.owner_ranks)
 
     def compute() -> MetricTotals:
         tally: MetricSums = {}

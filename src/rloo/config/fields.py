@@ -57,7 +57,7 @@ class OptionGroup:
         """A field that ms-swift has under this name and TRL's RLOOConfig lacks."""
         return option_field(default, self.about(help, ("ms-swift",), basic=basic))
 
-    def rloo_only(self, default: Any, help: str, *, basic: bool = False) -> Any:
+    def rloo(self, default: Any, help: str, *, basic: bool = False) -> Any:
         """A field that none of these has under this name."""
         return option_field(default, self.about(help, (), basic=basic))
 

@@ -13,6 +13,6 @@ class MemoryOptions(TrainingOptions):
     """The options before, and those of the reference's memory."""
 
     # fmt: off
-    offload_reference: bool = MEMORY.rloo_only(False,
+    offload_reference: bool = MEMORY.rloo(False,
         "Keep the reference's layers in CPU memory but for the one that computes.")
     # fmt: on

@@ -28,3 +28,11 @@ def peft_library() -> Any:
             f"adapters need the library peft: {install('peft')} (use_peft, peft_config)"
         ) from error
     return peft
+
+
+def layer_kinds() -> tuple[type, ...]:
+    """peft's classes of adapted layers."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper

@@ -2,6 +2,7 @@
 of TRL 1.16 and transformers where they have the option (`config.DEVIATIONS` lists the exceptions).
 """
 
+# Over 400 lines: the dataclass of all options.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -29,47 +30,48 @@ class TrainingOptions:
     dataset: str | None = DATA.from_ms_swift(None,
         "Prompts to train on: hub id, folder, JSONL, Parquet or CSV file, `countdown`, `gym:NAME`.",
         basic=True)
-    dataset_config: str | None = DATA.rloo_only(None,
+    dataset_config: str | None = DATA.rloo(None,
         "Configuration of a hub dataset that has several (GSM8K: main).")
-    dataset_split: str = DATA.rloo_only("train", "Split of `dataset` to train on.")
-    eval_dataset: str | None = EVALUATION.rloo_only(None,
+    dataset_split: str = DATA.rloo("train", "Split of `dataset` to train on.")
+    eval_dataset: str | None = EVALUATION.rloo(None,
         "Prompts to evaluate on, specified like `dataset`; null takes `eval_split` of `dataset`.",
         basic=True)
-    eval_split: str | None = EVALUATION.rloo_only(None,
+    eval_split: str | None = EVALUATION.rloo(None,
         "Split to evaluate on, of `eval_dataset` or, if that is null, of `dataset`.")
-    eval_size: int | None = EVALUATION.rloo_only(None,
+    eval_size: int | None = EVALUATION.rloo(None,
         "Evaluate on at most this many prompts; null takes all.")
-    prompt_template: str | list[dict[str, Any]] | None = DATA.rloo_only(None,
+    prompt_template: str | list[dict[str, Any]] | None = DATA.rloo(None,
         "Text or messages that make the prompt from a row, with {column} for a column's value.",
         basic=True)
-    reference: str | None = DATA.rloo_only(None, "Column, or keys in one (a.b), that has the references.")
-    reward: list[str | dict[str, Any]] = REWARDS.rloo_only([],
+    reference: str | None = DATA.rloo(None, 
+        "Column, or keys in one (a.b), that has the references.")
+    reward: list[str | dict[str, Any]] = REWARDS.rloo([],
         "Rewards: built-in names (with options: length(target_max=50)), package.module:function, "
         "file.py:function, or reward models by folder or hub id "
         "({name: folder, normalize: true}).", basic=True)
     reward_weights: list[float] | None = REWARDS.shared(None,
         "Weight of each reward in their sum; null weights each by 1.", basic=True)
-    reward_timeout: float | None = REWARDS.rloo_only(300.0,
+    reward_timeout: float | None = REWARDS.rloo(300.0,
         "Seconds that a call of a reward function may take; null or 0 sets no deadline.")
-    reward_on_error: Literal["raise", "missing"] = REWARDS.rloo_only("raise",
+    reward_on_error: Literal["raise", "missing"] = REWARDS.rloo("raise",
         "A reward function that fails ends the run (raise) or gives no rewards (missing).")
-    reward_bias: float = REWARDS.rloo_only(0.0,
+    reward_bias: float = REWARDS.rloo(0.0,
         "Added to the weighted sum of rewards, before `reward_scaling`.")
-    reward_scaling: float = REWARDS.rloo_only(1.0,
+    reward_scaling: float = REWARDS.rloo(1.0,
         "Multiplies the weighted sum of rewards, after `reward_bias`.")
-    missing_eos_penalty: float | None = REWARDS.rloo_only(None,
+    missing_eos_penalty: float | None = REWARDS.rloo(None,
         "Subtracted from the reward of completions that hit the length limit.")
     reward_clip_range: tuple[float, float] | None = REWARDS.from_trl(None,
         "Clip the weighted sum of rewards to [low, high], before KL penalty and baseline.")
-    normalize_rewards: Literal["none", "batch", "running"] = REWARDS.rloo_only("none",
+    normalize_rewards: Literal["none", "batch", "running"] = REWARDS.rloo("none",
         "Standardise rewards by the rollout (batch: biased) or by all earlier rollouts (running).")
-    chat_template: str | None = DATA.rloo_only(None,
+    chat_template: str | None = DATA.rloo(None,
         "Chat template (Jinja) in place of the tokenizer's; it is saved with the model.")
     chat_template_kwargs: dict[str, Any] | None = DATA.from_trl(None,
         "Arguments for the chat template when prompts are messages.")
-    max_prompt_length: int | None = DATA.rloo_only(None,
+    max_prompt_length: int | None = DATA.rloo(None,
         "Longest prompt in tokens; null is what the model's context allows.")
-    overlong_prompts: Literal["error", "drop", "left"] = DATA.rloo_only("error",
+    overlong_prompts: Literal["error", "drop", "left"] = DATA.rloo("error",
         "Prompts over `max_prompt_length`: stop (error), drop them, or cut them on the left.")
     shuffle_dataset: bool = DATA.from_trl(True,
         "Draw the prompts in a new random order each epoch.")
@@ -87,23 +89,23 @@ class TrainingOptions:
         "Drop tokens below this share of the likeliest one's probability; biases the gradient.")
     repetition_penalty: float = SAMPLING.shared(1.0,
         "Penalty on tokens that occurred before; any value but 1 biases the gradient.")
-    rollout_engine: Literal["auto", "native", "hf", "vllm", "vllm_server"] = SAMPLING.rloo_only("auto",
+    rollout_engine: Literal["auto", "native", "hf", "vllm", "vllm_server"] = SAMPLING.rloo("auto",
         "What samples: native, hf (transformers' generate, slower), auto (native if possible), "
         "vLLM's servers that a run starts (vllm) or is given (vllm_server).")
-    rollout_copy: bool | None = SAMPLING.rloo_only(None,
+    rollout_copy: bool | None = SAMPLING.rloo(None,
         "Let the native engine copy the weights; null does so unless they are quantised.")
-    rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.rloo_only(None,
+    rollout_dtype: Literal["float32", "bfloat16"] | None = SAMPLING.rloo(None,
         "Precision of sampling (see the metric mismatch/mean); null is that of training.")
-    max_staleness: int = SAMPLING.rloo_only(0,
+    max_staleness: int = SAMPLING.rloo(0,
         "Rollouts by which the weights that sample may be older; above 0 it goes beside training.")
-    sampler_processes: int | None = SAMPLING.rloo_only(None,
+    sampler_processes: int | None = SAMPLING.rloo(None,
         "Processes that sample, each with a copy of the weights; 0: the run's own does; null is 1 "
         "with `max_staleness` above 0, else 0.")
-    remote_workers: Literal["sample", "score", "both"] | None = SAMPLING.rloo_only(None,
+    remote_workers: Literal["sample", "score", "both"] | None = SAMPLING.rloo(None,
         "Processes that the run waits for, not starts: `rloo worker sample OUTPUT_DIR`, anywhere.")
-    partial_rollouts: bool = SAMPLING.rloo_only(False,
+    partial_rollouts: bool = SAMPLING.rloo(False,
         "Let completions that vLLM has under way go on with new weights (`max_staleness` above 0).")
-    reward_workers: int | None = REWARDS.rloo_only(None,
+    reward_workers: int | None = REWARDS.rloo(None,
         "Processes that call reward functions beside training (`max_staleness`, "
         "`sampler_processes`); null is one for each processor, at most 8.")
     dynamic_sample: bool = SAMPLING.from_ms_swift(False,
@@ -112,31 +114,31 @@ class TrainingOptions:
         "Additional rollouts that `dynamic_sample` may draw for each one.")
     generation_kwargs: dict[str, Any] | None = SAMPLING.from_trl(None,
         "Sampling options under transformers' names; they override ours.")
-    stop_strings: list[str] | None = SAMPLING.rloo_only(None,
+    stop_strings: list[str] | None = SAMPLING.rloo(None,
         "Texts that end a completion and stay part of it.")
 
-    preset: str | None = OBJECTIVE.rloo_only(None,
+    preset: str | None = OBJECTIVE.rloo(None,
         "Take the objective's defaults from a system or paper: paper, trl, areal, verl, grpo, ...",
         basic=True)
-    estimator: str = OBJECTIVE.rloo_only("composed",
+    estimator: str = OBJECTIVE.rloo("composed",
         "What makes advantages of rewards: composed (by the options of baseline and scale), rloo, "
         "grpo, reinforce_pp, package.module:function or file.py:function.")
-    estimator_kwargs: dict[str, Any] | None = OBJECTIVE.rloo_only(None,
+    estimator_kwargs: dict[str, Any] | None = OBJECTIVE.rloo(None,
         "Arguments of the estimator, by name (--estimator_kwargs.NAME VALUE).")
     beta: float = KL.shared(0.05,
         "Weight of the KL penalty against the reference model; 0 needs no reference.", basic=True)
-    kl_placement: Literal["reward", "reward_to_go", "loss"] = KL.rloo_only("reward",
+    kl_placement: Literal["reward", "reward_to_go", "loss"] = KL.rloo("reward",
         "KL penalty in the completion's reward, in each token's reward to come, or in the loss.")
-    kl_estimator: Literal["k1", "k2", "k3"] = KL.rloo_only("k1",
+    kl_estimator: Literal["k1", "k2", "k3"] = KL.rloo("k1",
         "KL per token, with x = log(policy / reference): k1 = x, k2 = x^2 / 2, "
         "k3 = exp(-x) - 1 + x.")
-    use_bias_correction_kl: bool = KL.rloo_only(False,
+    use_bias_correction_kl: bool = KL.rloo(False,
         "Multiply a KL in the loss by the token's ratio: k1 and k3 get the gradient of a KL.")
-    kl_clip: float | None = KL.rloo_only(None,
+    kl_clip: float | None = KL.rloo(None,
         "Clip each token's KL estimate to this many nats on both sides.")
-    kl_target: float | None = KL.rloo_only(None,
+    kl_target: float | None = KL.rloo(None,
         "KL per token, in nats, that `beta` is adapted to; null keeps `beta` as it is.")
-    kl_horizon: int = KL.rloo_only(10000,
+    kl_horizon: int = KL.rloo(10000,
         "Number of completions in which `kl_target` changes `beta` by at most a fifth.")
     sync_ref_model: bool = KL.shared(False,
         "Let the reference model follow the policy (needs `beta` above 0).")
@@ -150,38 +152,38 @@ class TrainingOptions:
         "Clip the ratio of new to old policy above 1 + epsilon_high; null takes `epsilon`.")
     delta: float | None = OBJECTIVE.from_ms_swift(None,
         "Bound on the ratio of new to old policy for negative advantages (dual clip).")
-    importance_sampling_level: Literal["sequence", "sequence_mean", "token"] = OBJECTIVE.rloo_only(
+    importance_sampling_level: Literal["sequence", "sequence_mean", "token"] = OBJECTIVE.rloo(
         "sequence",
         "Ratio of new to old policy per completion (product or mean of its tokens') or per token.")
     rollout_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off"
-    ] | None = OBJECTIVE.rloo_only(None,
+    ] | None = OBJECTIVE.rloo(None,
         "Weight the loss by trainer / sampler per token or sequence, truncated or masked; null is "
         "off, and truncated with `max_staleness` above 0.")
     rollout_importance_sampling_threshold: float = OBJECTIVE.from_ms_swift(2.0,
         "Upper bound on the weights of `rollout_importance_sampling_mode`.")
-    rollout_importance_sampling_min: float | None = OBJECTIVE.rloo_only(None,
+    rollout_importance_sampling_min: float | None = OBJECTIVE.rloo(None,
         "Lower bound on the weights of `rollout_importance_sampling_mode` (mask modes only).")
-    ess_guard: bool = OBJECTIVE.rloo_only(False,
+    ess_guard: bool = OBJECTIVE.rloo(False,
         "Multiply each step by sqrt(effective sample size / completions), by those weights.")
     loss_aggregation: Literal[
         "sequence", "sequence_token_mean", "token_mean", "constant"
-    ] = OBJECTIVE.rloo_only("sequence",
+    ] = OBJECTIVE.rloo("sequence",
         "Token losses: sum per completion (unbiased), mean per completion, mean over all tokens, "
         "or sum per completion divided by `loss_constant`.")
-    loss_constant: float | None = OBJECTIVE.rloo_only(None,
+    loss_constant: float | None = OBJECTIVE.rloo(None,
         "Divisor for `loss_aggregation` constant; null is `max_completion_length`.")
-    entropy_coef: float = OBJECTIVE.rloo_only(0.0, "Weight of an entropy bonus in the loss.")
-    mean_level: Literal["group", "batch", "running", "none"] = OBJECTIVE.rloo_only("group",
+    entropy_coef: float = OBJECTIVE.rloo(0.0, "Weight of an entropy bonus in the loss.")
+    mean_level: Literal["group", "batch", "running", "none"] = OBJECTIVE.rloo("group",
         "Baseline: mean reward of the prompt's completions, of the rollout, of the past, or none.")
-    running_decay: float = OBJECTIVE.rloo_only(0.95,
+    running_decay: float = OBJECTIVE.rloo(0.95,
         "Weight of the past in the running mean of `mean_level` running.")
-    mean_leave1out: bool = OBJECTIVE.rloo_only(True, "Leave a completion out of its own baseline.")
-    std_level: Literal["group", "batch", "none"] = OBJECTIVE.rloo_only("none",
+    mean_leave1out: bool = OBJECTIVE.rloo(True, "Leave a completion out of its own baseline.")
+    std_level: Literal["group", "batch", "none"] = OBJECTIVE.rloo("none",
         "Divide advantages by the standard deviation of the prompt's completions or the rollout.")
-    advantage_epsilon: float = OBJECTIVE.rloo_only(1e-4,
+    advantage_epsilon: float = OBJECTIVE.rloo(1e-4,
         "Added to a standard deviation before rewards or advantages are divided by it.")
-    advantage_clip_range: tuple[float, float] | None = OBJECTIVE.rloo_only(None,
+    advantage_clip_range: tuple[float, float] | None = OBJECTIVE.rloo(None,
         "Clip advantages to [low, high], before any KL penalty outside the baseline.")
     normalize_advantages: bool = OBJECTIVE.from_trl(False,
         "Standardise advantages over the whole rollout, as the last step.")
@@ -190,32 +192,32 @@ class TrainingOptions:
     disable_dropout: bool = COMPATIBILITY.from_trl(False,
         "No effect: dropout is off in every pass here.")
 
-    use_peft: bool = LORA.rloo_only(False,
+    use_peft: bool = LORA.rloo(False,
         "Train a LoRA adapter and freeze the model's own weights.", basic=True)
-    lora_r: int = LORA.rloo_only(16, "Rank of the LoRA adapter.", basic=True)
+    lora_r: int = LORA.rloo(16, "Rank of the LoRA adapter.", basic=True)
     lora_alpha: int = LORA.from_ms_swift(32,
         "LoRA scaling: the update is multiplied by alpha / rank.")
     lora_dropout: float = LORA.from_ms_swift(0.05,
         "No effect on training, where dropout is off; recorded with the adapter.")
-    lora_target_modules: str | list[str] | None = LORA.rloo_only(None,
+    lora_target_modules: str | list[str] | None = LORA.rloo(None,
         "Layers that get LoRA: names, a pattern, or all-linear; null is peft's choice.")
-    lora_target_parameters: list[str] | None = LORA.rloo_only(None,
+    lora_target_parameters: list[str] | None = LORA.rloo(None,
         "Parameters that get LoRA besides layers, such as experts (needs `lora_dropout` 0).")
-    lora_modules_to_save: list[str] | None = LORA.rloo_only(None,
+    lora_modules_to_save: list[str] | None = LORA.rloo(None,
         "Layers trained and saved in full alongside the LoRA adapter.")
     use_rslora: bool = LORA.from_ms_swift(False, "Multiply the LoRA update by alpha / sqrt(rank).")
-    load_in_4bit: bool = QUANTISATION.rloo_only(False,
+    load_in_4bit: bool = QUANTISATION.rloo(False,
         "Load the frozen base of an adapter in 4 bits (bitsandbytes).")
-    load_in_8bit: bool = QUANTISATION.rloo_only(False,
+    load_in_8bit: bool = QUANTISATION.rloo(False,
         "Load the frozen base of an adapter in 8 bits (bitsandbytes).")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = QUANTISATION.from_ms_swift("nf4",
         "4-bit type of `load_in_4bit`: nf4 or fp4.")
-    use_bnb_nested_quant: bool = QUANTISATION.rloo_only(False,
+    use_bnb_nested_quant: bool = QUANTISATION.rloo(False,
         "Quantise the scales of `load_in_4bit` as well.")
     use_dora: bool = LORA.from_ms_swift(False,
         "Use DoRA: train the weights' magnitudes apart from their LoRA direction.")
 
-    num_prompts: int | None = BATCHES.rloo_only(None,
+    num_prompts: int | None = BATCHES.rloo(None,
         "Prompts per optimizer step; give it instead of batch sizes.", basic=True)
     per_device_train_batch_size: int = BATCHES.shared(DEFAULT_BATCH[0],
         "Completions per accumulation step and device.")
@@ -230,15 +232,15 @@ class TrainingOptions:
         "Optimizer steps to train for; -1 trains for `num_train_epochs`.", basic=True)
     num_train_epochs: float = BATCHES.shared(3.0,
         "Passes over the dataset if `max_steps` is -1.", basic=True)
-    packing: bool | None = MEMORY.rloo_only(None,
+    packing: bool | None = MEMORY.rloo(None,
         "Compute each prompt once for all its completions; null does so wherever the model can.")
-    max_tokens_per_micro_batch: int | None = MEMORY.rloo_only(None,
+    max_tokens_per_micro_batch: int | None = MEMORY.rloo(None,
         "Most tokens in a micro-batch; null chooses what fits into memory.")
     router_aux_loss_coef: float | None = OBJECTIVE.from_trl(None,
         "Weight of the loss that balances a mixture's experts; null is the model's own.")
     offload_optimizer: bool = MEMORY.from_ms_swift(False,
         "Keep the optimizer's state in CPU memory between steps.")
-    activation_offloading: bool = MEMORY.rloo_only(False, "Keep activations in CPU memory till needed.")
+    activation_offloading: bool = MEMORY.rloo(False, "Keep activations in CPU memory till needed.")
 
     learning_rate: float = OPTIMIZER.shared(1e-6, "Peak learning rate.", basic=True)
     weight_decay: float = OPTIMIZER.shared(0.0,
@@ -259,7 +261,7 @@ class TrainingOptions:
 
     model_init_kwargs: dict[str, Any] | None = DATA.from_trl(None,
         "Arguments passed to from_pretrained when the model is loaded.")
-    allow_missing_weights: bool = DATA.rloo_only(False,
+    allow_missing_weights: bool = DATA.rloo(False,
         "Train a model whose files lack weights, such as those of a new head: they are random.")
     trust_remote_code: bool = DATA.from_trl(False, "Run Python code that comes with a model.")
     bf16: bool | None = MACHINE.shared(None,
@@ -272,11 +274,11 @@ class TrainingOptions:
     use_cpu: bool = MACHINE.shared(False, "Run on the CPU even where there is a GPU.")
     tf32: bool | None = MACHINE.shared(None,
         "Let a GPU multiply float32 matrices in TF32; null leaves it to torch.")
-    num_threads: int | None = MACHINE.rloo_only(None, "CPU threads; null measures what is fastest.")
-    onednn: list[str] | None = MACHINE.rloo_only(None,
+    num_threads: int | None = MACHINE.rloo(None, "CPU threads; null measures what is fastest.")
+    onednn: list[str] | None = MACHINE.rloo(None,
         "CPU products by oneDNN, not MKL: packed (sampling), forward, backward (of rows), weight "
         "(gradients of matrices); bf16, else float32's of rounded numbers; null measures.")
-    cpu_kernels: bool | None = MACHINE.rloo_only(None,
+    cpu_kernels: bool | None = MACHINE.rloo(None,
         "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")
     torch_compile: bool = MACHINE.shared(False, "Compile what stands between products, on a GPU.")
     seed: int = MACHINE.shared(42, "Seed of everything random.", basic=True)
@@ -284,23 +286,23 @@ class TrainingOptions:
     full_determinism: bool = MACHINE.shared(False,
         "Use deterministic kernels only: equal bits on a GPU too, where that takes time.")
 
-    num_processes: int | None = PROCESSES.rloo_only(None,
+    num_processes: int | None = PROCESSES.rloo(None,
         "Processes that train together: `rloo train` starts them unless a launcher has; null takes "
         "as many as were started.")
-    parallel: Literal["replicate", "fsdp2", "zero1", "zero2", "zero3"] = PROCESSES.rloo_only("replicate",
+    parallel: Literal["replicate", "fsdp2", "zero1", "zero2", "zero3"] = PROCESSES.rloo("replicate",
         "Each process has all weights (replicate), or they are divided (fsdp2: torch's "
         "fully_shard); or DeepSpeed divides the optimizer's state (zero1), gradients too (zero2), "
         "and weights too (zero3).")
     deepspeed: dict[str, Any] | str | None = PROCESSES.shared(None,
         "DeepSpeed's JSON file, or what it would contain; its stage sets `parallel`.")
-    offload_params: bool = PROCESSES.rloo_only(False,
+    offload_params: bool = PROCESSES.rloo(False,
         "With `parallel fsdp2`, weights, gradients and optimizer are in the host's memory.")
-    state_dict_type: Literal["full", "sharded"] = PROCESSES.rloo_only("full",
+    state_dict_type: Literal["full", "sharded"] = PROCESSES.rloo("full",
         "Checkpoints hold whole tensors, or what is divided as every process writes its part.")
-    gather_limit: int = PROCESSES.rloo_only(2**28,
+    gather_limit: int = PROCESSES.rloo(2**28,
         "Bytes of a rollout's completions that travel to all processes; of more, their tokens "
         "travel only to those that score and train them.")
-    max_restarts: int = PROCESSES.rloo_only(0,
+    max_restarts: int = PROCESSES.rloo(0,
         "How often `rloo train` starts all its processes again after one has died.")
     ddp_timeout: int = PROCESSES.shared(1800,
         "Seconds that a process waits for the others, at the start too, before the run ends.")
@@ -314,34 +316,35 @@ class TrainingOptions:
         "Steps, or epochs with `eval_strategy epoch`, before the first evaluation while training.")
     num_generations_eval: int | None = EVALUATION.shared(None,
         "Completions per prompt in evaluation; null takes `num_generations`.")
-    eval_temperature: float | None = EVALUATION.rloo_only(None,
+    eval_temperature: float | None = EVALUATION.rloo(None,
         "Sampling temperature in evaluation; null takes `temperature`.")
-    eval_top_p: float | None = EVALUATION.rloo_only(None, "Evaluation's `top_p`; null takes `top_p`.")
-    eval_top_k: int | None = EVALUATION.rloo_only(None, "Evaluation's `top_k`; null takes `top_k`.")
-    eval_max_completion_length: int | None = EVALUATION.rloo_only(None,
+    eval_top_p: float | None = EVALUATION.rloo(None, "Evaluation's `top_p`; null takes `top_p`.")
+    eval_top_k: int | None = EVALUATION.rloo(None, "Evaluation's `top_k`; null takes `top_k`.")
+    eval_max_completion_length: int | None = EVALUATION.rloo(None,
         "Longest completion in evaluation, in tokens; null takes `max_completion_length`.")
-    eval_reward: list[str | dict[str, Any]] = EVALUATION.rloo_only([],
+    eval_reward: list[str | dict[str, Any]] = EVALUATION.rloo([],
         "Rewards that only judge: measured in evaluations, with how often they find completions "
         "better than those of the starting policy, and never trained.")
-    eval_pass_k: list[int] = EVALUATION.rloo_only([1], "Values of k for which evaluation reports pass@k.")
-    pass_threshold: float = EVALUATION.rloo_only(1.0,
+    eval_pass_k: list[int] = EVALUATION.rloo([1], 
+        "Values of k for which evaluation reports pass@k.")
+    pass_threshold: float = EVALUATION.rloo(1.0,
         "A completion passes if its first reward is at least this.")
 
     output_dir: str = field(default="rloo_output", kw_only=False, metadata=SAVING.about(
         "Folder for the model, metrics and checkpoints.", SHARED, basic=True))
-    overwrite_output_dir: bool = SAVING.rloo_only(
+    overwrite_output_dir: bool = SAVING.rloo(
         False, "Remove another run in `output_dir`; else it moves to `earlier/N` there."
     )
     resume_from_checkpoint: str | bool | None = SAVING.shared(None,
         "Checkpoint folder to continue from; true takes the newest in `output_dir`, auto too if it "
         "is of an unfinished run with these options, and starts if there is no run.", basic=True)
-    on_sigusr1: Literal["stop", "save"] = SAVING.rloo_only("stop",
+    on_sigusr1: Literal["stop", "save"] = SAVING.rloo("stop",
         "SIGUSR1 saves a checkpoint and stops the run, or saves and goes on (save).")
     save_strategy: Literal["no", "steps", "epoch", "best"] = SAVING.shared("steps",
         "Save checkpoints never (no), every `save_steps` (steps), each epoch, or at a new best.")
     save_steps: float = SAVING.shared(500.0,
         "Optimizer steps between checkpoints; below 1 a share of all steps.", basic=True)
-    save_dtype: Literal["float32", "bfloat16", "float16"] | None = SAVING.rloo_only(None,
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = SAVING.rloo(None,
         "Precision of the weights in the result; null is that of the base's files (an adapter's "
         "stay float32, as checkpoints always do).")
     save_total_limit: int | None = SAVING.shared(None,
@@ -385,7 +388,7 @@ class TrainingOptions:
     trackio_space_id: str | None = LOGGING.shared(None, "Hub space that trackio writes to.")
     disable_tqdm: bool | None = LOGGING.shared(None,
         "Show no view of progress, only the line of each log; null shows it on terminals.")
-    profile: bool = LOGGING.rloo_only(False,
+    profile: bool = LOGGING.rloo(False,
         "Write the time and memory use of the third rollout to `output_dir`.")
     # fmt: on
 

@@ -22,14 +22,14 @@ class GymOptions(MemoryOptions):
     """The options before, and those of datasets `gym:...`."""
 
     # fmt: off
-    gym_size: int = GYM.rloo_only(1000, "Problems that are made to train on; others are held out.")
-    gym_levels: list[int] | None = GYM.rloo_only(None,
+    gym_size: int = GYM.rloo(1000, "Problems that are made to train on; others are held out.")
+    gym_levels: list[int] | None = GYM.rloo(None,
         "Levels of difficulty, from 0, of each task's own curriculum; null takes the options that "
         "a task has by default.")
-    gym_config: dict[str, Any] | None = GYM.rloo_only(None,
+    gym_config: dict[str, Any] | None = GYM.rloo(None,
         "Options of tasks, {task: {option: value}}, over those of their level.")
-    gym_seed: int = GYM.rloo_only(0, "Seed of the problems.")
-    gym_curriculum: bool = GYM.rloo_only(False,
+    gym_seed: int = GYM.rloo(0, "Seed of the problems.")
+    gym_curriculum: bool = GYM.rloo(False,
         "Draw prompts by the pass rates of earlier steps: most where about half pass, and harder "
         "levels only once easier ones do.")
     # fmt: on

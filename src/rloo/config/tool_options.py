@@ -18,16 +18,16 @@ class ToolOptions(GymOptions):
     """The options before, and these."""
 
     # fmt: off
-    tools: list[str] = TOOLS.rloo_only([],
+    tools: list[str] = TOOLS.rloo([],
         "Functions that the model may call: file.py:function or package.module:function.")
-    environment_factory: str | None = TOOLS.rloo_only(None,
+    environment_factory: str | None = TOOLS.rloo(None,
         "Class (file.py:Class) of which each episode has an object: `reset` begins it, public "
         "methods are tools, `get_reward` is a reward.")
-    max_tool_calling_iterations: int | None = TOOLS.rloo_only(None,
+    max_tool_calling_iterations: int | None = TOOLS.rloo(None,
         "How often an episode may go on after calls of tools; null: while there is room.")
-    max_tool_response_length: int = TOOLS.rloo_only(20_000,
+    max_tool_response_length: int = TOOLS.rloo(20_000,
         "Characters of what one call returns that the model sees: its head and its tail.")
-    episode_timeout: float = TOOLS.rloo_only(300.0,
+    episode_timeout: float = TOOLS.rloo(300.0,
         "Seconds that the tools of an episode may take in all; one that takes longer has no "
         "reward.")
     # fmt: on

@@ -32,11 +32,11 @@ class VLLMOptions(ToolOptions):
         "Addresses of running servers (http://host:port), with `rollout_engine vllm_server`.")
     vllm_server_timeout: float = VLLM.from_trl(240.0,
         "Seconds that a server of vLLM may take to start.")
-    vllm_request_timeout: float = VLLM.rloo_only(1200.0,
+    vllm_request_timeout: float = VLLM.rloo(1200.0,
         "Seconds that a server may take for one group of completions, or to load weights.")
-    vllm_restarts: int = VLLM.rloo_only(3,
+    vllm_restarts: int = VLLM.rloo(3,
         "How often a run tries to have a server back that has failed.")
-    vllm_devices: list[str] | None = VLLM.rloo_only(None,
+    vllm_devices: list[str] | None = VLLM.rloo(None,
         "GPUs of the servers that a run starts, by number; null takes the trainer's own.")
     vllm_tensor_parallel_size: int = VLLM.from_trl(1, "GPUs that compute one server's model.")
     vllm_gpu_memory_utilization: float = VLLM.from_trl(0.3,
@@ -47,19 +47,19 @@ class VLLMOptions(ToolOptions):
         "Whose code of the model a server runs.")
     vllm_enable_sleep_mode: bool | None = VLLM.from_trl(None,
         "Let servers give their memory back while training; null does so on the trainer's GPU.")
-    vllm_serve_args: list[str] | None = VLLM.rloo_only(None,
+    vllm_serve_args: list[str] | None = VLLM.rloo(None,
         "Further arguments of `vllm serve`, as [--enforce-eager, --max-num-seqs, 64].")
-    vllm_executable: list[str] = VLLM.rloo_only(["vllm"],
+    vllm_executable: list[str] = VLLM.rloo(["vllm"],
         "What starts vLLM: its program, or a path to that of another environment.")
-    vllm_merge_adapter: bool | None = VLLM.rloo_only(None,
+    vllm_merge_adapter: bool | None = VLLM.rloo(None,
         "Give servers whole models, an adapter merged in; null: where they cannot apply it.")
-    vllm_weight_transfer: Literal["auto", "files", "nccl"] = VLLM.rloo_only("auto",
+    vllm_weight_transfer: Literal["auto", "files", "nccl"] = VLLM.rloo("auto",
         "How weights reach the servers: by the folder that they read (files), or over NCCL where "
         "trainer and server have GPUs of their own, and else by the folder (auto; nccl says why).")
-    vllm_tolerance: float | None = VLLM.rloo_only(None,
+    vllm_tolerance: float | None = VLLM.rloo(None,
         "Difference of log-probs at which a server's weights count as wrong; null: 0.001 in "
         "float32, else 0.2.")
-    vllm_weights_dir: str | None = VLLM.rloo_only(None,
+    vllm_weights_dir: str | None = VLLM.rloo(None,
         "Folder for the weights that servers load, which they must see; null is shared memory for "
         "those that a run starts, else `output_dir`.")
     # fmt: on

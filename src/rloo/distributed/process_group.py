@@ -148,8 +148,8 @@ class Collectives:
             raise
 
     def regroup(self, value: T) -> list[T] | None:
-        """See `World.regroup`; `value` is of JSON. Over the store, since a line may have been left in
-        the middle of a collective."""
+        """See `World.regroup`; `value` is of JSON. Over the store, since a line may have been left
+        in the middle of a collective."""
         keys = [self._key(f"meeting of {rank}") for rank in range(self._size)]
         until = time.monotonic() + self._timeout
         met: list[Any] = []

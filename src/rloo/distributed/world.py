@@ -24,8 +24,9 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class World:
     """Process `rank` of `size`, which computes on `device`; `collectives` lead to the others,
-    `device_groups` where weights are divided. Completions of more bytes than `gather_limit` stay with those
-    that have sampled them. To the `worker_registry` of the main process come workers that others have started.
+    `device_groups` where weights are divided. Completions of more bytes than `gather_limit` stay
+    with those that have sampled them. To the `worker_registry` of the main process come workers
+    that others have started.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result; one alone gets what it gave. All raise

@@ -34,8 +34,8 @@ class EngineWorkerConfig:
 
 
 def engine_worker_config(model: PreTrainedModel, **values: Any) -> EngineWorkerConfig:
-    """`EngineWorkerConfig`, for a model of this class. Raises ValueError for one that another process cannot
-    import."""
+    """`EngineWorkerConfig`, for a model of this class. Raises ValueError for one that another
+    process cannot import."""
     kind = type(model)
     if kind.__module__ == "__main__" or kind.__module__.startswith("transformers_modules"):
         raise ValueError(

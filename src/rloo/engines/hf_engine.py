@@ -36,7 +36,8 @@ class BatchingRule:
 # From fast to slow.
 _WAYS = (
     BatchingRule(), BatchingRule("one length"), BatchingRule("one"),
-    BatchingRule(cached=False), BatchingRule("one length", cached=False), BatchingRule("one", cached=False),
+    BatchingRule(cached=False), BatchingRule("one length", cached=False),
+    BatchingRule("one", cached=False),
 )  # fmt: skip
 # Layers without a state that every token, padding too, goes into.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}

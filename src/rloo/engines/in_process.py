@@ -131,8 +131,8 @@ def cache_room(device: torch.device, on_cpu: int) -> int:
 
 
 class InProcessEngine(ABC):
-    """Samples `PromptRow`s with the policy's module, as many at once as `cache_bytes` allow (None: see
-    `cache_room`, asked for each call), whose keys and values are of `cache_dtype`. `precision`
+    """Samples `PromptRow`s with the policy's module, as many at once as `cache_bytes` allow (None:
+    see `cache_room`, asked for each call), whose keys and values are of `cache_dtype`. `precision`
     is that of its autocast (None: the module computes in its own). `whole`, `tell`: see
     `EngineInputs`."""
 
@@ -175,8 +175,8 @@ class InProcessEngine(ABC):
         self._count_rows(cache_bytes_per_token(model, self.cache_dtype))
 
     def _count_rows(self, token_bytes: int, more_tokens: int = 0) -> None:
-        """Say in `capabilities` what rows occupy: so many bytes of keys and values for each token, and in
-        a row and its prompt room for `more_tokens`."""
+        """Say in `capabilities` what rows occupy: so many bytes of keys and values for each token,
+        and in a row and its prompt room for `more_tokens`."""
         self.capabilities = replace(
             self.capabilities,
             prompt_token_bytes=token_bytes,

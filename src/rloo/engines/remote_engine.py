@@ -47,9 +47,9 @@ class WeightExporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngineConfig:
-    """The processes that sample: how many, and where they come from: from a `worker_registry`, else we start
-    them. `seconds` is the deadline of one call, and of one's coming. `folder` is where weights are
-    written for them, None where this machine has room; there they take `room` bytes."""
+    """The processes that sample: how many, and where they come from: from a `worker_registry`, else
+    we start them. `seconds` is the deadline of one call, and of one's coming. `folder` is where
+    weights are written for them, None where this machine has room; there they take `room` bytes."""
 
     size: int = 1
     worker_registry: WorkerRegistry | None = None

@@ -86,8 +86,8 @@ def round_up(size: int) -> int:
 
 
 def filled_up(token_bytes: int, size: int) -> int:
-    """What a token's keys and values of so many bytes, in heads of this size, occupy in a `DecodingRows`,
-    whose panels of values are filled up."""
+    """What a token's keys and values of so many bytes, in heads of this size, occupy in a
+    `DecodingRows`, whose panels of values are filled up."""
     values = token_bytes // 2
     return token_bytes - values + values * round_up(size) // size
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rloo.config.optional_packages import peft_library
+from rloo.config.optional_packages import layer_kinds, peft_library
 from rloo.distributed.sharded_tensor import full_tensor, whole_copy
 from rloo.model.quantization import in_full, is_quantised
 
@@ -75,11 +75,3 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers that have an adapter, with their names."""
     kinds = layer_kinds() if "peft" in sys.modules else ()
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
-
-
-def layer_kinds() -> tuple[type, ...]:
-    """peft's classes of adapted layers."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return BaseTunerLayer, AuxiliaryTrainingWrapper

@@ -78,9 +78,9 @@ class PolicyOptimizer:
 
     def step(self, scale: float = 1.0) -> dict[str, float]:
         """One optimizer step on the gradients gathered so far, of `scale` times its length, since
-        the learning rate is multiplied by that. A gradient that is not finite is
-        refused: the weights stay as they are, and `update/nonfinite` is 1. Raises NotFiniteError if a
-        finite gradient makes a weight that is not."""
+        the learning rate is multiplied by that. A gradient that is not finite is refused: the
+        weights stay as they are, and `update/nonfinite` is 1. Raises NotFiniteError if a finite
+        gradient makes a weight that is not."""
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
@@ -184,8 +184,8 @@ class PolicyOptimizer:
         return sum(true for true, _ in counts) / sum(number for _, number in counts)
 
     def require_finite(self, *, moments: bool = False) -> None:
-        """Raise NotFiniteError if a trained weight is not finite, with `moments` also for the state of
-        the optimizer and the loss scale."""
+        """Raise NotFiniteError if a trained weight is not finite, with `moments` also for the state
+        of the optimizer and the loss scale."""
         name = self._not_finite([*self._named.items(), *(self._moments() if moments else ())])
         if name is None and not math.isfinite(self._scaler.get_scale()):
             name = "the loss scale"

@@ -261,7 +261,8 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Of the weights as they are now: another number where they have changed (`WeightsVersion`)."""
+        """Of the weights as they are now: another number where they have changed
+        (`WeightsVersion`)."""
         return self._version.read()
 
     @property

@@ -147,8 +147,8 @@ def as_reward(
 
     - An existing folder, `owner/name` on the hub, or the mapping `{name: ..., normalize: true,
       dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`,
-      loaded to `device` in the dtype in which it was saved, and `RunningNormReward` if asked for. Built-in
-      names take precedence over folders.
+      loaded to `device` in the dtype in which it was saved, and `RunningNormReward` if asked for.
+      Built-in names take precedence over folders.
     - A sequence classification module gives a `RewardModel`, in its present dtype and accelerator.
     - An object with `get_rewards(prompts, completions)` gives a function that calls it.
     - Anything else is passed to `load_reward`.

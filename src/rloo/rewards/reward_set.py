@@ -1,5 +1,6 @@
 """Calls reward functions in TRL's convention and sums what they return."""
 
+# Over 400 lines: a reward set is called, limited in time, combined and measured in one place.
 from __future__ import annotations
 
 import math
@@ -12,9 +13,19 @@ from functools import partial
 from typing import Any, Literal
 
 from rloo.distributed.standard_streams import IS, counted
-from rloo.rewards import reward_function
 from rloo.rewards.async_functions import LoopThread
-from rloo.rewards.reward_function import RESERVED, Reward, RewardLog
+from rloo.rewards.reward_function import (
+    LARGEST,
+    RESERVED,
+    Reward,
+    RewardLog,
+    check_state,
+    make_arguments,
+    name_of,
+    read_rewards,
+    read_signature,
+    share_of_nan,
+)
 from rloo.rewards.state_guard import blame, keep_state, said_by
 from rloo.rewards.timeout import (
     RewardTimeout,
@@ -99,11 +110,7 @@ class RewardSet:
         if not functions:
             raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
         weights = [1.0] * len(functions) if weights is None else weights
-        names = (
-            [reward_function.name_of(function) for function in functions]
-            if names is None
-            else names
-        )
+        names = [name_of(function) for function in functions] if names is None else names
         for values, option in ((weights, "reward_weights"), (names, "names")):
             if len(values) != len(functions):
                 raise ValueError(
@@ -113,7 +120,7 @@ class RewardSet:
         if not all(math.isfinite(weight) for weight in weights):
             raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
         named = zip(functions, _make_distinct(names), weights, strict=True)
-        self._rewards = [reward_function.read_signature(f, name, float(w)) for f, name, w in named]
+        self._rewards = [read_signature(f, name, float(w)) for f, name, w in named]
         self.timeout = timeout if timeout and math.isfinite(timeout) else None
         self.on_error: Literal["raise", "missing"] = on_error
         self.sources = list(sources or [None] * len(functions))
@@ -219,9 +226,7 @@ class RewardSet:
                 raise ValueError(f"{name!r} has {len(values)} rows for {count} completions")
         logs = {reward.name: RewardLog() for reward in self._rewards}
         arguments = {
-            reward.name: reward_function.make_arguments(
-                reward, given, trainer_state, logs[reward.name]
-            )
+            reward.name: make_arguments(reward, given, trainer_state, logs[reward.name])
             for reward in self._rewards
         }
         results = self._call(arguments)
@@ -237,7 +242,7 @@ class RewardSet:
                 logs[name] = RewardLog()
             if self.on_error == "missing":
                 logs[name].log_metric(f"rewards/{name}/failed", failed)
-            if not failed and (share := reward_function.share_of_nan(results[name])):
+            if not failed and (share := share_of_nan(results[name])):
                 logs[name].log_metric(f"rewards/{name}/nan", share)
             by_function[name] = None if failed else rewards
         return RawScores(count, by_function, logs)
@@ -351,8 +356,8 @@ def _read(name: str, result: Any, count: int, state: tuple[Any, Any]) -> list[fl
     """The rewards of one call. `state`: the trainer's as the function has left it, and its own."""
     if isinstance(result, Exception):
         raise result
-    reward_function.check_state(name, *state)
-    return reward_function.read_rewards(result, name, count)
+    check_state(name, *state)
+    return read_rewards(result, name, count)
 
 
 def _describe(error: Exception) -> str:
@@ -368,7 +373,7 @@ def _sum_weighted(row: Sequence[float | None], weights: Sequence[float]) -> floa
 
 def _require_finite(totals: Sequence[float | None]) -> None:
     for row, total in enumerate(totals):
-        if total is not None and not abs(total) <= reward_function.LARGEST:
+        if total is not None and not abs(total) <= LARGEST:
             raise ValueError(
                 f"the weighted rewards of completion {row} add up to {total:g}; a reward is a "
                 "finite number of float32 (reward_weights)"

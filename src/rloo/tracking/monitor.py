@@ -199,8 +199,7 @@ class Monitor:
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
     def examine(self, facts: Mapping[str, Any]) -> None:
-        """Tell what is wrong by facts that no step tells (see
-        `rloo.addons.report.doctor.dataset_stats`)."""
+        """Tell what is wrong by facts that no step tells."""
         if facts:
             self._watch.facts = {**self._watch.facts, **facts}
             self._alarm(0)

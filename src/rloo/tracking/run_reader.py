@@ -16,7 +16,7 @@ from typing import Any
 from rloo.addons.report.doctor.run_record import Finding
 from rloo.config.compat.parser_fields import option_types
 from rloo.config.fields import coerce
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.distributed.standard_streams import counted
 from rloo.tracking.json_values import (
     Take,

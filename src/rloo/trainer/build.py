@@ -1,5 +1,6 @@
 """Making the parts of a run from its options. Everything static is checked before sampling."""
 
+# Over 400 lines: each component of a run has its maker here.
 from __future__ import annotations
 
 import math
@@ -92,9 +93,8 @@ def make_rewards(
 
 def _source_of(spec: Any, function: Any) -> Any:
     """What makes the function anew in another process, where a name does."""
-    named = isinstance(spec, (str, Mapping)) and not isinstance(
-        function, (RunningNormReward, RewardModel)
-    )
+    of_a_model = isinstance(function, (RunningNormReward, RewardModel))
+    named = isinstance(spec, (str, Mapping)) and not of_a_model
     return spec if named else None
 
 

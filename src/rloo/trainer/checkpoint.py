@@ -41,8 +41,8 @@ _TAKEN = "; the one before is taken"
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The state of a run after `step` optimizer steps, without the weights: `optimizer` and
-    `scheduler` are of `PolicyOptimizer.state`, `rng` of `capture_rng`; `trainer_state` is everything else
-    as plain JSON values."""
+    `scheduler` are of `PolicyOptimizer.state`, `rng` of `capture_rng`; `trainer_state` is
+    everything else as plain JSON values."""
 
     step: int
     optimizer: Flat

@@ -223,7 +223,7 @@ def _known_metrics(owner: Any) -> set[str] | None:
     rewards: RewardSet = owner.rewards
     judged = owner.judging.rewards is not None or owner.judging.pairwise
     overridden = type(owner).evaluate.__qualname__ != "RLOOTrainer.evaluate"
-    episodes = owner.turns.tools or owner.turns.own is not None
+    episodes = owner.turns.tools or owner.turns.rollout_func is not None
     if any(map(_may_log, rewards.functions)) or judged or overridden or episodes:
         return None
     one = Completion([0], "stop", [0.0], [0.0])

@@ -167,10 +167,10 @@ class MultiTurnSetup:
         divided = any(map(is_sharded, trainer.policy.parameters))
         if world.size > 1 and divided and not engine.capabilities.copies_weights:
             raise ValueError(
-                f"the engine {engine.capabilities.name} gathers divided weights anew for each turn, for "
-                "which all processes must come together, and their episodes do not have the same "
-                "number of turns; the native engine of a model with a fused decoder has a copy "
-                "(rollout_engine, rollout_copy, parallel)"
+                f"the engine {engine.capabilities.name} gathers divided weights anew for each "
+                "turn, for which all processes must come together, and their episodes do not have "
+                "the same number of turns; the native engine of a model with a fused decoder has a "
+                "copy (rollout_engine, rollout_copy, parallel)"
             )
         there = (
             [trainer.rewards]

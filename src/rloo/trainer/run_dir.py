@@ -12,7 +12,7 @@ from typing import Any
 from rloo.addons.launch.local_ranks import OUTPUT, redirect_output
 from rloo.addons.report.html import PAGE
 from rloo.config.config import RLOOConfig
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.distributed import World
 from rloo.distributed.atomic_io import fsync_path, remove_tree
 from rloo.tracking.jsonl import (

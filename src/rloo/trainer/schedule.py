@@ -24,8 +24,9 @@ def count_evaluations_and_saves(
     config: RLOOConfig, state: TrainerState, batches: BatchSizes, num_rows: int
 ) -> tuple[int, int]:
     """The evaluations and the checkpoints of a run from its first step on, as Trainer's own
-    callback asks for them and `TrainingLoop` makes them: at the end of a rollout. With `save_strategy`
-    best each evaluation may be the best one; callbacks that end a run are not known."""
+    callback asks for them and `TrainingLoop` makes them: at the end of a rollout. With
+    `save_strategy` best each evaluation may be the best one; callbacks that end a run are not
+    known."""
     state, control = copy.copy(state), TrainerControl()
     flow, arguments = DefaultFlowCallback(), to_training_arguments(config)
     evaluations = checkpoints = drawn = 0

@@ -1,5 +1,6 @@
 """RLOOTrainer: the parts of a run behind the interface of TRL's trainer."""
 
+# Over 400 lines: TRL's constructor and methods stand in one class.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.model_card import write_card
 from rloo.tracking.monitor import Monitor
 from rloo.tracking.profiler import PhaseTimer
-from rloo.trainer import build, train_again, trl_attributes, trl_overrides
+from rloo.trainer import build, restart, trl_attributes, trl_overrides
 from rloo.trainer.build import RewardFunction, Rows, RowSets, Tokenizers
 from rloo.trainer.checkpoint import find_checkpoint
 from rloo.trainer.cpu_settings import keep_freed_memory
@@ -151,10 +152,8 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         resume = self._begin_again(resume_from_checkpoint)
         parts, state = self.make_parts()
         session = TrainingLoop(self, parts, state, self.evaluator, self._eval_prompts, self.hub)
-        with (
-            ranks_in_sync(parts, state),
-            acquire_run_dir_on_main(self.world, self.args, resume) as start,
-        ):
+        run_dir = acquire_run_dir_on_main(self.world, self.args, resume)
+        with ranks_in_sync(parts, state), run_dir as start:
             if start.finished and session.has_finished(start):
                 self.policy.files.load_pretrained(self.args.output_dir)
                 totals = start.finished["totals"]
@@ -320,18 +319,16 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
-        self._schedule = train_again.InitialLearningRates(
-            self.lr_scheduler, trl_overrides.schedule_of(self, given, _OWN)
-        )
+        lambdas = trl_overrides.schedule_of(self, given, _OWN)
+        self._schedule = restart.InitialLearningRates(self.lr_scheduler, lambdas)
         self._folder = Path(self.args.output_dir).absolute()  # a reward may change the current one
         self._make_monitor()
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
         self.hub = HubUploader(self.args)
-        called, data = (
-            self.turns.user_functions(self.rewards),
-            self._source and self._source.state_dict(),
-        )
+        called, data = self.turns.user_functions(self.rewards), None
+        if self._source:
+            data = self._source.state_dict()
         check_ranks_agree(self.world, self.args, self.policy, called, data)
 
     def _make_monitor(self) -> None:
@@ -348,13 +345,13 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         before, longer = self._session, self.args.with_asked()
         finished = before is not None and before.status == "finished"
         if longer is not None:
-            train_again.lengthen(self, longer, build.make_state(self._source, longer, self.batches))
+            restart.lengthen(self, longer, build.make_state(self._source, longer, self.batches))
         elif before is None or (resume == AUTO and finished):
             return resume
         if before is not None and not resume and not finished:
             newest = self.world.is_main and find_checkpoint(self._folder)[0] is not None
             resume = self.world.broadcast_object(bool(newest))
-        train_again.forget(
+        restart.forget(
             self.state, self.control, build.make_state(self._source, self.args, self.batches)
         )
         self._schedule.restart()

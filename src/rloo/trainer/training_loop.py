@@ -161,9 +161,7 @@ class TrainingLoop:
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            if (
-                state.active_rollout is None
-            ):  # else it is known; the data is already at what follows
+            if state.active_rollout is None:  # else it is known; the data stands behind it
                 state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch

@@ -210,7 +210,7 @@ def test_where_weights_may_go_over_nccl(monkeypatch, options, gpu, transfers, no
     given = {"rollout_engine": "vllm_server", "vllm_server_base_url": ["http://h:1"], **options}
     policy = make_policy(**given)
     monkeypatch.setattr(
-        remote_engines, "why_not", (lambda _: None) if gpu else nccl.unavailable_reason
+        remote_engines, "unavailable_reason", (lambda _: None) if gpu else nccl.unavailable_reason
     )
     settings = remote_engines.settings_of(policy, remote_engines.exported(policy))
     assert settings.server.transfers == transfers

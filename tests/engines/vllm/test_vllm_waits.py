@@ -23,7 +23,10 @@ HAS_ENDED = {
     ("worker_pool.py", "future.result()"),
     ("worker_pool.py", "done.result()"),
     ("remote_engine.py", "part.result()"),
-    ("worker_registry.py", "listener.accept()"),  # until it is closed, in a thread that nobody waits for
+    (
+        "worker_registry.py",
+        "listener.accept()",
+    ),  # until it is closed, in a thread that nobody waits for
     ("async_rollout.py", "sampled.result()"),
     ("router.py", "place.result()"),
 }

@@ -1,5 +1,5 @@
-"""Where tensors are, and what their operations do to a device: torch's calls for places (`LoadBalancer`)
-and its operations (`Operations`), as they are made."""
+"""Where tensors are, and what their operations do to a device: torch's calls for places
+(`LoadBalancer`) and its operations (`Operations`), as they are made."""
 
 from __future__ import annotations
 

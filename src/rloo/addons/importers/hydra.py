@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rloo.config.parser import YAML_SUFFIXES
+from rloo.config.parsing import YAML_SUFFIXES
 from rloo.config.yaml_io import read_value, read_yaml
 
 # What a file leaves to be given elsewhere.

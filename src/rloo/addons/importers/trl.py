@@ -23,7 +23,7 @@ from rloo.config.compat.recipes import SCRIPTS, as_options, is_open_r1, refuse_o
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import option_types
 from rloo.config.fields import coerce
-from rloo.config.parser import known_names, read_config_file
+from rloo.config.parsing import known_names, read_config_file
 from rloo.config.yaml_io import read_value
 
 _MARK = re.compile(r"rloo|grpo|(?:.*/)?\w*(?:rloo|grpo)\w*\.py")

@@ -27,47 +27,47 @@ class Cluster:
     """The options of `rloo launch`."""
 
     # fmt: off
-    backend: Literal["local", "ray", "slurm"] = PLACES.rloo_only("local",
+    backend: Literal["local", "ray", "slurm"] = PLACES.rloo("local",
         "What places the processes: this machine, Ray or Slurm.")
-    nodes: int = PLACES.rloo_only(1, "Machines.")
-    gpus_per_node: int = PLACES.rloo_only(0, "GPUs of each; 0 computes on their CPUs.")
-    trainer_gpus: int | None = PLACES.rloo_only(None,
+    nodes: int = PLACES.rloo(1, "Machines.")
+    gpus_per_node: int = PLACES.rloo(0, "GPUs of each; 0 computes on their CPUs.")
+    trainer_gpus: int | None = PLACES.rloo(None,
         "Processes that train, with a GPU each; null takes what engine_gpus leaves, or 1 on a CPU.")
-    engine_gpus: int = PLACES.rloo_only(0,
+    engine_gpus: int = PLACES.rloo(0,
         "GPUs that sample: native engines with one each, vLLM's servers with as many as "
         "vllm_tensor_parallel_size; on CPUs so many processes. 0 samples where it is trained.")
-    scorers: int = PLACES.rloo_only(0,
+    scorers: int = PLACES.rloo(0,
         "Processes that call reward functions; 0 leaves that to the trainer's machine.")
-    threads: int | None = PLACES.rloo_only(None,
+    threads: int | None = PLACES.rloo(None,
         "Threads of each process (OMP_NUM_THREADS); null leaves the environment as it is.")
-    port: int = PLACES.rloo_only(10000,
+    port: int = PLACES.rloo(10000,
         "First of the ports of vLLM's servers, and by Slurm of the trainer's first process.")
-    setup: list[str] = PLACES.rloo_only([],
+    setup: list[str] = PLACES.rloo([],
         "Lines of shell before anything starts: modules, an environment, variables.")
-    ray_address: str | None = RAY.rloo_only(None,
+    ray_address: str | None = RAY.rloo(None,
         "The cluster; null takes RAY_ADDRESS, or the one of this machine, or starts one here.")
-    ray_placement: Literal["pack", "spread"] = RAY.rloo_only("pack",
+    ray_placement: Literal["pack", "spread"] = RAY.rloo("pack",
         "What samples and what trains: on as few nodes as possible, or on none together.")
-    ray_restarts: int = RAY.rloo_only(3,
+    ray_restarts: int = RAY.rloo(3,
         "How often the ranks start again, at the last checkpoint, when one or its node has died.")
-    slurm_partition: str | None = SLURM.rloo_only(None, "Partition.")
-    slurm_account: str | None = SLURM.rloo_only(None, "Account.")
-    slurm_time: str | None = SLURM.rloo_only(None, "Time limit, as 04:00:00.")
-    slurm_signal: int = SLURM.rloo_only(300,
+    slurm_partition: str | None = SLURM.rloo(None, "Partition.")
+    slurm_account: str | None = SLURM.rloo(None, "Account.")
+    slurm_time: str | None = SLURM.rloo(None, "Time limit, as 04:00:00.")
+    slurm_signal: int = SLURM.rloo(300,
         "Seconds before the time limit at which the run saves and its job is queued again.")
-    slurm_requeue: bool = SLURM.rloo_only(True,
+    slurm_requeue: bool = SLURM.rloo(True,
         "Queue the job again at its time limit, when it is preempted and when a node fails.")
-    slurm_restarts: int = SLURM.rloo_only(3,
+    slurm_restarts: int = SLURM.rloo(3,
         "How often a job starts the run again, from its last checkpoint, after a process has died.")
-    slurm_container: str | None = SLURM.rloo_only(None,
+    slurm_container: str | None = SLURM.rloo(None,
         "What stands before every command: `apptainer exec --nv image.sif`.")
-    slurm_array: str | None = SLURM.rloo_only(None,
+    slurm_array: str | None = SLURM.rloo(None,
         "Numbers of an array of jobs, as 0-4: each trains with its number as the seed, in a folder "
         "of its own.")
-    slurm_chain: int = SLURM.rloo_only(1, "Jobs, of which each goes on where the one before it ended.")
-    slurm_engine_options: list[str] | None = SLURM.rloo_only(None,
+    slurm_chain: int = SLURM.rloo(1, "Jobs, of which each goes on where the one before it ended.")
+    slurm_engine_options: list[str] | None = SLURM.rloo(None,
         "Options of sbatch for the nodes that sample, as [--partition=l40s]: a heterogeneous job.")
-    slurm_options: list[str] = SLURM.rloo_only([], "Further options of sbatch, as [--exclusive].")
+    slurm_options: list[str] = SLURM.rloo([], "Further options of sbatch, as [--exclusive].")
     # fmt: on
 
     @property

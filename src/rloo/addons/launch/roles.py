@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rloo.addons.launch.cluster import Cluster
 from rloo.addons.launch.local_ranks import this_program
 from rloo.config.config import RLOOConfig
-from rloo.config.parser import given_names, parse_command_line
+from rloo.config.parsing import given_names, parse_command_line
 
 RLOO = "python -m rloo"
 # What ranks are told that a scheduler starts again: they go on.

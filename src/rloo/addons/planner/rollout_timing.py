@@ -77,7 +77,8 @@ class DecodingTimes:
 
 @dataclass(frozen=True, slots=True)
 class SampledLengths:
-    """What sampling takes: seconds, completions if all were drawn, and `alive` (see `DecodingTimes`)."""
+    """What sampling takes: seconds, completions if all were drawn, and `alive` (see
+    `DecodingTimes`)."""
 
     seconds: float
     completions: list[list[Completion]] | None

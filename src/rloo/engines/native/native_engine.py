@@ -87,7 +87,8 @@ class NativeEngine(InProcessEngine):
 
     @contextmanager
     def prefix_caching(self) -> Iterator[None]:
-        """See `rloo.types.PrefixCaching`. What is kept are the caches of the last wave of a call."""
+        """See `rloo.types.PrefixCaching`. What is kept are the caches of the last wave of a
+        call."""
         self._keeps = True
         try:
             yield

@@ -314,8 +314,8 @@ class VLLMEngine:
 
     @contextmanager
     def prefix_caching(self) -> Iterator[None]:
-        """See `rloo.types.PrefixCaching`: servers keep what they have computed. Inside they do not sleep,
-        and what one has begun goes on there."""
+        """See `rloo.types.PrefixCaching`: servers keep what they have computed. Inside they do not
+        sleep, and what one has begun goes on there."""
         self._bring()
         fleet = self._open.fleet
         try:

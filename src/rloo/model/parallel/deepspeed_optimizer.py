@@ -19,9 +19,9 @@ from rloo.model.training_state import require_same_shapes
 
 
 class ZeroOptimizer(PolicyOptimizer):
-    """See `PolicyOptimizer`. Gradients and the optimizer's state are in flat tensors of DeepSpeed's:
-    callbacks see no `grad` of a parameter, and what the optimizer holds has no names. Checkpoints
-    have both by parameter, as without it."""
+    """See `PolicyOptimizer`. Gradients and the optimizer's state are in flat tensors of
+    DeepSpeed's: callbacks see no `grad` of a parameter, and what the optimizer holds has no names.
+    Checkpoints have both by parameter, as without it."""
 
     def __init__(
         self,

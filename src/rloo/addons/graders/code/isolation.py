@@ -51,7 +51,7 @@ for name, source in setup["modules"]:
     module = sys.modules[full] = types.ModuleType(full)
     setattr(package, name, module)
     exec(compile(source, name + ".py", "exec"), vars(module))
-package.worker.main(channel, setup)
+package.guest_main.main(channel, setup)
 """
 _begun = itertools.count()
 _ASK_PYTHON = (
@@ -103,7 +103,8 @@ def start(
     wall: str, channel: socket.socket, library: Sequence[str] = (), processor: int | None = None
 ) -> IsolatedProcess:
     """Begin a process behind a wall, with its end of a channel; it can read the folders `library`,
-    and its programs run on `processor` (None: the first one). Raises IsolationUnavailable, OSError."""
+    and its programs run on `processor` (None: the first one). Raises IsolationUnavailable,
+    OSError."""
     user = _user()
     python = find_python(user)
     inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]

@@ -59,8 +59,8 @@ class _Cell:
 
 @dataclass(slots=True)
 class Curriculum:
-    """An order of prompts (`rloo.data.sampler.PromptSampler`), of which each is of one of `cells`, by
-    index.
+    """An order of prompts (`rloo.data.sampler.PromptSampler`), of which each is of one of `cells`,
+    by index.
 
     A task and level is drawn with a probability in proportion to weight / open levels of the task *
     max(4 p (1 - p), 0.05), p being the share of its completions that pass; within it, prompts come

@@ -11,7 +11,7 @@ from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
 from rloo.config.file_checks import check_sizes, reading
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 from rloo.data.tasks import resolve_model
 
 if TYPE_CHECKING:

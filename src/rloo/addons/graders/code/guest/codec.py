@@ -37,7 +37,8 @@ class NotSerializable(TypeError):
 
 def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """A value as what `json.dumps` takes. Subclasses are sent as the plain type that they extend;
-    `other` makes an object with one key of what is no plain value, or raises. Raises NotSerializable."""
+    `other` makes an object with one key of what is no plain value, or raises. Raises
+    NotSerializable."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):

@@ -1,0 +1,130 @@
+"""How servers are started, and that they end with us, whatever way we go."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rloo.engines.vllm.client import ServerError
+from rloo.engines.vllm.server_process import LocalServer, ServerConfig, start_all
+
+PROGRAM = (sys.executable, str(Path(__file__).parents[2] / "support" / "small_server.py"))
+
+
+def gone(pids, seconds=20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        alive = []
+        for pid in pids:
+            with suppress(psutil.NoSuchProcess):
+                alive += [pid] if psutil.Process(pid).status() != "zombie" else []
+        if not alive:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+async def ready(server, seconds=20.0):
+    client = await server.wait(seconds)
+    await client.close()
+
+
+def tree(pid):
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+@pytest.mark.parametrize(
+    "serving, expected",
+    [
+        (ServerConfig("m"), "vllm serve m --host 127.0.0.1 --port 8000 --dtype float32"),
+        (ServerConfig("m", lora_rank=9), "--enable-lora --max-lora-rank 16 --max-loras 2"),
+        (ServerConfig("m", max_model_length=99), "--max-model-len 99"),
+        (ServerConfig("m", sleeps=True), "--enable-sleep-mode"),
+        (ServerConfig("m", arguments=("--seed", "1")), "--seed 1"),
+        (
+            ServerConfig("a b", executable=("/x/vllm",)),
+            "/x/vllm serve 'a b' --host 127.0.0.1 --port",
+        ),
+    ],
+)
+def test_the_line_has_what_the_run_needs(serving, expected):
+    assert expected in serving.line()
+    for needed in ("VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"):
+        assert needed in serving.line()
+
+
+def test_a_server_of_ours_is_stopped_with_its_workers(tmp_path):
+    server = LocalServer(ServerConfig("m", executable=PROGRAM), tmp_path / "log")
+    server.start()
+    asyncio.run(ready(server))
+    pids = tree(server._process.pid)
+    assert len(pids) >= 3 and server.is_alive()
+    server.stop()
+    assert gone(pids, 1.0) and not server.is_alive()
+
+
+def test_a_server_that_ends_at_once_says_why(tmp_path):
+    serving = ServerConfig("m", executable=PROGRAM, arguments=("--fail",))
+    server = LocalServer(serving, tmp_path / "log")
+    server.start()
+    with pytest.raises(ServerError, match=r"(?s)starting: .* has ended; the end of .*no such"):
+        asyncio.run(server.wait(20.0))
+    server.stop()
+
+
+def test_a_server_that_is_killed_while_it_starts_is_started_once_more(tmp_path):
+    """By the system, for memory; one that ends by itself would do so again."""
+    mark = tmp_path / "mark"
+    once = tmp_path / "once.sh"
+    once.write_text(f'if mkdir {mark} 2>/dev/null; then kill -9 $$; fi; exec "$@"\n')
+    program = ("/bin/sh", str(once), *PROGRAM)
+    server = LocalServer(ServerConfig("m", executable=program), tmp_path / "log")
+
+    async def both():
+        ((started, client),) = await start_all([server], "m", 20.0)
+        await client.close()
+        return started
+
+    assert asyncio.run(both()) is server and server.is_alive() and mark.exists()
+    server.over = True
+    server.start()  # too late, since it is over
+    assert not server.is_alive()
+
+
+def test_a_program_that_does_not_exist_is_named(tmp_path):
+    server = LocalServer(ServerConfig("m", executable=("/no/such/vllm",)), tmp_path / "log")
+    with pytest.raises(
+        ValueError, match=r"there is no program /no/such/vllm; .*use_vllm, vllm_executable"
+    ):
+        server.start()
+
+
+@pytest.mark.slow  # a process that imports everything
+def test_a_server_ends_when_we_are_killed(tmp_path):
+    program = (
+        "import sys, time; sys.path[:0] = sys.argv[2:];"
+        "from pathlib import Path;"
+        "from rloo.engines.vllm.server_process import LocalServer, ServerConfig;"
+        f"server = LocalServer(ServerConfig('m', executable={PROGRAM!r}), Path(sys.argv[1]));"
+        "server.start(); print(server._process.pid, flush=True); time.sleep(1000)"
+    )
+    log = tmp_path / "log"
+    ours = subprocess.Popen(
+        [sys.executable, "-c", program, str(log), *sys.path], stdout=subprocess.PIPE, text=True
+    )
+    assert ours.stdout is not None
+    pid = int(ours.stdout.readline())
+    while "worker" not in (log.read_text() if log.exists() else ""):
+        time.sleep(0.05)
+    pids = tree(pid)
+    os.kill(ours.pid, signal.SIGKILL)
+    ours.wait()
+    ours.stdout.close()
+    assert gone(pids)
