@@ -24,9 +24,9 @@ def filled(page: str) -> str:
 def _section(rule: Rule) -> str:
     voids = "\n- It voids a run." if rule.voids else ""
     causes = [name for name in EXPLAINS if name in causes_of(rule.name)]
-    after = f"\n- Follows from, and is not told beside: {', '.join(causes)}." if causes else ""
+    after = f"\n- Not reported with its possible causes: {', '.join(causes)}." if causes else ""
     return (
-        f"\n## {rule.title}\n\n`{rule.name}`\n\n- Seen in: {rule.looks_at}.\n- Why it matters: "
+        f"\n## {rule.title}\n\n`{rule.name}`\n\n- Detected by: {rule.looks_at}.\n- Why it matters: "
         f"{rule.why}\n- Change: {rule.usual_change}.{voids}{after}\n"
     )
 

@@ -216,8 +216,8 @@ class RemoteWorker(Worker):
 
 
 def acquire_worker(kind: str, setup: bytes, hub: WorkerRegistry | None, seconds: float) -> Worker:
-    """A worker of one of the KINDS: from a hub, waited for as long as `WorkerRegistry.hire` does,
-    or else one that is started here."""
+    """A worker of one of the KINDS: from a hub, waited for as long as `WorkerRegistry.acquire`
+    does, or else one that is started here."""
     name = f"that {kind}s"
     return (
         LocalWorker(name, KINDS[kind], setup)

@@ -107,7 +107,7 @@ ROLLOUT = (
     Metric("groups/signal", "share",
         "Share of prompts whose completions differ in reward, so that there is something to learn.",
         band=HealthyRange(low=0.25), better="higher",
-        note="Of groups with at least two scores, before the KL penalty."),
+        note="Over groups with at least two scores, before the KL penalty."),
     Metric("frac_reward_zero_std", "share",
         "Share of prompts whose completions all have the same reward: 1 − `groups/signal`.",
         band=HealthyRange(high=0.75), better="lower",
@@ -129,20 +129,20 @@ ROLLOUT = (
     Metric("episodes/turns", "turns", "How often the model spoke in an episode, in the mean.",
         note="With tools, as the others of `episodes/` and `tools/`."),
     Metric("episodes/failed", "episodes",
-        "Episodes that could not go on through no fault of the model's, and have no reward.",
+        "Episodes that failed through no fault of the model's, and have no reward.",
         band=NONE, better="lower", note="They took longer than `episode_timeout`."),
     Metric("tools/call_frequency", "calls", "Tool calls in an episode, in the mean."),
     Metric("tools/failure_frequency", "share",
         "Share of tool calls that were malformed, unknown, or raised an error.", better="lower",
-        note="The model is told of each."),
+        note="The model gets each error."),
     Metric("tools/time", "s", "Seconds spent in tools, added up over the episodes.",
         better="lower", note="A part of `time/sample`; coroutines wait at the same time."),
     Metric("tokens_per_second/sample", "tokens/s", "Completion tokens per second of sampling.",
         better="higher", ranks="main",
-        note="All processes' tokens over the main one's `time/sample`; beside training, where "
-        "`time/sample` is what the trainer waits, over the time in which something was sampled."),
+        note="All processes' tokens over the main one's `time/sample`. In asynchronous runs "
+        "`time/sample` is the trainer's waiting time, so they are over the time of sampling."),
     Metric("gym/<task>/pass_rate", "share",
-        "Share of the completions that pass, of the prompts of one task of `gym:NAME`.",
+        "Share of the completions that pass, over the prompts of one task of `gym:NAME`.",
         better="higher", note="As in an evaluation: the first reward is at least `pass_threshold`. "
         "Those without a reward do not count."),
     Metric("gym/<task>/share", "share", "Share of the prompts that are of this task."),
@@ -151,57 +151,57 @@ ROLLOUT = (
         better="lower", note="With `dynamic_sample`."),
     Metric("staleness/mean", "rollouts",
         "How much older the weights that sampled a token are than those that are trained.",
-        note="Beside training; over all tokens of the rollout."),
+        note="In asynchronous runs; over all tokens of the rollout."),
     Metric("staleness/max", "rollouts", "How much older they are for the oldest token."),
     Metric("groups/first", "", "Number of the rollout's first prompt, in the order of drawing.",
-        note="Beside training."),
+        note="In asynchronous runs."),
     Metric("queue/done", "groups", "Prompts that are sampled and scored, and wait to be trained.",
-        ranks="main", note="Beside training, when the rollout is asked for."),
+        ranks="main", note="In asynchronous runs, when the rollout is requested."),
     Metric("queue/in_flight", "groups", "Prompts that are being sampled or scored.",
-        ranks="main", note="Beside training, when the rollout is asked for."),
+        ranks="main", note="In asynchronous runs, when the rollout is requested."),
     Metric("idle/trainer", "share", "Share of the time in which the trainer waited for groups.",
-        better="lower", ranks="main", note="Beside training, since the last rollout."),
+        better="lower", ranks="main", note="In asynchronous runs, since the last rollout."),
     Metric("idle/sampler", "share", "Share of the time in which nothing was sampled.",
-        better="lower", ranks="main", note="Beside training, since the last rollout."),
+        better="lower", ranks="main", note="In asynchronous runs, since the last rollout."),
     Metric("idle/rewards", "share",
         "Share of the time in which reward processes had nothing to do.",
-        ranks="main", note="Beside training, since the last rollout."),
+        ranks="main", note="In asynchronous runs, since the last rollout."),
     Metric("engine/lost", "times", "How often a server or process that samples was lost.",
-        band=NONE, better="lower", ranks="main", note="Since the run began or went on."),
+        band=NONE, better="lower", ranks="main", note="Since the run started or resumed."),
     Metric("engine/returned", "times", "How often one that was lost came back.", ranks="main"),
-    Metric("engine/repeated", "times", "How many prompts were asked for again after a loss.",
+    Metric("engine/repeated", "times", "How many prompts were sampled again after a loss.",
         better="lower", ranks="main"),
     Metric("scorers/lost", "times", "How often a process that calls rewards was lost.",
-        band=NONE, better="lower", ranks="main", note="Beside training; it is started again."),
+        band=NONE, better="lower", ranks="main", note="In asynchronous runs; it is restarted."),
 )  # fmt: skip
 
 UPDATE = (
     Metric("kl", "nats/token", "How far the policy is from the reference model, per token.",
         band=HealthyRange(high=1.0),
-        note="Mean over tokens of log π − log π_ref (k1), π before the rollout's first update "
-        "where the KL is in the reward. Under `preset trl` completions masked as truncated, which "
-        "pay none there, are left out, here and in `kl/sequence` and `entropy`."),
-    Metric("kl/sequence", "nats", "How far it is for a whole completion: what β multiplies.",
+        note="Mean over tokens of log π − log π_ref (k1), with π before the rollout's first update "
+        "if the KL is in the reward. `preset trl` leaves out completions masked as truncated, "
+        "which pay no KL there. The same holds for `kl/sequence` and `entropy`."),
+    Metric("kl/sequence", "nats", "The same for a completion: the number that β multiplies.",
         note="The sum over its tokens, mean over completions."),
     Metric("kl/coef", "", "β in this step.", ranks="same", note="With `kl_target`."),
     Metric("entropy", "nats/token",
         "How undecided the policy is at each token; near 0 it always writes the same.",
         band=HealthyRange(low=0.05, high=3.0, of_start=True),
-        note="Mean over tokens at the sampling temperature. Where not all completions are computed "
-        "it is the mean of −log π of the sampled tokens by the sampler, which is the entropy on "
-        "average, of the policy that sampled; if none counts, of all that were sampled, in the "
-        "first step on a rollout."),
+        note="Mean over tokens at the sampling temperature. If not all completions are computed, "
+        "it is the sampler's mean of −log π over the sampled tokens. On average that is the "
+        "entropy of the policy that sampled. If no completion counts, it is over all that were "
+        "sampled, in the first step on a rollout."),
     Metric("mismatch/mean", "nats",
         "Mean difference of a token's log-prob between the engine that sampled and the trainer.",
         band=HealthyRange(high=0.05), better="lower",
-        note="Absolute, of the policy's, over computed tokens; meaningful in the first step on a "
-        "rollout, and with `max_staleness` where `staleness/max` is 0. In float32 about 1e-6."),
+        note="Absolute, of policy log-probs, over computed tokens. Meaningful in the first step on "
+        "a rollout, and with `max_staleness` if `staleness/max` is 0. In float32 about 1e-6."),
     Metric("mismatch/max", "nats", "Difference for the token where it is largest.",
         better="lower", ranks="largest"),
     Metric("sampling/importance_sampling_ratio/mean", "ratio",
         "Mean weight that corrects for having sampled from another distribution.",
         band=HealthyRange(0.8, 1.2),
-        note="Of `rollout_importance_sampling_mode`, after truncating or dropping, over computed "
+        note="By `rollout_importance_sampling_mode`, after truncating or dropping, over computed "
         "completions."),
     Metric("sampling/importance_sampling_ratio/max", "ratio", "The largest of these weights.",
         ranks="largest"),
@@ -212,7 +212,7 @@ UPDATE = (
         "completion's tokens."),
     Metric("clip_ratio/low_mean", "share",
         "Share of ratios clipped from below, where the advantage is negative.",
-        note="Of completions, or of tokens; without an advantage nothing is clipped."),
+        note="Ratios of completions, or of tokens; without an advantage nothing is clipped."),
     Metric("clip_ratio/high_mean", "share",
         "Share of ratios clipped from above, where the advantage is positive."),
     Metric("clip_ratio/region_mean", "share", "Share of ratios that were clipped: their sum.",
@@ -222,12 +222,12 @@ UPDATE = (
         "the number of experts per token."),
     Metric("loss", "", "Loss of the policy gradient, which does not measure progress."),
     Metric("grad_norm", "", "Norm of the gradient before clipping.",
-        note="In a log over several steps that of the last one, as with Trainer."),
+        note="A log over several steps has that of the last step, as with Trainer."),
     Metric("learning_rate", "", "Learning rate of the step.", ranks="same"),
     Metric("update/changed_share", "share", "Share of parameters that the step changed.",
         band=HealthyRange(low=0.01),
-        note="Of up to 1,024 per tensor. Few change where steps are smaller than what the weights' "
-        "precision can hold; none while the learning rate is 0."),
+        note="Over up to 1,024 per tensor. Few change if steps are smaller than the weights' "
+        "precision; none while the learning rate is 0."),
     Metric("update/computed_share", "share",
         "Completions that the update computed, of those that count."),
     Metric("update/no_signal", "0 or 1",
@@ -246,7 +246,7 @@ UPDATE = (
     Metric("num_tokens", "tokens", "Tokens of prompts and completions so far."),
     Metric("step_time", "s", "Seconds that the step took.", better="lower", ranks="main"),
     Metric("time/sample", "s", "Seconds spent sampling.", better="lower", ranks="main",
-        note="Beside training: waiting for samples."),
+        note="In asynchronous runs: waiting for samples."),
     Metric("time/reward", "s", "Seconds spent in reward functions.", better="lower", ranks="main"),
     Metric("time/credit", "s", "Seconds spent computing advantages.", better="lower", ranks="main"),
     Metric("time/update", "s", "Seconds spent in forward and backward passes and the optimizer.",
@@ -271,25 +271,24 @@ EVALUATION = (
         note="The unbiased estimate of Chen et al. 2021 from `num_samples` completions; one "
         "passes if the first reward function gives it at least `pass_threshold`."),
     Metric("pass@1_greedy", "share",
-        "How often the completion passes that always takes the most likely token.",
+        "How often the greedy completion passes (the most likely token at each position).",
         better="higher"),
     Metric("pass@<k>_interval", "share", "Wilson's interval at 95 % over the prompts."),
     Metric("pass@1_greedy_interval", "share", "The same of `pass@1_greedy`."),
-    Metric("reward_kind", "", "What the first reward gives: `0 or 1`, or `graded`.", ranks="same",
-        note="Of a graded one without a `pass_threshold` of its own the mean reward tells more "
-        "than pass@k."),
+    Metric("reward_kind", "", "Kind of the first reward: `0 or 1`, or `graded`.", ranks="same",
+        note="For a graded one without its own `pass_threshold` the mean reward says more than "
+        "pass@k."),
     Metric("reward_interval", "reward", "Interval of `reward` at 95 % over the prompts."),
     Metric("rewards/<function>/mean_interval", "reward",
         "The same of the mean of one reward function."),
     Metric("rewards/<function>/win_rate", "share",
         "How often a completion is better than that of the starting policy, ties counting half.",
         better="higher",
-        note="By a reward of `eval_reward_funcs`, or a pairwise judge; of completions with the "
+        note="By a reward of `eval_reward_funcs`, or a pairwise judge, for completions with the "
         "same prompt and number. Needs `eval_on_start`."),
     Metric("rewards/<function>/win_rate_interval", "share", "Its interval at 95 %."),
     Metric("loss", "",
-        "Minus the mean leave-one-out advantage: 0 but for rounding, as in TRL, whatever the "
-        "policy."),
+        "Minus the mean leave-one-out advantage: 0 up to rounding for any policy, as in TRL."),
 )  # fmt: skip
 
 TOTALS = (

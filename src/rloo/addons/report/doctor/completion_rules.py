@@ -180,7 +180,7 @@ RULES = (
         "Completions are empty from the start",
         "half of the recorded completions of the first rollouts have no text, and the reward does "
         "not rise",
-        "A model that says nothing finds no answer, whatever the reward.",
+        "A model that writes nothing finds no answer, under any reward.",
         "prompts that the model takes as its turn to speak",
         _silent,
     ),
@@ -189,7 +189,7 @@ RULES = (
         "Completions have become gibberish",
         "half of the recorded completions at the end repeat themselves (deflate leaves less than "
         "35 %) or have characters that no text has, and few did so at the start",
-        "The reward is paid for what nobody wants to read.",
+        "The reward is paid for texts that nobody wants to read.",
         "a reward that gibberish does not get",
         _gibberish,
         voids=True,
@@ -207,7 +207,7 @@ RULES = (
         "same_text",
         "Every prompt gets the same completion",
         "half of the recorded completions at the end are one text, and were not at the start",
-        "What does not depend on the prompt answers none of them.",
+        "A completion that does not depend on the prompt answers no prompt.",
         "a reward that this text does not get",
         _sameness,
         voids=True,
@@ -215,10 +215,11 @@ RULES = (
     Rule(
         "length_explosion",
         "Completions grow into the length limit",
-        "`completions/mean_length` 1.5 times what it was, and `completions/clipped_ratio` above "
-        "its band, which was below one half at the start, where completions that are cut do not "
-        "get lower rewards than others; above 80 % it voids the run",
-        "Length is being paid for, or its cost is not; what is cut is judged without its end.",
+        "`completions/mean_length` 1.5 times its value at the start, and "
+        "`completions/clipped_ratio` above its band. At the start that was below one half. "
+        "Completions that are cut do not get lower rewards than others. Above 80 % it voids the "
+        "run",
+        "Length is rewarded, or costs nothing. A cut completion is judged without its end.",
         "`missing_eos_penalty`",
         grown,
     ),

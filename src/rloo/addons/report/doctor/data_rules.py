@@ -145,7 +145,7 @@ RULES = (
         "held_out_trained",
         "Held-out prompts are in the training set",
         "prompts of `eval_dataset` whose tokens are those of a training prompt, before the start",
-        "What is measured on them is memory.",
+        "A figure on trained rows measures memory, not skill.",
         "a split of its own (`eval_split`, `eval_dataset`)",
         _held_out_trained,
     ),
@@ -172,7 +172,7 @@ RULES = (
         "Completions do not end",
         "the token that ends a turn of the chat template is none that ends a completion; or "
         "`completions/clipped_ratio` of at least 95 % from the first rollout on",
-        "What is cut has no end to judge, and sampling always takes the longest time.",
+        "A cut completion has no end to judge, and sampling always takes the longest time.",
         "the end token, or a longer `max_completion_length`",
         _missing_eos,
     ),

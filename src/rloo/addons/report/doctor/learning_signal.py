@@ -351,7 +351,7 @@ RULES = (
         "already_solved",
         "The model solved the prompts before training",
         "`reward` of at least 0.95 of 1 in the first rollouts",
-        "Where nearly all completions are right hardly any group has signal.",
+        "If nearly all completions are right, hardly any group has signal.",
         "harder prompts",
         _solved,
     ),
@@ -360,7 +360,7 @@ RULES = (
         "A reward is missing for many completions",
         "`rewards/<function>/failed`, a function without any number beside others, recorded "
         "completions without a score",
-        "What is not scored is left out of its group, whatever it was worth.",
+        "A completion without a score is left out of its group, even a good one.",
         "the function's error, or a reward of 0 for what cannot be judged",
         _partly_missing,
     ),

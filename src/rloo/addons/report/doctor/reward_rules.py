@@ -168,11 +168,11 @@ RULES = (
     Rule(
         "hacking",
         "The reward is being hacked",
-        "`reward` rises at any time, in training or held out, while a reward of "
-        "`eval_reward_funcs` falls, from the start or from its best, or stays where completions "
-        "grow into the limit; or the held-out reward falls; or completions win less than half of "
+        "`reward` rises at any time, in training or held out. At the same time a reward of "
+        "`eval_reward_funcs` falls, from the start or from its best, or it stays while completions "
+        "grow into the limit. Or the held-out reward falls. Or completions win less than half of "
         "comparisons with the starting policy",
-        "What is trained has come apart from what is wanted.",
+        "The trained reward no longer measures the wanted behavior.",
         "`metric_for_best_model` of the reward that only judges, or ten times `beta`",
         _held_out,
         voids=True,
@@ -180,9 +180,9 @@ RULES = (
     Rule(
         "reward_at_cost",
         "One reward rises at the cost of another",
-        "of two functions' `rewards/<function>/mean` one rises beyond chance and one falls so, by "
+        "one function's `rewards/<function>/mean` rises beyond chance and another one falls so, by "
         "more than a quarter",
-        "The sum of rewards is trained: what is cheap to earn displaces what is dear.",
+        "The sum of rewards is trained: cheap rewards displace expensive ones.",
         "`reward_weights`",
         _one_at_the_cost,
         voids=True,
@@ -190,7 +190,7 @@ RULES = (
     Rule(
         "only_form",
         "Only the form is rewarded",
-        "of several functions only one whose name says form (format, length, tag, ...) rises",
+        "only one of several functions rises, and its name says form (format, length, tag, ...)",
         "The reward rises without a single answer getting better.",
         "`reward_weights`",
         _only_form,

@@ -319,9 +319,9 @@ RULES = (
     Rule(
         "learning_rate_high",
         "The learning rate is too high",
-        "from one rollout to the next `kl` grows by over 0.5 nats per token, or `entropy` loses "
-        "three quarters or gains a nat, or completions grow threefold, and it stays so in four of "
-        "five rollouts, without a gain in reward, and where `kl` is known it is at least 0.1",
+        "a leap from one rollout to the next: `kl` grows by over 0.5 nats per token, or `entropy` "
+        "loses three quarters or gains a nat, or completions grow threefold. It stays so in four "
+        "of five rollouts, without a gain in reward. If `kl` is known, it is at least 0.1",
         "Steps leave the region in which the gradient says anything; the policy is destroyed.",
         "a tenth of the learning rate, a hundredth where a leap is of 2 nats",
         _rate_high,
@@ -374,10 +374,10 @@ RULES = (
     Rule(
         "learning_rate_low",
         "The learning rate is too low",
-        "`update/changed_share` below its band; or after 9 rollouts or more, and 100 steps at a "
-        "rate as published (5e-7), `kl` below 1e-4; without a reference "
-        "`entropy` changed by less than 5 % beside a reward that stands still and, where there are "
-        "evaluations, held-out completions as long within 3 %",
+        "`update/changed_share` below its band. Or `kl` is below 1e-4 after 9 rollouts or more, "
+        "and 100 steps at a rate as published (5e-7). Without a reference `entropy` changed by "
+        "less than 5 %, the reward stands still, and held-out completions, if there are "
+        "evaluations, are as long within 3 %",
         "The policy is still where it began.",
         "a learning rate by which the KL would be near 0.01",
         _rate_low,
@@ -385,9 +385,10 @@ RULES = (
     Rule(
         "few_generations",
         "K is too small for the variance of the rewards",
-        "K of at most 4, a reward that does not move in 9 rollouts and 96 completions or more, and "
-        "over nine tenths of `baseline/variance` is noise of the baselines; from 256 completions "
-        "on over half, or `groups/signal` is below one half; while it runs, of four times as many",
+        "K of at most 4, and a reward that does not move in 9 rollouts and 96 completions or more. "
+        "Over nine tenths of `baseline/variance` is noise of the baselines. From 256 completions "
+        "on over half is enough, or `groups/signal` below one half. While a run is active, four "
+        "times as many completions are needed",
         "The baseline of a completion is the mean of the others: with few of them it is noise.",
         "four times `num_generations`",
         _few_generations,
