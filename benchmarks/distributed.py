@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import Meter
 from benchmarks.results import collect
-from benchmarks.side import Meter
 from benchmarks.summary import Record, Spread, update_seconds
 from benchmarks.turns import Setting, Spec, Task, measure
 from benchmarks.workloads import WORKLOADS
@@ -56,7 +56,7 @@ KINDS = {
 def run_ranks(job: dict[str, Any], meter: Meter, folder: Path, options: dict[str, Any]) -> None:
     """Our trainer as `processes` processes, as `rloo train` starts them, of which rank 0 answers.
     One alone makes all exchanges with itself."""
-    from benchmarks.sides import run_rloo
+    from benchmarks.systems import run_rloo
 
     size = options.pop("processes")
     if size > 1 and "RANK" not in os.environ:
@@ -65,7 +65,7 @@ def run_ranks(job: dict[str, Any], meter: Meter, folder: Path, options: dict[str
 
         os.dup2(meter.link.descriptor(), 1)
         config = RLOOConfig(str(folder), num_processes=size)
-        os._exit(launch(sys.argv[1:], config, program=[sys.executable, "-m", "benchmarks.side"]))
+        os._exit(launch(sys.argv[1:], config, program=[sys.executable, "-m", "benchmarks.measure"]))
     if size == 1:
         _meet_oneself()
     _count_exchanges(meter)

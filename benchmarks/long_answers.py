@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.measure import MEBIBYTE, Memory
 from benchmarks.model import ensure_model, load_rows, make_prompt
-from benchmarks.side import MEBIBYTE, Memory
 
 NUM_GENERATIONS = 4
 

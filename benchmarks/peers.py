@@ -5,7 +5,7 @@
         [--gsm8k FOLDER] [--results FILE] [--redo-disturbed]
     python -m benchmarks.peers --report FILE
 
-Each side is a process of its own (`benchmarks.side`), which loads, does one step to warm up and
+Each side is a process of its own (`benchmarks.measure`), which loads, does one step to warm up and
 then waits; the sides do their measured steps A B A B, so that only one computes at a time. All
 train or sample the same model on the same prompts, in float32 on a CPU. A side is NAME or
 NAME:OPTION=VALUE,OPTION=VALUE with options of that program. Workloads: `benchmarks.workloads`,

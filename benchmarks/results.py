@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
 # What of the benchmark a side runs or is told; the rest only lays out tables.
 _SIDES = (
-    "distributed", "jobs", "model", "padded_step", "samplers", "shapes", "side", "sides",
+    "distributed", "jobs", "model", "padded_step", "samplers", "shapes", "measure", "systems",
     "trl_side", "workloads",
 )  # fmt: skip
 _COMPILED = {".pyc", ".so", ".o"}

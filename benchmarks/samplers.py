@@ -1,4 +1,4 @@
-"""Sampling alone: transformers' `generate`, and vLLM. See `benchmarks.sides`."""
+"""Sampling alone: transformers' `generate`, and vLLM. See `benchmarks.systems`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import Job, cycle_batches, find_stop_tokens, load
-from benchmarks.side import Meter
+from benchmarks.measure import Meter
+from benchmarks.workload_parts import Job, cycle_batches, find_stop_tokens, load
 
 
 def run_generate(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:

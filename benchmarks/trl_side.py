@@ -1,4 +1,4 @@
-"""TRL's trainer, as it is and with what it lacks. See `benchmarks.sides`."""
+"""TRL's trainer, as it is and with what it lacks. See `benchmarks.systems`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import (
+from benchmarks.measure import Meter
+from benchmarks.workload_parts import (
     MANY_STEPS,
     Job,
     load,
@@ -19,7 +20,6 @@ from benchmarks.parts import (
     make_turns,
     name_library,
 )
-from benchmarks.side import Meter
 
 
 def run_trl(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Processes that take turns: each is a `benchmarks.side` that loads, does one step to warm up and
-waits; then they do a step each, round by round, so that only one computes at a time.
+"""Processes that take turns: each is a `benchmarks.measure` that loads, does one step to warm up
+and waits; then they do a step each, round by round, so that only one computes at a time.
 
 What comes of it is handed on as records, one as soon as it is there (see `benchmarks.results`).
 """
@@ -70,7 +70,7 @@ class Task:
 
 
 class Side:
-    """A running `benchmarks.side`."""
+    """A running `benchmarks.measure`."""
 
     def __init__(self, spec: Spec, job: Path, folder: Path, threads: int) -> None:
         folder.mkdir()
@@ -79,7 +79,7 @@ class Side:
         words = [spec.name, str(job), str(folder), *spec.options]
         with self._log.open("w", encoding="utf-8") as log:
             self._process = subprocess.Popen(
-                [find_python(spec.name), "-m", "benchmarks.side", *words],
+                [find_python(spec.name), "-m", "benchmarks.measure", *words],
                 cwd=ROOT,
                 env=_environment(threads),
                 stdin=subprocess.PIPE,

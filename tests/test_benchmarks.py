@@ -13,10 +13,10 @@ from benchmarks import distributed, jobs, model, peers, processor, report, resul
 from benchmarks import machine as machine_module
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
+from benchmarks.measure import parse_options
 from benchmarks.plan import __main__ as plans
 from benchmarks.plan import cases, side
 from benchmarks.shapes import SHAPES
-from benchmarks.side import parse_options
 from benchmarks.summary import Spread, summarise
 from benchmarks.trl_side import TorchWithProducts, add_product
 from benchmarks.workloads import DEFAULT, FAMILIES, WORKLOADS
@@ -389,7 +389,7 @@ def test_sources_are_told_apart_by_what_is_in_them(tmp_path, monkeypatch):
         (tmp_path / "benchmarks" / f"{name}.py").touch()
     monkeypatch.setattr(results, "ROOT", tmp_path)
     digests = [results.digest_sources()]
-    for name in ("src/rloo/a.py", "src/rloo/b.c", "benchmarks/sides.py", "benchmarks/report.py",
+    for name in ("src/rloo/a.py", "src/rloo/b.c", "benchmarks/systems.py", "benchmarks/report.py",
                  "src/rloo/__pycache__/a.pyc", "src/rloo/c.so"):  # fmt: skip
         (tmp_path / name).write_text("1", encoding="utf-8")
         digests.append(results.digest_sources())

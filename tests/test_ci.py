@@ -204,7 +204,7 @@ def test_what_has_passed_says_where_and_leaves_out_what_did_not_run(repository):
 
 
 MARKED = re.compile(
-    r"^[^'\"]*\bpytest\.mark\.(slow|peers|docs|slurm|ray)\b|^from support\.marks import ",
+    r"^[^'\"]*\bpytest\.mark\.(slow|peers|docs|slurm|ray)\b|^from support\.markers import ",
     re.M,
 )
 

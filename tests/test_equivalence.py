@@ -25,7 +25,7 @@ from rloo.model.training_state import capture_rng
 from rloo.rewards.running_norm import RunningNormReward
 from rloo.trainer.checkpoint import load_checkpoint
 from support.adapters import make_lora
-from support.marks import every_second, in_pairs, slow
+from support.markers import every_second, in_pairs, slow
 from support.models import make_model, make_wide
 from support.text import make_tokenizer
 from support.training import (

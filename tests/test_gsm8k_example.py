@@ -25,7 +25,7 @@ from support.gsm8k import (
     save_random_model,
     shaped_arguments,
 )
-from support.marks import slow
+from support.markers import slow
 
 
 @pytest.fixture(scope="module")

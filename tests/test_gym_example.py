@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rloo.cli import main
-from support.gym_wall import why_not_scored
+from support.gym_sandbox import why_not_scored
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FEW = (

@@ -20,8 +20,8 @@ import yaml
 from rloo import RLOOConfig
 from rloo.cli import main
 from support.models import COMMON, WIDE
+from support.sandboxes import require_a_wall
 from support.text import make_tokenizer
-from support.walls import require_a_wall
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))

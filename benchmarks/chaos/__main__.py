@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     rows = []
     if own:
-        from benchmarks.chaos.rig import Rig
+        from benchmarks.chaos.harness import Rig
         from benchmarks.chaos.table import plan
 
         with tempfile.TemporaryDirectory(prefix="rloo-chaos-") as home:

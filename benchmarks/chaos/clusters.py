@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos.beside import told
+from benchmarks.chaos.asynchronous import told
 from benchmarks.chaos.results import ROOT, Store, Trial, digest, run_all
 
 sys.path.insert(0, str(ROOT / "tests"))

@@ -11,9 +11,9 @@ import random
 from functools import partial
 
 from benchmarks.chaos import operations
+from benchmarks.chaos.harness import Rig
 from benchmarks.chaos.kills import count_operations, killed
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig
 from rloo.trainer.checkpoint import list_checkpoints, verify_checkpoint
 
 FIGURE = "no space, I/O error, read-only, no permission at every file operation: nothing is lost"

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.chaos import operations
+from benchmarks.chaos.harness import CONFIGS, EMBEDDED, Rig
 from benchmarks.chaos.processes import Ended, command, fork
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import CONFIGS, EMBEDDED, Rig
 
 FIGURE = "kill -9 at random moments: goes on alone to the identical end"
 PROMISED = 600

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.harness import Rig
 from benchmarks.chaos.processes import command, fork
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig
 
 FIGURE = "values that are not finite, in every place of a step: none is in a checkpoint"
 REWARDS = '''

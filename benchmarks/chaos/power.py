@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.chaos import operations as ops
+from benchmarks.chaos.harness import Rig
 from benchmarks.chaos.kills import killed
 from benchmarks.chaos.processes import command, fork
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig
 from rloo.trainer.checkpoint import find_checkpoint
 
 FIGURE = "power cuts (200, on each of three disks): nothing that was committed is lost"

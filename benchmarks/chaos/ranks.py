@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.harness import RANKS, Rig
 from benchmarks.chaos.processes import DEADLINE, Ended, children_of, finish, start, to_file, wait
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import RANKS, Rig
 
 FIGURE = (
     "kill -9 of one of 2 or 3 ranks at a random moment: all end within 60 s, no process is left, "

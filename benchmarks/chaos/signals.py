@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.harness import Rig
 from benchmarks.chaos.processes import DEADLINE, Ended, as_from_a_shell, command, finish, start
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig
 from rloo.trainer.checkpoint import find_checkpoint
 
 FIGURE = (

@@ -9,7 +9,7 @@ import torch
 from rloo.algorithm.advantages import compute_advantages
 from rloo.algorithm.update import micro_batch_loss
 from rloo.config.config import RLOOConfig
-from support.marks import every_second
+from support.markers import every_second
 from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
 from support.terms import terms_of

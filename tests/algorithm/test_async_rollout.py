@@ -9,7 +9,7 @@ import pytest
 
 from rloo.algorithm.async_rollout import AsyncRolloutGenerator
 from rloo.types import Completion, EngineCapabilities, Prompt
-from support.marks import in_pairs
+from support.markers import in_pairs
 from support.training import make_config, make_trainer
 
 

@@ -18,7 +18,7 @@ from rloo.algorithm.loss import loss_denominator
 from rloo.algorithm.update import micro_batch_loss
 from rloo.model.logprobs import TokenScores
 from rloo.tools.exact_gradient import TabularPolicy, logits_table
-from support.marks import slow
+from support.markers import slow
 from support.policies import make_policy_config
 from support.terms import terms_of
 

@@ -12,7 +12,7 @@ from rloo.algorithm.completion_exchange import (
 from rloo.algorithm.rank_rollout import generate_on_ranks
 from rloo.distributed import World
 from rloo.types import Completion, EngineCapabilities, Prompt, Sample, Sampling
-from support.lines import make_worlds, of_each
+from support.process_groups import make_worlds, of_each
 
 LONG = 5000
 

@@ -27,7 +27,7 @@ from rloo.tracking.metrics import sampled_entropy
 from rloo.types import Completion, EngineCapabilities, Episode, Prompt, Sampling, of_trained
 from support.chat import make_chat_tokenizer
 from support.episodes import Told
-from support.lines import make_worlds, of_each
+from support.process_groups import make_worlds, of_each
 
 TOKENIZER = make_chat_tokenizer()
 CONTENT = [{"role": "user", "content": "Guess."}]

@@ -12,7 +12,7 @@ from rloo.algorithm.loss import kl_estimate
 from rloo.algorithm.update import micro_batch_loss, update
 from rloo.model.micro_batch import pad
 from rloo.model.policy import Policy
-from support.given_logprobs import Rollout, ours
+from support.fixed_logprobs import Rollout, ours
 from support.models import VOCAB_SIZE, make_samples
 from support.policies import make_policy_config, make_policy_of
 from support.terms import terms_of

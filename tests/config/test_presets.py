@@ -30,7 +30,7 @@ from rloo.config.presets import (
 )
 from rloo.config.show import render_resolved
 from rloo.types import Completion, Group, Prompt
-from support.given_logprobs import Rollout, ours
+from support.fixed_logprobs import Rollout, ours
 from support.presets import PRESET_FORMS
 from support.terms import advantages, rollout_of, terms_of
 

@@ -20,7 +20,7 @@ from rloo.model.policy import Policy
 from rloo.rewards.reward_model import as_reward
 from rloo.tracking.sample_text import as_string
 from rloo.types import Completion, Prompt, Sample, Sampling, text_of
-from support.marks import every_second
+from support.markers import every_second
 from support.models import CPU
 from support.training import make_config
 from support.vision_models import FAMILIES, RELATIVES, make_image, make_processor, make_vision_model

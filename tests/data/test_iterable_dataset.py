@@ -8,7 +8,7 @@ from datasets import Dataset, IterableDataset, IterableDatasetDict
 from rloo.data import iterable_dataset as module
 from rloo.data.iterable_dataset import IterablePromptDataset
 from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit
-from support.marks import in_pairs
+from support.markers import in_pairs
 from support.training import (
     ROWS,
     count_words,

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from support import played
+from support import environments
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
 from support.processes import BETWEEN, CASES, DIVIDED, ENDS, RESUMED, run
 
 pytestmark = pytest.mark.slow
 
 # Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
-FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *played.FAR)
+FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *environments.FAR)
 SOME = (*HARDEST, "LoRA", "over the batch")
 
 

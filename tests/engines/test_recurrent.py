@@ -9,7 +9,7 @@ from rloo.engines.hf_engine import BatchingRule, HFEngine
 from rloo.types import Sampling
 from support.architectures import OTHERS, RECURRENT, make_architecture
 from support.engines import make_prompts, rounding_errors
-from support.marks import slow_but
+from support.markers import slow_but
 from support.models import VOCAB_SIZE
 
 SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))

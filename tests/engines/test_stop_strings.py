@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rloo.engines.sampling import StopStringMatcher
 from rloo.types import Sampling
-from support.marks import in_pairs
+from support.markers import in_pairs
 from support.models import CPU
 from support.text import make_tokenizer
 

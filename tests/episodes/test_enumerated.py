@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from support.episodes import ANSWER, CALL, END, every_episode
-from support.marks import slow
+from support.markers import slow
 from support.policies import make_policy_config
 from support.production import PROMPTS, Production, compare
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from support.architectures import OTHERS, RECURRENT, make_architecture
-from support.marks import slow_but
+from support.markers import slow_but
 from support.models import make_samples
 from support.policies import gradients, make_policy, one_by_one, weights_of
 from support.training import make_config, make_trainer, metrics_of

@@ -18,7 +18,7 @@ from rloo.model.lora import LoRAAdapter, add_adapter, lora_config
 from rloo.trainer.checkpoint import verify_checkpoint
 from rloo.types import Prompt, Sampling
 from support.adapters import logits_of, make_adapted, make_lora, perturb, trained_weights, wrap
-from support.marks import in_pairs
+from support.markers import in_pairs
 from support.models import make_model, make_samples
 from support.policies import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
 from support.text import make_tokenizer

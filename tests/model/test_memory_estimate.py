@@ -30,7 +30,7 @@ from rloo.model.token_budget import (
 )
 from rloo.trainer.checkpoint import load_checkpoint
 from support.gpu import pretended
-from support.marks import slow
+from support.markers import slow
 from support.models import CONFIGS, CPU, make_model
 from support.policies import make_policy
 from support.training import (

@@ -6,7 +6,7 @@ import torch
 from rloo.config.config import RLOOConfig
 from rloo.model.micro_batch import split
 from rloo.model.model_loading import load_model
-from support.marks import in_pairs
+from support.markers import in_pairs
 from support.models import CONFIGS, make_linear_attention_model, make_model, make_samples
 from support.policies import TEMPERATURE, gradients, make_policy, one_by_one, weights_of
 

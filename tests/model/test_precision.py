@@ -13,7 +13,7 @@ from rloo.algorithm.update import update
 from rloo.kernels import bf16_rounding, cpu_matmul
 from rloo.model.autocast_cache import casting_once
 from support.adapters import make_adapted
-from support.marks import in_pairs
+from support.markers import in_pairs
 from support.models import make_model, make_samples
 from support.policies import gradients, make_policy, make_policy_config, weights_of
 from support.terms import terms_of

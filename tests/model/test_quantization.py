@@ -20,7 +20,7 @@ from rloo.model.model_loading import load_model
 from rloo.trainer.build import make_engine
 from rloo.types import Prompt, Sampling
 from support.adapters import logits_of, make_lora, perturb, trained_weights, wrap
-from support.marks import in_pairs
+from support.markers import in_pairs
 from support.models import make_model, make_samples, make_wide
 from support.policies import TEMPERATURE, gradients, make_policy, weights_of
 from support.text import make_tokenizer

@@ -9,7 +9,7 @@ from rloo.model.attention import AttentionOptions
 from rloo.model.micro_batch import pack
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
-from support.marks import every_second
+from support.markers import every_second
 from support.models import CONFIGS, CPU, make_model
 
 

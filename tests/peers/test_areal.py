@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.given_logprobs import Result, Rollout, assert_equal, make_rollout, ours, pad
+from support.fixed_logprobs import Result, Rollout, assert_equal, make_rollout, ours, pad
 
 pytestmark = [
     pytest.mark.peers,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.given_logprobs import (
+from support.fixed_logprobs import (
     MAX_LENGTH,
     Result,
     Rollout,

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from support.beside_trl import judge, make_rollout, perturb, theirs
+from support.async_trl import judge, make_rollout, perturb, theirs
 from support.models import make_model
 
 pytestmark = [

@@ -9,7 +9,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from rloo.config.config import RLOOConfig
 from rloo.model.lora import add_adapter
-from support.beside_trl import PROMPTS, K, judge, make_rollout
+from support.async_trl import PROMPTS, K, judge, make_rollout
 from support.models import make_model
 from support.text import make_tokenizer
 

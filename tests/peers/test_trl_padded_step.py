@@ -11,7 +11,7 @@ from benchmarks.padded_step import Rollout, leave_one_out, loss_sum, sum_kl
 from benchmarks.trl_side import _use_onednn
 from rloo.config.validation import OF_LAYERS
 from rloo.kernels import cpu_matmul
-from support.beside_trl import make_rollout, perturb, theirs
+from support.async_trl import make_rollout, perturb, theirs
 from support.models import make_model
 
 

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from support.beside_trl import PROMPTS, K, make_rollout
+from support.async_trl import PROMPTS, K, make_rollout
 from support.models import make_model
 from support.text import make_tokenizer
 from support.training import make_trainer

@@ -8,7 +8,7 @@ import torch
 
 from rloo.algorithm.kl_controller import KLController
 from rloo.config.config import RLOOConfig
-from support.given_logprobs import (
+from support.fixed_logprobs import (
     MAX_LENGTH,
     Result,
     Rollout,

@@ -21,7 +21,7 @@ from rloo.distributed.sharded_tensor import full_tensor, shape_of
 from rloo.model.memory_estimate import phase_peaks
 from rloo.trainer.build import make_engine
 from rloo.trainer.remote_engines import exported
-from support import played
+from support import environments
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -132,16 +132,16 @@ CASES = {
     FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
     BETWEEN: (mixed, {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
-    **{name: (reward, options) for name, (reward, options, _) in played.CASES.items()},
+    **{name: (reward, options) for name, (reward, options, _) in environments.CASES.items()},
 }
 # Which rows are drawn, what they are worth and how a loss adds them up: weights have no part in it.
 OF_ROWS = (
     "ranked in its group", "KL in the loss", "no signal on one", "dynamic sampling",
-    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *played.CASES,
+    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *environments.CASES,
 )  # fmt: skip
 # Whose weights may be divided.
 DIVIDED = {name: case for name, case in CASES.items() if name not in OF_ROWS}
-ENDS = {name: (reward, options) for name, (reward, options, _) in played.ENDS.items()}
+ENDS = {name: (reward, options) for name, (reward, options, _) in environments.ENDS.items()}
 
 
 # Saved and taken up again, perhaps by another number of processes.
@@ -174,9 +174,9 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
     if name == DRAWN:
         rows = rows.add_column("task", ["a", "b"] * 6).add_column("level", [0, 0, 1, 1] * 3)
     model, tokenizer, given = make_model("qwen3"), make_tokenizer(), {}
-    if name in played.CASES or name in played.ENDS:
-        given = {**played.CASES, **played.ENDS}[name][2]
-        if (own := played.parts(name)) is not None:
+    if name in environments.CASES or name in environments.ENDS:
+        given = {**environments.CASES, **environments.ENDS}[name][2]
+        if (own := environments.parts(name)) is not None:
             model, tokenizer, rows = own
             held_out = rows.select(range(3))
     if name == TIED:

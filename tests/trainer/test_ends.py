@@ -21,7 +21,7 @@ from same_words import SPOKEN, Words
 import rloo
 from rloo.algorithm.stop_signals import ForcedInterrupt, StopSignals
 from rloo.tracking import jsonl
-from support.marks import every_second
+from support.markers import every_second
 from support.training import count_words, make_config, make_trainer
 
 HELD_OUT = Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6", "w7 w8 w9"]})

@@ -6,7 +6,7 @@ from rloo.addons.graders.code.code_reward import make_code
 from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
 from rloo.addons.graders.code.sandbox_pool import unavailable_reason
 from rloo.rewards import load_reward
-from support.walls import require_a_wall
+from support.sandboxes import require_a_wall
 
 
 @pytest.fixture(

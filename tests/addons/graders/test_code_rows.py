@@ -12,7 +12,7 @@ import pytest
 from rloo.addons.graders.code import problem_formats
 from rloo.addons.graders.code.code_blocks import blocks_of, said_in
 from rloo.addons.graders.code.code_reward import make_code
-from support.walls import require_a_wall
+from support.sandboxes import require_a_wall
 
 SUMS = {"inputs": ["1 2\n", "5 7\n"], "outputs": ["3\n", "12\n"]}
 CALLS = {"inputs": [[1, 2], [5, 7]], "outputs": [[3], [12]], "fn_name": "add"}

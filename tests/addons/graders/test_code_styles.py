@@ -8,7 +8,7 @@ import pytest
 from rloo.addons.graders.code import problem_formats
 from rloo.addons.graders.code.code_reward import make_code, program_of
 from rloo.addons.graders.code.guest import codec, leetcode_nodes, numpy_subset, program_source
-from support.walls import require_a_wall
+from support.sandboxes import require_a_wall
 
 CODE = "n = int(input())\nprint(n * n)"
 PARTS = ["def square(n):\n    return n * n", "def main():\n    print(square(int(input())))"]

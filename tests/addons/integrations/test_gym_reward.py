@@ -13,7 +13,7 @@ from rloo.addons.integrations.reasoning_gym import gym_tasks
 from rloo.addons.integrations.reasoning_gym.gym_reward import answer_of, make_gym
 from rloo.data.tasks import load_task_rows
 from rloo.rewards.registry import load_reward
-from support.gym_wall import why_not_scored
+from support.gym_sandbox import why_not_scored
 
 pytest.importorskip("reasoning_gym")
 WHY_NOT = why_not_scored()

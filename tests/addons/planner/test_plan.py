@@ -16,7 +16,7 @@ from rloo.model import token_budget
 from rloo.model.memory_estimate import phase_peaks, weight_bytes
 from rloo.model.policy import Policy
 from rloo.trainer.trainer import RLOOTrainer
-from support.marks import slow
+from support.markers import slow
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 

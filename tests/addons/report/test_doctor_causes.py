@@ -271,7 +271,8 @@ def test_completions_that_grow_although_being_cut_costs_need_a_higher_limit():
 
 
 def test_advice_reaches_what_it_is_for():
-    """Each of these was followed in a run that stayed sick (benchmarks.sick, seeds 302 and 303)."""
+    """Each of these was followed in a run that stayed sick (benchmarks.broken_runs, seeds 302 and
+    303)."""
     (slow,) = diagnose(run(kl=1e-9, learning_rate=1e-13))
     assert slow.options == {"learning_rate": 1e-6}
     (slow,) = diagnose(run(kl=1e-9, learning_rate=1e-13, config={"use_peft": True}))

@@ -11,9 +11,9 @@ from rloo.addons.report.doctor.run_record import RecordedRun
 from rloo.cli import main
 from rloo.rewards import RewardSet
 from rloo.types import Prompt
+from support.sandboxes import require_a_wall
 from support.text import make_tokenizer
 from support.training import ROWS, make_config, make_trainer
-from support.walls import require_a_wall
 
 SMALL = {
     "model": "countdown", "dataset": "countdown", "reward": ["countdown"], "bf16": False,

@@ -14,7 +14,7 @@ from rloo.engines.native.native_engine import NativeEngine
 from rloo.episodes.multi_turn_engine import kept_across_turns
 from rloo.types import Prompt, Sampling
 from support.engines import make_prompts
-from support.marks import every_second
+from support.markers import every_second
 from support.models import CONFIGS, VOCAB_SIZE, WINDOW, make_model
 
 EXPERTS = ("gpt_oss", "qwen3_moe")

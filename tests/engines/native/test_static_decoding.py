@@ -15,7 +15,7 @@ from rloo.types import Sampling
 from support.engines import make_prompts
 from support.gpu import pretended
 from support.gpu.phases import counted
-from support.marks import every_second
+from support.markers import every_second
 from support.models import make_model
 
 SAMPLING = Sampling(max_tokens=40, stop_token_ids=(2, 9, 11))

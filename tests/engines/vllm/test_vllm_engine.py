@@ -17,7 +17,7 @@ from rloo.model.export import PolicyExport
 from support.adapters import make_adapted, perturb
 from support.engines import make_prompts
 from support.fake_vllm import Status
-from support.marks import every_second, in_pairs
+from support.markers import every_second, in_pairs
 from support.models import make_model
 from support.vllm_engines import (
     COMPLETIONS,

@@ -1,7 +1,8 @@
 """What sampling beside training gains: steps of the embedded task in which scoring and training
 take a known time, since a reward and a callback sleep, with max_staleness 0 and above, in turns.
 
-    python -m benchmarks.beside [--shares 0.5 0.7 0.85] [--staleness 1] [--step 2.0] [--steps 12]
+    python -m benchmarks.async_rollout [--shares 0.5 0.7 0.85] [--staleness 1] [--step 2.0] [--steps
+    12]
 """
 
 from __future__ import annotations

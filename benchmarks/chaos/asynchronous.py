@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.chaos.harness import Rig
 from benchmarks.chaos.processes import DEADLINE, Ended, finish, start, to_file, wait
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig
 
 FIGURE = (
     "kill -9 of the process that samples, of one that scores, of a server, of the trainer, at a "

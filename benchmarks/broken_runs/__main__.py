@@ -1,4 +1,4 @@
-"""python -m benchmarks.sick [--part fit|judge] [--only TEXT] [--advice] [--results FILE] ...
+"""python -m benchmarks.broken_runs [--part fit|judge] [--only TEXT] [--advice] [--results FILE] ...
 
 Makes each run, asks the doctor, and prints what was named right. With --advice each sick run is
 made again with the options of each finding's own command: is the sickness gone, or the held-out
@@ -22,8 +22,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.sick.cases import Case, cases
-from benchmarks.sick.making import options_of, run
+from benchmarks.broken_runs.cases import Case, cases
+from benchmarks.broken_runs.making import options_of, run
 from rloo.tracking.before_after import change_between
 
 if TYPE_CHECKING:

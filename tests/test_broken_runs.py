@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.sick.__main__ import make, table
-from benchmarks.sick.cases import cases, healthy, sick
+from benchmarks.broken_runs.__main__ import make, table
+from benchmarks.broken_runs.cases import cases, healthy, sick
 
 
 @pytest.mark.slow

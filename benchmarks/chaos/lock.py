@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos.harness import Rig
 from benchmarks.chaos.processes import DEADLINE, finish, start, to_file, wait
 from benchmarks.chaos.results import Trial
-from benchmarks.chaos.rig import Rig
 
 FIGURE = "two processes in one folder: one wins, the other is told who holds it"
 PROMISED = 100

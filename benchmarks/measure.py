@@ -1,8 +1,8 @@
 """One measured program: a process that does one step for each "go" on its standard input.
 
-    python -m benchmarks.side NAME JOB FOLDER [OPTION=VALUE ...]
+    python -m benchmarks.measure NAME JOB FOLDER [OPTION=VALUE ...]
 
-NAME is one of `benchmarks.sides`, JOB the JSON file that `benchmarks.peers` wrote, FOLDER a place
+NAME is one of `benchmarks.systems`, JOB the JSON file that `benchmarks.peers` wrote, FOLDER a place
 for its files, OPTION=VALUE an option of the program measured (VALUE is JSON, else a string). It
 loads, does one step to warm up, and answers with one line of JSON; so it does for every "go". What
 the program itself prints goes to standard error.
@@ -170,7 +170,7 @@ def main() -> None:
     name, job_file, folder, *words = sys.argv[1:]
     link = Link()
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
-    from benchmarks.sides import find_side
+    from benchmarks.systems import find_side
 
     meter = Meter(link, "cuda" if job["cuda"] else "cpu")
     find_side(name)(job, meter, Path(folder), parse_options(words))

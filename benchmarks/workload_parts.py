@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from benchmarks.side import Meter
+from benchmarks.measure import Meter
 
 Job = dict[str, Any]
 # A trainer must not come to its end by itself.

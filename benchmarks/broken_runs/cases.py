@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.sick import rewards as r
+from benchmarks.broken_runs import rewards as r
 
 BASE = {
     "model": "countdown", "dataset": "countdown", "eval_split": "heldout", "eval_size": 48,

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parts import (
+from benchmarks.measure import Meter
+from benchmarks.samplers import generate
+from benchmarks.workload_parts import (
     MANY_STEPS,
     Job,
     cycle_batches,
@@ -26,8 +28,6 @@ from benchmarks.parts import (
     make_turns,
     name_library,
 )
-from benchmarks.samplers import generate
-from benchmarks.side import Meter
 
 # Rows that one pass of the padded step computes, on a GPU: more would not fit with 4 B parameters.
 _PADDED_ROWS = 8

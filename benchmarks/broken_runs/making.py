@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.sick.cases import BASE, Case
+from benchmarks.broken_runs.cases import BASE, Case
 
 
 def run(case: Case, folder: Path) -> None:
