@@ -1,0 +1,63 @@
+"""The pages under docs/ and those of the root: all are in the navigation, and no link is dead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SECTIONS = ["Start", "Understand", "Run big", "Extend", "Evidence"]
+PAGES = sorted(
+    [
+        *DOCS.rglob("*.md"),
+        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+    ]
+)
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]*))?\)")
+
+
+def navigation() -> str:
+    return (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that mkdocs and GitHub give the headings of a page, and those written by hand."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    plain = (re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings)
+    return {re.sub(r"\s", "-", heading) for heading in plain} | set(
+        re.findall(r'id="([^"]+)"', text)
+    )
+
+
+def test_the_navigation_has_every_page_once():
+    listed = re.findall(r"(\S+\.md)$", navigation(), re.MULTILINE)
+    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_the_sections_are_what_a_reader_wants():
+    assert re.findall(r"^  - ([^:]+):", navigation(), re.MULTILINE) == SECTIONS
+
+
+def test_every_experiment_is_in_the_table_of_experiments():
+    folder = DOCS / "experiments"
+    linked = re.findall(r"^\| \[[^]]+\]\((\S+\.md)\)", (folder / "index.md").read_text(), re.M)
+    assert sorted([*linked, "index.md"]) == sorted(page.name for page in folder.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_link_is_dead(page):
+    text = CODE.sub("", page.read_text(encoding="utf-8"))
+    dead = []
+    for path, anchor in LINK.findall(text):
+        target = (page.parent / path).resolve() if path else page
+        no_anchor = (
+            anchor and target.suffix == ".md" and target.exists() and anchor not in anchors(target)
+        )
+        if not target.exists() or no_anchor:
+            dead.append(f"{path}#{anchor}" if anchor else path)
+    assert dead == []
