@@ -299,10 +299,10 @@ def exits_when_loaded(completions):
 def signal_worker(number: int, whole: bool) -> list[float | None]:
     reward = make_math(seconds=0.5)
     assert reward([r"\boxed{\sqrt{12}}"], answer=[r"2\sqrt{3}"]) == [1.0]
-    process = reward._process
-    assert process is not None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for pid in [process.pid] if whole else map(int, children):
+    assert reward._pool is not None
+    (worker,) = reward._pool.pids
+    children = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    for pid in [worker] if whole else map(int, children):
         os.kill(pid, number)
     logged: dict[str, float] = {}
     rewards = reward([r"\boxed{\sqrt{8}}"], answer=[r"2\sqrt{2}"], log_metric=logged.__setitem__)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo import __version__, quickly
+from rloo import __version__
 from rloo.addons.importers import IMPORTERS, import_config, render_imported
 from rloo.algorithm.stop_signals import Stopped, StopSignals
 from rloo.config.config import RLOOConfig, in_one_process, without_adapter
@@ -147,7 +147,7 @@ def _train(arguments: list[str], signals: StopSignals) -> int:
         say(f"rloo {__version__}: training {config.model} on {config.dataset}")
     signals.usr1_saves = config.on_sigusr1 == "save"
     with no_silent_end("the run"):
-        with signals.ending(), quickly():
+        with signals.ending():
             from rloo.trainer.trainer import RLOOTrainer
 
             if restart_count() > 0:
@@ -162,7 +162,7 @@ def _plan(arguments: list[str], signals: StopSignals) -> int:
     from rloo.addons.planner.gpu.gpu_plan_command import asks_for_gpus, plan_gpus
 
     if asks_for_gpus(arguments):
-        with signals.ending(), quickly():
+        with signals.ending():
             plan_gpus(arguments)
         return 0
     config = _configured(arguments)
@@ -170,7 +170,7 @@ def _plan(arguments: list[str], signals: StopSignals) -> int:
     check_alone("plan")
     # Torch, which reads this when it is loaded, would tell of memory from before a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with signals.ending(), quickly():
+    with signals.ending():
         from rloo.addons.planner.plan import make_plan, print_plan
 
     print_plan(make_plan(config))
@@ -222,7 +222,7 @@ def _evaluate(arguments: list[str], signals: StopSignals) -> int:
     temperature = config.eval_temperature or config.temperature
     what = f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}"
     show(what)
-    with signals.ending(), quickly():
+    with signals.ending():
         from rloo.tracking.console import print_evaluation
         from rloo.trainer.trainer import RLOOTrainer
 
@@ -260,7 +260,7 @@ def _check_estimator(arguments: list[str], signals: StopSignals) -> int:
             "of it (--estimator_kwargs.NAME VALUE)"
         )
     config = parse_command_line(["--estimator", *arguments])
-    with signals.ending(), quickly():
+    with signals.ending():
         from rloo.tools.check_estimator import report
 
     for line in report(config):
@@ -280,7 +280,7 @@ def _serve(arguments: list[str], signals: StopSignals) -> int:
     config = parse_command_line(arguments, str(EMBEDDED) if of_run else None)
     if config.model is None:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
-    with signals.ending(), quickly():
+    with signals.ending():
         from rloo.trainer.remote_engines import serve
 
     serve(config, config.model, named="vllm_server_host" in given_names(arguments))
@@ -364,7 +364,7 @@ def _merge(arguments: list[str], signals: StopSignals) -> int:
     config = parse_command_line(["--model", folder, "--output_dir", out, *options])
     check_merge(config)
     say(f"Merging {folder} into its base")
-    with signals.ending(), quickly():
+    with signals.ending():
         from rloo.tools.merge_lora import merge
 
     for line in merge(config):

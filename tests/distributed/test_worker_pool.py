@@ -119,6 +119,32 @@ def test_a_crew_does_a_job_again_whose_worker_was_lost_and_gives_up_in_the_end(t
     crew.close()
 
 
+def test_a_worker_that_died_between_two_jobs_costs_no_job_and_a_job_may_have_one_try(hire):
+    crew = WorkerPool(1, hire)
+    ask = partial(crew.submit, tries=1)
+    pid = int(ask(lambda worker: worker.call(b"pid", 30)).result(60).removeprefix(b"<"))
+    os.kill(pid, signal.SIGKILL)
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and " Z " not in stat.read_text():
+        time.sleep(0.01)
+    assert ask(lambda worker: worker.call(b"x", 30)).result(60) == b"<x" and crew.lost == 1
+    with pytest.raises(WorkerDied, match="signal 9"):
+        ask(lambda worker: worker.call(b"die", 30)).result(60)
+    assert crew.lost == 2
+    crew.close()
+
+
+def test_a_worker_may_be_killed_with_what_it_has_started():
+    worker = LocalWorker("of the test", SERVE, b"", group=True)
+    below = int(worker.call(b"start sleep", 30))
+    worker.end()
+    stat = Path(f"/proc/{below}/stat")
+    deadline = time.monotonic() + 20
+    while stat.exists() and " Z " not in stat.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or " Z " in stat.read_text()
+
+
 def test_a_crew_keeps_the_order_lets_first_ones_pass_and_forgets_what_waits(hire):
     crew, done = WorkerPool(1, hire), []
 

@@ -234,7 +234,7 @@ def test_packed_matrices(dtype):
 def unmeasured(tmp_path, monkeypatch):
     """A machine of which nothing is known."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    measured = (cpu_matmul.choose, cpu_matmul.fault, cpu_matmul.can_pack)
+    measured = (cpu_matmul.choose, cpu_matmul.unavailable_reason, cpu_matmul.can_pack)
     for known in measured:
         known.cache_clear()
     yield
@@ -337,7 +337,7 @@ def test_where_onednn_is_missing_or_computes_something_else_mkl_is_chosen(
     monkeypatch.setattr(cpu_matmul, "_MARGIN", 0.0)
     assert cpu_matmul.choose() == []
     says = {"missing": "no such products", "other numbers": "not those of MKL"}
-    assert says[problem] in cpu_matmul.fault()
+    assert says[problem] in cpu_matmul.unavailable_reason()
 
 
 def test_threads_are_as_before_the_measurement(unmeasured):

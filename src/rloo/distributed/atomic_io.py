@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import os
@@ -11,6 +10,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from rloo.distributed.file_lock import FileLock
 
 # Seconds within which a folder that is not locked may be about to be.
 _JUST_MADE = 1.0
@@ -38,10 +39,10 @@ def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
         if process.isdecimal() and not os.path.exists(f"/proc/{process}"):
             _remove_abandoned(other)
     temporary.mkdir(parents=True)
-    held = os.open(temporary, os.O_RDONLY)
+    lock = None
+    with suppress(OSError):  # where nothing can be locked, nothing is removed either
+        lock = FileLock(temporary)
     try:
-        with suppress(OSError):  # where nothing can be locked, nothing is removed either
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield temporary
         open_as_usual(temporary.rglob("*.safetensors"))
         for item in (*temporary.rglob("*"), temporary):
@@ -50,7 +51,8 @@ def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     finally:
-        os.close(held)
+        if lock is not None:
+            lock.release()
 
 
 def open_as_usual(files: Iterable[Path]) -> None:
@@ -66,13 +68,12 @@ def open_as_usual(files: Iterable[Path]) -> None:
 def _remove_abandoned(folder: Path) -> None:
     """Remove a folder that nobody writes, whoever does being known by its lock."""
     with suppress(OSError):
-        held = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+        lock = FileLock(folder)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - os.fstat(held).st_mtime > _JUST_MADE:
+            if time.time() - folder.lstat().st_mtime > _JUST_MADE:
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
-            os.close(held)
+            lock.release()
 
 
 def remove_tree(folder: Path) -> None:

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from rloo.distributed.value_codec import Codec, Place, path_of
+
 # The name of what is no tensor; those of tensors begin with a slash, or are empty.
 _PLAIN = "plain"
 Flat = tuple[dict[str, Tensor], Any]
+_CODEC = Codec({"tuple": "tuple", "dict": "dict"}, exact=True)
 
 
 def flatten(tree: Any) -> Flat:
@@ -19,39 +22,22 @@ def flatten(tree: Any) -> Flat:
     back. JSON alone would turn tuples into lists and the keys of dicts into strings."""
     tensors: dict[str, Tensor] = {}
 
-    def walk(value: Any, path: str) -> Any:
-        if isinstance(value, Tensor):
-            if path in tensors:
-                raise ValueError(f"two tensors of the state have the name {path}")
-            tensors[path] = value.detach()
-            return {"tensor": path}
-        if isinstance(value, dict):
-            return {"dict": [[k, walk(v, f"{path}/{k}")] for k, v in value.items()]}
-        if isinstance(value, (list, tuple)):
-            items = [walk(v, f"{path}/{i}") for i, v in enumerate(value)]
-            return items if isinstance(value, list) else {"tuple": items}
-        if value is None or type(value) in (bool, int, float, str):
-            return value
-        raise ValueError(f"{path} of the state is a {type(value).__name__}, which is not saved")
+    def take(value: Any, place: Place) -> Any:
+        path = path_of(place)
+        if not isinstance(value, Tensor):
+            kind = type(value).__name__
+            raise ValueError(f"{path} of the state is a {kind}, which is not saved")
+        if path in tensors:
+            raise ValueError(f"two tensors of the state have the name {path}")
+        tensors[path] = value.detach()
+        return {"tensor": path}
 
-    return tensors, walk(tree, "")
+    return tensors, _CODEC.encode(tree, take)
 
 
 def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
     """The inverse of `flatten`."""
-    if isinstance(value, list):
-        return [unflatten(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "tuple":
-        return tuple(unflatten(item, tensors) for item in content)
-    return {
-        tuple(key) if isinstance(key, list) else key: unflatten(item, tensors)
-        for key, item in content
-    }
+    return _CODEC.decode(value, lambda _, name: tensors[name])
 
 
 def encode(value: Any) -> bytes:

@@ -10,13 +10,12 @@ import json
 import os
 import select
 import socket
-import subprocess
 import time
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from rloo.distributed.child_process import ChildProcess
 from rloo.distributed.worker_process import start
 from rloo.distributed.worker_registry import FILE, KINDS, REFUSALS, authenticate, unhurried, watch
 
@@ -73,25 +72,20 @@ def _go_to(known: dict[str, Any], kind: str) -> Connection | None:
 
 def _serve(kind: str, connection: Connection) -> None:
     """Have a process of its own answer what comes, until one of the two ends."""
-    read, write = os.pipe()
-    process = start(KINDS[kind], connection.fileno(), read)
-    os.close(read)
+    process = start(KINDS[kind], connection.fileno())
     try:
         _wait(process, connection)
     finally:
-        os.close(write)
-        process.kill()
-        process.wait()
+        process.end()
         connection.close()
 
 
-def _wait(process: subprocess.Popen[bytes], connection: Connection) -> None:
+def _wait(process: ChildProcess, connection: Connection) -> None:
     """Until the process has ended, or the run has closed the connection, also while the process
     computes and does not see it."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
     while process.poll() is None:
         if poll.poll(1000 * _POLL_SECONDS):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_SECONDS)  # it may have seen it itself
+            process.wait(_POLL_SECONDS)  # it may have seen it itself
             return

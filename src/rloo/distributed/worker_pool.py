@@ -52,8 +52,8 @@ def chain_future(told: Future[T], other: Future[S], take: Callable[[S], T]) -> N
 class WorkerPool:
     """Workers that do jobs in the order in which they come, each one job at a time: `make` finds
     one when there is something to do, and again where one is lost. A job that was under way then is
-    done again, by whichever worker is free, at most TRIES times. Close it to end them; the end of
-    this process does the same."""
+    done again, by whichever worker is free, as often as `submit` says. Close it to end them; the
+    end of this process does the same."""
 
     def __init__(self, size: int, make: Callable[[], Worker]) -> None:
         self.size = size
@@ -63,13 +63,15 @@ class WorkerPool:
             # It does not keep the crew alive.
             threading.Thread(target=self._shared.work, daemon=True).start()
 
-    def submit(self, job: Callable[[Worker], T], *, first: bool = False) -> Future[T]:
-        """Have a worker do a job; `first` before all that wait."""
+    def submit(
+        self, job: Callable[[Worker], T], *, first: bool = False, tries: int = TRIES
+    ) -> Future[T]:
+        """Have a worker do a job; `first` before all that wait. It may cost `tries` workers."""
         future: Future[T] = Future()
         with self._shared.changed:
             if self._shared.closed:
                 raise RuntimeError("the crew has been closed")
-            self._shared.put(_Job(future, job), first=first)
+            self._shared.put(_Job(future, job, tries), first=first)
         return future
 
     def cancel_pending(self) -> None:
@@ -98,6 +100,7 @@ class WorkerPool:
 class _Job:
     future: Future[Any]
     do: Callable[[Worker], Any]
+    most_tries: int
     tries: int = 0
 
 
@@ -119,6 +122,9 @@ class _Shared:
     def work(self) -> None:
         worker: Worker | None = None
         while self._something_to_do():
+            if worker is not None and not worker.is_alive:  # it died between two jobs
+                self._dismiss(worker)
+                worker = None
             if worker is None and (worker := self._hire()) is None:
                 continue
             if (job := self._next()) is None:
@@ -162,7 +168,7 @@ class _Shared:
         """Have a job done again whose worker was lost, if it may be."""
         job.tries += 1
         with self.changed:
-            if job.tries < TRIES and not self.closed:
+            if job.tries < job.most_tries and not self.closed:
                 self.put(job, first=True)
                 return
         job.future.set_exception(error)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import threading
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
+
+from rloo.distributed.child_process import ChildProcess, describe_status
 
 ANSWER, FAILURE = b"a", b"f"
 _PROGRAM = (
@@ -47,6 +47,11 @@ class Worker(ABC):
     @abstractmethod
     def pid(self) -> int:
         """The process's number, on its machine."""
+
+    @property
+    def is_alive(self) -> bool:
+        """False for a process that is known to have ended."""
+        return True
 
     @abstractmethod
     def kill(self) -> None:
@@ -90,7 +95,7 @@ class Worker(ABC):
             status = self._status()
             if late.is_set():
                 raise WorkerDied(self.name, f"did not answer within {seconds:g} s") from error
-            raise WorkerDied(self.name, _how(status), status) from error
+            raise WorkerDied(self.name, describe_status(status), status) from error
         finally:
             timer.cancel()
         if said[:1] == FAILURE:
@@ -100,59 +105,51 @@ class Worker(ABC):
 
 class LocalWorker(Worker):
     """A process that we start. It calls `target`, `module:function`, with the bytes `setup`, and
-    then what that has returned with the bytes of every call."""
+    then what that has returned with the bytes of every call. With `group`, processes that it has
+    started are killed with it."""
 
-    def __init__(self, name: str, target: str, setup: bytes) -> None:
+    def __init__(self, name: str, target: str, setup: bytes, *, group: bool = False) -> None:
         connection, theirs = Pipe()
         super().__init__(name, connection, setup)
-        # It reads here only that we are gone, also while it computes.
-        read, write = os.pipe()
-        self._lifeline = open(write, "wb", buffering=0)  # noqa: SIM115  # until `end`
-        self._process = start(target, theirs.fileno(), read)
-        os.close(read)
-        theirs.close()
+        self._group = group
+        with theirs:
+            self._process = start(target, theirs.fileno())
 
     @property
     def pid(self) -> int:
         """The process's number."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """See `Worker`."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """See `Worker`."""
+        if self._group:
+            self._process.kill_group()
         self._process.kill()
 
     def end(self) -> None:
         """See `Worker`."""
-        self._process.kill()
-        self._process.wait()
+        self._process.end(group=self._group)
         with self._closing:
             self._disconnect()
-            self._lifeline.close()
 
     def _status(self) -> int:
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(10.0)
-        self._process.kill()  # it has closed its end, and lives on
-        return self._process.wait()
+        status = self._process.wait(10.0)
+        # Else it has closed its end, and lives on.
+        return self._process.end() if status is None else status
 
 
-def start(target: str, channel: int, lifeline: int) -> subprocess.Popen[bytes]:
-    """A new interpreter with `target`, which answers calls over the file `channel` until that, or
-    `lifeline`, is closed at the other end."""
-    path = json.dumps(sys.path)
-    command = [sys.executable, "-c", _PROGRAM, path, target, str(channel), str(lifeline)]
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        pass_fds=(channel, lifeline),
-        start_new_session=True,  # a terminal's Ctrl-C is ours alone
-    )
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "is gone, or cannot be reached any more"
-    return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+def start(target: str, channel: int) -> ChildProcess:
+    """A new interpreter with `target`, which answers calls over the file `channel` until that is
+    closed at the other end, or this process ends."""
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), target]
+    # By a lifeline: a thread that starts one may end before it, and a worker sees its parent's
+    # death also while it computes.
+    return ChildProcess(command, "lifeline", channel=channel)
 
 
 def describe(error: BaseException, trace: str) -> bytes:

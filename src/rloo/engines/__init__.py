@@ -58,7 +58,7 @@ def build_engine(name: str, inputs: EngineInputs) -> Made:
 def _make_native(inputs: EngineInputs) -> Made:
     from rloo.engines.native.fused_decoder import can_fuse
     from rloo.engines.native.native_engine import NativeEngine
-    from rloo.engines.native.support import supports
+    from rloo.engines.native.support import unavailable_reason
 
     model, no_copy = inputs.model, inputs.no_copy
     make = partial(
@@ -68,9 +68,13 @@ def _make_native(inputs: EngineInputs) -> Made:
         precision=inputs.precision,
         whole=inputs.whole,
     )
-    if no_copy is None and can_fuse(model) and supports(model, weights=inputs.weights) is None:
+    if (
+        no_copy is None
+        and can_fuse(model)
+        and unavailable_reason(model, weights=inputs.weights) is None
+    ):
         return make(dtype=inputs.dtype), None
-    if (reason := supports(model, fused=False)) is not None:
+    if (reason := unavailable_reason(model, fused=False)) is not None:
         note = (
             "sampling with transformers' generate, which is slower: the native engine does not "
             f"support this model, {reason}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -13,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from rloo.distributed.atomic_io import atomic_directory, list_files, remove_tree
+from rloo.distributed.file_lock import FileLock
 
 MANIFEST = "manifest.json"
 # What folders of versions are called, and the file that their process has locked.
@@ -24,7 +23,7 @@ class WeightStore:
     """The folders `v00000012`, ... in `folder`, of which each holds the weights of one version:
     written beside and renamed into place, so that a reader finds a whole one or none."""
 
-    def __init__(self, folder: Path, lock: int | None = None) -> None:
+    def __init__(self, folder: Path, lock: FileLock | None = None) -> None:
         self.folder, self._lock = folder, lock
 
     @classmethod
@@ -38,7 +37,7 @@ class WeightStore:
         for other in parent.glob(f"{NAME}-*"):
             if (lock := locked(other)) is not None:
                 shutil.rmtree(other, ignore_errors=True)
-                os.close(lock)
+                lock.release()
         folder = parent / f"{NAME}-{token}"
         folder.mkdir(parents=True)
         return cls(folder, locked(folder))
@@ -47,7 +46,7 @@ class WeightStore:
         """Remove the folder with all versions."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock.release()
             self._lock = None
 
     def path(self, version: int) -> Path:
@@ -83,15 +82,8 @@ class WeightStore:
                 remove_tree(self.path(each))
 
 
-def locked(folder: Path) -> int | None:
-    """A file in `folder`, locked until it is closed, as it is when this process ends; None where
-    another process, of whatever container, has it."""
+def locked(folder: Path) -> FileLock | None:
+    """The lock of `folder`; None where another process, of whatever container, has it."""
     with suppress(OSError):
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            return None
-        return file
+        return FileLock(folder / LOCK, 0o600)
     return None

@@ -236,7 +236,7 @@ def install(model: nn.Module) -> None:
 
 
 @cache
-def fault() -> str | None:
+def unavailable_reason() -> str | None:
     """Why oneDNN cannot compute products here, or None."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((2 * MIN_ROWS, 24), (40, 24), (2 * MIN_ROWS, 40))
@@ -252,10 +252,10 @@ def fault() -> str | None:
 
 @cache
 def choose(*, bf16: bool = False) -> list[str]:
-    """What oneDNN computes faster here, `bf16` among it or not; nothing where there is a `fault`.
-    It is measured for a second the first time on a machine and kept for it, so that two starts
+    """What oneDNN computes faster here, `bf16` among it or not; nothing where it is unavailable. It
+    is measured for a second the first time on a machine and kept for it, so that two starts
     agree."""
-    if fault():
+    if unavailable_reason():
         return []
     names = [n for kind, names in PRODUCTS.items() if bf16 or kind != "bf16" for n in names]
     facts = [torch.__version__, tuning_cache.processor(), *names, Path(__file__).read_text("utf-8")]

@@ -24,7 +24,7 @@ efficient_attention = _operation("aten", "_scaled_dot_product_efficient_attentio
 # On a CPU: compared with the model's own by `preparation.check_forward`; without it, in rows.
 cpu_flash = _operation("aten", "_scaled_dot_product_flash_attention_for_cpu")
 cpu_flash_backward = _operation("aten", "_scaled_dot_product_flash_attention_for_cpu_backward")
-# Products of oneDNN: tried by `products.fault`; without them, MKL computes.
+# Products of oneDNN: tried by `cpu_matmul.unavailable_reason`; without them, MKL computes.
 pack_matrix = _operation("mkldnn", "_reorder_linear_weight")
 multiply_packed = _operation("mkldnn", "_linear_pointwise")
 

@@ -198,7 +198,7 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(IMPLEMENTATION)
 
 
-def incompatibility(model: PreTrainedModel) -> str | None:
+def unavailable_reason(model: PreTrainedModel) -> str | None:
     """Why layouts cannot work for `model`, or None. Nothing is computed."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:

@@ -74,7 +74,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     dropout = remove_dropout(model)
     if dropout > 0:
         notes.append(f"dropout (up to {dropout:g}) is set to 0 for training")
-    reason = None if config.packing is False else attention.incompatibility(model)
+    reason = None if config.packing is False else attention.unavailable_reason(model)
     if reason is not None:
         notes.append(without_packing(config, reason))
     packed = config.packing is not False and reason is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from rloo.config.presets import objective_line
 from rloo.model.policy import Policy
 from rloo.tracking.console import percent
 from rloo.tracking.jsonl import EVALUATIONS, versions, write_text
+from rloo.tracking.run_reader import read_rows
 
 FILE = "README.md"
 # Distinguishes our card from a file written by the user or another library.
@@ -103,11 +103,8 @@ def write_merged_card(folder: Path, adapter: str, base: str) -> None:
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
     """The first evaluation of a run and its last, of the first set; nothing without two."""
-    try:
-        lines = (folder / EVALUATIONS).read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines]
-    except (OSError, ValueError):  # none was made, or a line is torn
-        return []
+    # The best model, of an earlier step, is evaluated again at the end.
+    rows = sorted(read_rows(folder / EVALUATIONS), key=lambda row: row.get("name") == "best")
     rows = [row for row in rows if row.get("dataset") == rows[0].get("dataset")]
     return [rows[0], rows[-1]] if len(rows) > 1 else []
 

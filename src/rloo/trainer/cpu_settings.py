@@ -81,7 +81,7 @@ def _settle_products(policy: Policy, args: RLOOConfig) -> None:
     chosen = args.onednn
     if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
         chosen = []
-    fault = cpu_matmul.fault() if chosen != [] else None
+    fault = cpu_matmul.unavailable_reason() if chosen != [] else None
     if policy.world.any_rank(fault is not None):
         here = fault or "another process cannot use it"
         policy.notes.append(f"MKL computes all products, not oneDNN: {here} (onednn)")
@@ -97,14 +97,14 @@ def _settle_compiled(policy: Policy, args: RLOOConfig) -> None:
     """Have compiled functions compute where `torch_compile` says so, or tell in a note why not."""
     gpu_kernels.use(False)
     if args.torch_compile:
-        here = _why_not_compiled(policy, args)
+        here = _compile_unavailable_reason(policy, args)
         reason = next(filter(None, policy.world.all_gather_object(here)), None)
         if reason is not None:
             policy.notes.append(f"nothing is compiled: {reason} (torch_compile)")
         gpu_kernels.use(reason is None)
 
 
-def _why_not_compiled(policy: Policy, args: RLOOConfig) -> str | None:
+def _compile_unavailable_reason(policy: Policy, args: RLOOConfig) -> str | None:
     if policy.device.type != "cuda":
         return "the model is not on a GPU"
     config = policy.model.config.get_text_config()

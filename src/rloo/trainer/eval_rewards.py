@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ from rloo.rewards import RewardSet
 from rloo.rewards.reward_function import name_of
 from rloo.tracking.jsonl import START, write_json
 from rloo.tracking.metrics import deviation, interval, mean_intervals
+from rloo.tracking.run_reader import read_object
 from rloo.trainer.build import RewardFunction, make_rewards
 from rloo.types import Group, Prompt, Text
 
@@ -110,7 +110,7 @@ class EvalRewards:
     def _kept(self, name: str) -> dict[str, Any] | None:
         path = self.folder / START
         if name not in self._start and path.exists():
-            self._start = dict(json.loads(path.read_text(encoding="utf-8")))
+            self._start = read_object(path)
         return self._start.get(name)
 
     def _wins(

@@ -16,10 +16,10 @@ from rloo.data.tasks import resolve_model
 from rloo.distributed.sharded_tensor import shape_of
 from rloo.distributed.standard_streams import say
 from rloo.engines.engine_worker import engine_worker_config
+from rloo.engines.native import support
 from rloo.engines.native.fused_decoder import can_fuse
-from rloo.engines.native.support import supports
 from rloo.engines.remote_engine import RemoteEngine, RemoteEngineConfig
-from rloo.engines.vllm.nccl import unavailable_reason
+from rloo.engines.vllm import nccl
 from rloo.engines.vllm.server_process import HERE, ServerConfig, guarded_environment, require_key
 from rloo.engines.vllm.vllm_engine import VLLMSettings
 from rloo.model.export import PolicyExport, tied_outputs
@@ -113,7 +113,7 @@ def settings_of(policy: Policy, source: PolicyExport) -> VLLMSettings:
             "adapter by whose name it was begun (partial_rollouts, or vllm_merge_adapter true)"
         )
     transfers = config.vllm_weight_transfer != "files"
-    reason = _why_by_files(policy, rank) if transfers else None
+    reason = _nccl_unavailable_reason(policy, rank) if transfers else None
     if reason is not None and config.vllm_weight_transfer == "nccl":
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps)
@@ -139,14 +139,14 @@ def settings_of(policy: Policy, source: PolicyExport) -> VLLMSettings:
     )
 
 
-def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
+def _nccl_unavailable_reason(policy: Policy, lora_rank: int | None) -> str | None:
     """Why weights cannot go over NCCL, None where they may."""
     config = policy.config
     if lora_rank is not None:
         return "an adapter travels as the files that vLLM loads"
     if config.rollout_engine == "vllm" and config.vllm_devices is None:
         return "the servers have the trainer's own GPU (vllm_devices)"
-    return unavailable_reason(policy.device)
+    return nccl.unavailable_reason(policy.device)
 
 
 def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
@@ -155,7 +155,7 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
     why_slow = None
     if config.rollout_engine != "hf":
         with policy.gathered_weights(in_turn=True):
-            why_slow = supports(model, fused=False)
+            why_slow = support.unavailable_reason(model, fused=False)
     if why_slow is not None:
         policy.notes.append(
             "sampling with transformers' generate, which is slower: the native engine does not "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -15,15 +14,12 @@ from typing import Any
 
 import psutil
 
+from rloo.distributed.file_lock import FileLock, LockUnavailable, require_free
 from rloo.tracking.json_values import count, number, record, text
 from rloo.tracking.run_reader import read_object
 
 LOCK = ".lock"
 _OWNER = record({"host": text, "process": count}, {"since": text, "began": number})
-# The files of the locks held here, by descriptor: a forked child must not keep them when this
-# process is gone. Which file each is of tells whether it is still that, since a reward may have
-# closed it, and its number is then another file's.
-_held: dict[int, tuple[int, int]] = {}
 # Seconds between signs of life, by which a run on another host is known to be going on.
 BEAT = 5.0
 # Seconds by which the clock that a process's beginning is told by may have been set meanwhile.
@@ -39,10 +35,9 @@ def locked(folder: Path) -> Iterator[None]:
     beats, by its file's time of change, not by clocks.
     """
     path, over = folder / LOCK, threading.Event()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    _held[descriptor] = _file_of(descriptor)
+    lock = _lock(folder)
     try:
-        _take(folder, descriptor)
+        _take(folder, lock)
         threading.Thread(target=_beat, args=(path, over), daemon=True).start()
         try:
             yield
@@ -52,21 +47,25 @@ def locked(folder: Path) -> Iterator[None]:
                     os.truncate(path, 0)
     finally:
         over.set()
-        _close(descriptor)
+        lock.release()
 
 
-def _take(folder: Path, descriptor: int) -> None:
-    """Lock the file, and write into it whose it is."""
-    path, host = folder / LOCK, socket.gethostname()
+def _lock(folder: Path) -> FileLock:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return FileLock(folder / LOCK)
     except BlockingIOError as error:
         raise _owned(folder, f"{error.strerror}") from error
-    except OSError as error:
+    except LockUnavailable as error:
         raise ValueError(
             f"output_dir {folder} is on a file system without locks ({error.strerror}), by which a "
             "run knows that it is alone; name a folder elsewhere (output_dir)"
         ) from error
+
+
+def _take(folder: Path, lock: FileLock) -> None:
+    """Write the owner into a lock, unless another host's run, or one that has closed its lock, owns
+    the folder."""
+    path, host = folder / LOCK, socket.gethostname()
     owner = _read(path)
     if owner and owner["host"] != host and _beats(path):
         raise _owned(folder, "it shows signs of life")
@@ -74,21 +73,7 @@ def _take(folder: Path, descriptor: int) -> None:
         raise _owned(folder, "its process is there, and something in it has closed its lock")
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     own = {"host": host, "process": os.getpid(), "since": since}
-    os.truncate(path, 0)
-    os.write(descriptor, json.dumps(own | {"began": psutil.Process().create_time()}).encode())
-
-
-def _file_of(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
-
-
-def _close(descriptor: int) -> None:
-    """Close a lock's file, unless that has been done and the number is another's."""
-    file = _held.pop(descriptor, None)
-    with suppress(OSError):  # it is closed
-        if _file_of(descriptor) == file:
-            os.close(descriptor)
+    lock.write(json.dumps(own | {"began": psutil.Process().create_time()}))
 
 
 def lives(folder: Path) -> bool:
@@ -113,20 +98,11 @@ def _is_there(owner: Mapping[str, Any]) -> bool:
 def refuse_if_owned(folder: Path) -> None:
     """Raise the ValueError of `locked` if a run on this host owns `folder` now."""
     try:
-        with (folder / LOCK).open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        require_free(folder / LOCK)
     except BlockingIOError as error:
         raise _owned(folder, f"{error.strerror}") from error
     except OSError:  # there is no lock, or there can be none: `locked` will tell
         return
-
-
-def _let_go() -> None:
-    for descriptor in list(_held):
-        _close(descriptor)
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 def _beat(path: Path, over: threading.Event) -> None:

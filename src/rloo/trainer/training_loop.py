@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from rloo.model.training_state import NotFiniteError, WeightsDiverged, capture_r
 from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.jsonl import CONFIG, SUMMARY, versions, write_json, write_text
 from rloo.tracking.profiler import StepProfile
+from rloo.tracking.run_reader import read_object
 from rloo.trainer.checkpoint import verify_checkpoint
 from rloo.trainer.checkpoint_writer import renew_card, write_checkpoint, write_result
 from rloo.trainer.cpu_settings import arithmetic
@@ -137,7 +137,7 @@ class TrainingLoop:
                 return
             self.owner.push_to_hub()
             path = self._folder / SUMMARY
-            write_json(path, json.loads(path.read_text()) | {"pushed": True})
+            write_json(path, read_object(path) | {"pushed": True})
 
     def _resume(self, checkpoint: Path, *, same_options: bool) -> None:
         parts, state, monitor = self.parts, self.state, self.parts.monitor

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from rloo.addons.graders.code.guest import codec
 from rloo.addons.graders.code.guest import seccomp as calls
 from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
 from rloo.addons.graders.code.sandbox_pool import ResourceLimits, SandboxPool, unavailable_reason
+from rloo.distributed import value_codec as codec
 
 Point = namedtuple("Point", "x y")
 

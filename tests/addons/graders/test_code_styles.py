@@ -7,7 +7,8 @@ import pytest
 
 from rloo.addons.graders.code import problem_formats
 from rloo.addons.graders.code.code_reward import make_code, program_of
-from rloo.addons.graders.code.guest import codec, leetcode_nodes, numpy_subset, program_source
+from rloo.addons.graders.code.guest import leetcode_nodes, numpy_subset, program_source
+from rloo.distributed import value_codec as codec
 from support.sandboxes import require_a_wall
 
 CODE = "n = int(input())\nprint(n * n)"

@@ -326,7 +326,7 @@ def test_a_list_is_several_accepted_references(math_reward):
 def test_the_time_of_a_call_is_that_of_the_processor(math_reward, monkeypatch):
     """A judge that the machine keeps waiting for longer than its budget still gives its verdict."""
     assert math_reward([r"\boxed{2x}"], answer=["3x-x"]) == [1.0]
-    worker = math_reward._process.pid
+    (worker,) = math_reward._pool.pids
     judges = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
     monkeypatch.setattr(math_reward, "_seconds", 0.3)  # and 0.1 s for the answer
     for judge in judges:

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from rloo.distributed.worker_process import WorkerDied
 from rloo.rewards import RewardSet, make_math
 
 
@@ -88,27 +87,25 @@ def test_long_and_deep_texts_are_wrong_and_not_judged(math_reward, monkeypatch):
         "7" * 1_000_000,
         r"\boxed{9^{9^{9^{9}}}}",
     ]
-    monkeypatch.setattr(math_reward, "_ask", lambda request, seconds: pytest.fail("judged"))
+    monkeypatch.setattr(math_reward, "_judge", lambda pairs: pairs and pytest.fail("judged"))
     for reference in ("42", r"2\sqrt{2}", "x+1"):
         assert math_reward(hostile, answer=[reference] * len(hostile)) == [0.0] * len(hostile)
 
 
-def test_the_time_to_start_is_that_of_the_processor(tmp_path):
+def test_the_time_to_start_is_that_of_the_processor(tmp_path, monkeypatch):
     """A library that works for ever is ended; one that waits (here 10 times as long) is not."""
-    worker = Path(make_math.__code__.co_filename).with_name("math_worker.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("rloo.addons.graders.math.math_reward._START_PROCESSOR", 0.2)
     for body, status in (
         ("while True:\n    pass\n", -signal.SIGPROF),
         ("import time\ntime.sleep(2)\nraise SystemExit(7)\n", 7),
     ):
         (tmp_path / "math_verify.py").write_text(body)
         (tmp_path / "sympy.py").write_text("")
-        done = subprocess.run(
-            [sys.executable, "-P", worker, "0.2"],
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            stdin=subprocess.DEVNULL,
-            timeout=120,
-        )
-        assert done.returncode == status
+        with pytest.raises(RuntimeError, match=r"did not start: .* 0.2 s of the proc") as caught:
+            make_math.__globals__["_start_worker"]()
+        assert isinstance(caught.value.__cause__, WorkerDied)
+        assert caught.value.__cause__.status == status
 
 
 def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(math_reward, monkeypatch):
@@ -120,7 +117,7 @@ def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(math_reward, mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("rloo.addons.graders.math.math_reward._read", interrupt)
+        patch.setattr("rloo.addons.graders.math.math_reward.wait_result", interrupt)
         reward([first], answer=["2x"])
     assert reward([second, first], answer=["2x", "2x"]) == [0.0, 1.0]
 
@@ -157,7 +154,7 @@ def test_a_judge_or_worker_that_is_stopped_is_missing_once_and_replaced(math_rew
 
     for stop in (stop_judges, lambda process: os.kill(process, signal.SIGSTOP)):
         assert math_reward([r"\boxed{2x}"], answer=["3x-x"]) == [1.0]
-        stop(math_reward._process.pid)
+        stop(math_reward._pool.pids[0])
         with monkeypatch.context() as patch:
             patch.setattr(math_reward, "_seconds", 0.1)
             patch.setattr("rloo.addons.graders.math.math_reward._REPLY_SECONDS", 0.3)

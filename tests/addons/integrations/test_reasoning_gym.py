@@ -251,6 +251,6 @@ def test_what_json_lacks_comes_back_as_it_was():
         "c": None,
         "d": {"e": Fraction(-3, 4)},
     }
-    written = json.dumps(gym_tasks._plain(entry))
-    read = gym_tasks._made(json.loads(written))
+    written = json.dumps(gym_tasks.ENTRY.encode(entry))
+    read = gym_tasks.ENTRY.decode(json.loads(written))
     assert read == entry and type(read["a"]) is tuple and type(read["b"][2, 3]["y"]) is tuple

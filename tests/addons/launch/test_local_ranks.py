@@ -208,7 +208,7 @@ def test_a_signal_reaches_each_rank_once_and_all_are_waited_for(number):
 
 
 def test_a_second_signal_of_the_same_kind_ends_all():
-    launched = Launched({"*": {"ignore": True}}, {"ECHO": -1.0, "AT_ONCE": 0.1})
+    launched = Launched({"*": {"ignore": True}}, {"FOLLOW_UP_SECONDS": -1.0, "AT_ONCE": 0.1})
     launched.started()
     for count in (1, 2):
         launched.process.send_signal(signal.SIGINT)

@@ -5,7 +5,7 @@ from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForCondition
 from rloo.engines import EngineInputs, build_engine
 from rloo.engines.hf_engine import HFEngine
 from rloo.engines.native.native_engine import NativeEngine
-from rloo.engines.native.support import supports
+from rloo.engines.native.support import unavailable_reason
 from rloo.model import attention
 from rloo.types import Prompt, Sampling
 from support.models import CONFIGS, make_linear_attention_model, make_model
@@ -16,7 +16,7 @@ def test_the_native_engine_runs(name):
     model = make_model(name)
     implementation = model.config._attn_implementation
 
-    assert supports(model) is None
+    assert unavailable_reason(model) is None
     assert model.config._attn_implementation == implementation
     assert model.training == make_model(name).training
 
@@ -26,7 +26,7 @@ def test_the_native_engine_runs_experts_whose_configuration_asks_for_router_logi
     model = make_model(name)
     model.config.output_router_logits = True
 
-    assert supports(model) is None
+    assert unavailable_reason(model) is None
     assert model.config.output_router_logits is True
 
 
@@ -59,8 +59,8 @@ def test_what_cannot_be_run_is_named():
         T5Config(vocab_size=50, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     )
 
-    assert "BloomForCausalLM does not let its attention function" in str(supports(bloom))
-    assert "encoder-decoder" in str(supports(t5))
+    assert "BloomForCausalLM does not let its attention function" in str(unavailable_reason(bloom))
+    assert "encoder-decoder" in str(unavailable_reason(t5))
 
 
 def test_a_model_that_hides_its_windows_is_not_run(monkeypatch):
@@ -68,7 +68,7 @@ def test_a_model_that_hides_its_windows_is_not_run(monkeypatch):
     for layer in model.model.layers:
         layer.self_attn.sliding_window = None
 
-    assert "sliding windows" in str(supports(model))
+    assert "sliding windows" in str(unavailable_reason(model))
 
 
 def test_a_model_whose_numbers_differ_is_not_run(monkeypatch):
@@ -84,14 +84,14 @@ def test_a_model_whose_numbers_differ_is_not_run(monkeypatch):
             parameter.mul_(5.0)
     monkeypatch.setattr(NativeEngine, "_forward", shift)
 
-    assert "log-probabilities would be off" in str(supports(model))
+    assert "log-probabilities would be off" in str(unavailable_reason(model))
 
 
 def test_a_model_that_fails_in_the_trial_is_not_run():
     model = make_model("llama")
     model.lm_head.forward = lambda hidden: 1 / 0
 
-    reason = supports(model)
+    reason = unavailable_reason(model)
 
     assert "ZeroDivisionError" in str(reason)
     assert model.config._attn_implementation != attention.IMPLEMENTATION

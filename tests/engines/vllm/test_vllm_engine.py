@@ -1,7 +1,6 @@
 """Sampling on servers that speak vLLM's protocol, with transformers behind it."""
 
 import json
-import os
 import threading
 from dataclasses import replace
 
@@ -131,7 +130,7 @@ def test_what_a_killed_run_has_left_is_removed_and_what_another_has_is_not(made,
     policy.load_into(engine)
     left = {path.name for path in tmp_path.iterdir()}
     assert dead not in left and {alive, strange} < left and len(left) == 3
-    os.close(held)
+    held.release()
 
 
 def test_requests_carry_the_version_as_their_salt(made):

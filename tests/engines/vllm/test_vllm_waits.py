@@ -10,16 +10,14 @@ PACKAGE = Path(rloo.__file__).parent
 FOLDER = PACKAGE / "engines" / "vllm"
 BESIDE = (
     "distributed/worker_process.py", "distributed/worker_pool.py", "distributed/worker_registry.py",
-    "distributed/remote_worker.py", "engines/remote_engine.py",
+    "distributed/remote_worker.py", "distributed/child_process.py", "engines/remote_engine.py",
     "rewards/reward_workers.py", "algorithm/async_rollout.py",
 )  # fmt: skip
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.
 HAS_ENDED = {
-    ("server_process.py", "process.wait()"),  # after SIGKILL
     ("vllm_engine.py", "done['vllm'].result()"),  # it is done
-    ("worker_process.py", "self._process.wait()"),  # after SIGKILL
-    ("remote_worker.py", "process.wait()"),
+    ("child_process.py", "self._process.wait()"),  # after SIGKILL, or when it has ended
     ("worker_pool.py", "future.result()"),
     ("worker_pool.py", "done.result()"),
     ("remote_engine.py", "part.result()"),

@@ -8,14 +8,12 @@ still saving when another has died.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +24,12 @@ import psutil
 from rloo.algorithm.stop_signals import FOLLOW_UP_SECONDS
 from rloo.config.config import RLOOConfig
 from rloo.config.launcher_env import restart_count
+from rloo.distributed.child_process import (
+    ChildProcess,
+    describe_status,
+    last_lines,
+    shell_status,
+)
 from rloo.distributed.platform_info import num_processors
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.distributed.standard_streams import say
@@ -39,7 +43,6 @@ SHOWN_LINES = 20
 MOST = 8
 # The variable that tells a rank where its output goes until the run has a folder.
 OUTPUT = "RLOO_RANK_OUTPUT"
-_PR_SET_PDEATHSIG = 1
 
 
 def launch(
@@ -132,7 +135,7 @@ class _Ranks:
         self._caught = caught
         self._saving = saving
         self._usr1_saves = usr1_saves
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._running: dict[int, ChildProcess] = {}
         self._outputs: dict[int, Path] = {}
         self._ended: dict[int, int] = {}
         self._failed: int | None = None  # the rank that failed first
@@ -147,7 +150,7 @@ class _Ranks:
         finally:
             self._send(signal.SIGKILL)
             for process in self._running.values():  # something has failed here
-                process.wait()
+                process.join()
         if self._failed is not None:
             return self._ended[self._failed]
         return 128 + self.stopped if self.stopped and any(self._ended.values()) else 0
@@ -156,23 +159,17 @@ class _Ranks:
         """Rank 0 has the launcher's streams, each other one a file in `folder`."""
         folder.mkdir()
         for rank in range(int(environment["WORLD_SIZE"])):
-            output = None
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank > 0:
                 self._outputs[rank] = folder / f"rank-{rank}.log"
                 own[OUTPUT] = str(self._outputs[rank])
-                output = self._outputs[rank].open("ab")
-            self._running[rank] = subprocess.Popen(
+            self._running[rank] = ChildProcess(  # a terminal's Ctrl-C is ours, to be passed on once
                 command,
-                env={**os.environ, **environment, **own},
-                stdin=subprocess.DEVNULL if rank else None,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # a terminal's Ctrl-C is ours alone, to be passed on once
-                preexec_fn=in_child(self._caught),
+                environment={**os.environ, **environment, **own},
+                log=self._outputs.get(rank),
+                shares_input=rank == 0,
+                unblocked=self._caught,
             )
-            if output is not None:
-                output.close()
 
     def _wait(self) -> None:
         while self._running:
@@ -199,24 +196,17 @@ class _Ranks:
         status = self._ended[rank]
         if status == BAD_INPUT == self._ended[0]:
             return ""  # all have read the same input
-        how = (
-            f"was ended by {_name(status - 128)}" if status > 128 else f"ended with status {status}"
-        )
-        printed = self._outputs[rank].read_text(errors="replace") if rank else ""
-        lines = "".join(f"\n  {line}" for line in printed.splitlines()[-SHOWN_LINES:])
+        how = describe_status(128 - status if status > 128 else status, _name)
+        lines = last_lines(self._outputs[rank], SHOWN_LINES) if rank else ""
         return f"rank {rank} {how}" + (f"; the end of what it printed:{lines}" if lines else "")
 
     def _reap(self) -> None:
         for rank, process in list(self._running.items()):
-            how = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if how is None:
+            code = process.reap()
+            if code is None:
                 continue
-            if how.si_status != 0:  # its children die with it; the number is its own until wait()
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
             del self._running[rank]
-            self._ended[rank] = code if code >= 0 else 128 - code
+            self._ended[rank] = shell_status(code)
             self._judge(rank, code)
 
     def _judge(self, rank: int, code: int) -> None:
@@ -292,19 +282,6 @@ def free_port(host: str = "127.0.0.1") -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))
         yield held.getsockname()[1]
-
-
-def in_child(caught: set[int]) -> Callable[[], None]:
-    """What a new rank does first: it hears signals, and dies with the launcher."""
-    launcher, prctl = os.getpid(), ctypes.CDLL(None).prctl
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, caught)
-        if os.getppid() != launcher:
-            os._exit(1)
-
-    return prepare
 
 
 def _name(number: int) -> str:

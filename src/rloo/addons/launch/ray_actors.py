@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -19,10 +18,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rloo.addons.launch.local_ranks import BAD_INPUT, free_port, in_child
+from rloo.addons.launch.local_ranks import BAD_INPUT, free_port
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
 from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Supervisor, note
 from rloo.algorithm.stop_signals import Stopped, StopSignals
+from rloo.distributed.child_process import ChildProcess, shell_status
 from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import EVENTS, LOGS
@@ -134,20 +134,14 @@ def _child(
     job: LaunchJob, rank: int, command: list[str], environment: dict[str, str], cwd: str
 ) -> int:
     """The status of a rank. Rank 0 prints where Ray collects it; the others have logs."""
-    path = Path(os.devnull) if rank == 0 else _logs(job) / f"trainer-{rank}.log"
-    with path.open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=log if rank else None,
-            stderr=log if rank else None,
-            start_new_session=True,
-            preexec_fn=in_child(SIGNALS),
-        )
-    code = process.wait()
-    return code if code >= 0 else 128 - code
+    process = ChildProcess(
+        command,
+        environment={**os.environ, **environment},
+        folder=cwd,
+        log=_logs(job) / f"trainer-{rank}.log" if rank else None,
+        unblocked=SIGNALS,
+    )
+    return shell_status(process.join())
 
 
 def _urls(servers: list[Any]) -> Iterator[str]:

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.launch.local_ranks import in_child
+from rloo.distributed.child_process import ChildProcess
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.tracking.jsonl import EVENTS
 
@@ -38,7 +37,7 @@ class Supervisor:
     cwd: str | None = None
     over: threading.Event = field(default_factory=threading.Event)
     tries: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: ChildProcess | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> threading.Thread:
@@ -53,37 +52,29 @@ class Supervisor:
         self.over.set()
         with self.lock:
             process = self.process
-            if process is None or process.poll() is not None:
-                return
-            process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(10.0)
-        process.kill()
+        if process is not None and process.poll() is None:
+            process.end(10.0)
 
     def _keep(self) -> None:
         """Until the run is over, or it has ended in order, or too often."""
         while self.tries <= RESTARTS and (process := self._start()):
-            status = process.wait()
+            status = process.join()
             self._note("ended", status=status)
             if status == 0 or self.over.wait(PAUSE_SECONDS):
                 return
             self.tries += 1
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
+    def _start(self) -> ChildProcess | None:
         name = f"{self.role}-{self.number}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with self.lock, (self.folder / f"{name}.log").open("ab") as log:
+        with self.lock:
             if self.over.is_set():
                 return None
-            self.process = subprocess.Popen(
+            self.process = ChildProcess(
                 self.command,
-                env={**os.environ, **self.environment},
-                cwd=self.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                preexec_fn=in_child(SIGNALS),
+                environment={**os.environ, **self.environment},
+                folder=self.cwd,
+                log=self.folder / f"{name}.log",
+                unblocked=SIGNALS,
             )
         self._note("started", pid=self.process.pid)
         return self.process

@@ -48,7 +48,7 @@ _COMPACTION_SHARE = 1 / 16
 
 
 class NativeEngine(InProcessEngine):
-    """Samples with the policy's weights; `supports` says whether a model can be run. Where it is
+    """Samples with the policy's weights; `support` says whether a model can be run. Where it is
     fused, `dtype` is that of the matrix products (None: the model's own), and some weights are
     copied; `fused=False` always runs the module. Keys and values are of `cache_dtype`: by default
     16 bits on a GPU where the products and training's attention have them, else at least float32.

@@ -14,7 +14,7 @@ from rloo.model.prepare_model import rounding_of
 from rloo.types import Weights
 
 
-def supports(
+def unavailable_reason(
     model: PreTrainedModel, *, weights: Weights | None = None, fused: bool = True
 ) -> str | None:
     """Why the native engine cannot run `model`, or None if it can. The model is not changed.
@@ -22,7 +22,7 @@ def supports(
     After the configuration, a trial decides: completions sampled with `fused` and `weights` (by
     default the model's parameters) are scored again without our cache and attention.
     """
-    if (reason := attention.incompatibility(model)) is not None:
+    if (reason := attention.unavailable_reason(model)) is not None:
         return f"because {reason}"
     implementation = model.config._attn_implementation
     try:

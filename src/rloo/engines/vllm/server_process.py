@@ -8,9 +8,8 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.optional_packages import install
+from rloo.distributed.child_process import ChildProcess, last_lines
 from rloo.engines.vllm.client import ServerError, VLLMClient
 
 # The routes for weights, pauses and sleep, and those for adapters, exist only with these.
@@ -119,7 +119,7 @@ class LocalServer:
     devices: str | None = None
     url: str = ""
     over: bool = False
-    _process: subprocess.Popen[bytes] | None = None
+    _process: ChildProcess | None = None
 
     def start(self, model: str | None = None) -> None:
         """Start it, with the weights of the folder `model` where one is given; it is not ready
@@ -133,16 +133,10 @@ class LocalServer:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
         # What a launcher says of our processes is not of theirs.
         environment = {n: v for n, v in environment.items() if not n.startswith(OURS)}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                _guarded(serving.command("127.0.0.1", port)),
-                env=environment,
-                stdin=subprocess.PIPE,  # it ends when this end of the pipe is closed
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        # By a guard: the thread that starts a server may end before it. Whatever way this process
+        # goes, no server stays behind and keeps the devices' memory.
+        command = serving.command("127.0.0.1", port)
+        self._process = ChildProcess(command, "guard", environment=environment, log=self.log)
         self.url = f"http://127.0.0.1:{port}"
         if self.over:  # stopped for good while another thread was here
             self.stop()
@@ -175,36 +169,13 @@ class LocalServer:
     def stop(self) -> None:
         """End it, its engines and workers too, if it runs."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        if process.stdin is not None:
-            with suppress(OSError):
-                process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process is not None:
+            process.end(_STOP_SECONDS, group=True)
 
     def last_words(self) -> str:
         """The end of its log, for a message."""
-        try:
-            lines = self.log.read_text(errors="replace").splitlines()
-        except OSError:
-            lines = []
-        tail = "".join(f"\n  {line}" for line in lines[-SHOWN_LINES:])
+        tail = last_lines(self.log, SHOWN_LINES)
         return f"the end of its log {self.log}:{tail}" if tail else f"its log {self.log} is empty"
-
-
-def _guarded(command: Sequence[str]) -> list[str]:
-    """The command, ended when nobody is left who could close its standard input: whatever way this
-    process goes, no server stays behind and keeps the devices' memory."""
-    watch = (
-        '"$@" </dev/null & child=$!; '
-        "{ cat >/dev/null; kill -TERM $child 2>/dev/null; sleep 8; kill -KILL 0; } <&3 & "
-        "wait $child; status=$?; kill -KILL 0; exit $status"
-    )
-    return ["/bin/sh", "-c", f"exec 3<&0; {watch}", "sh", *command]
 
 
 def guarded_environment() -> dict[str, str]:

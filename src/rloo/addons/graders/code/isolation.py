@@ -2,7 +2,7 @@
 
 `bwrap`: bubblewrap with setpriv and prlimit: namespaces without network and without files but the
 interpreter's, and for every program new ones within. `landlock`: Landlock, of Linux 6.12, without
-namespaces: a folder for every program. Both: a seccomp filter and limits (`inside/program.py`).
+namespaces: a folder for every program. Both: a seccomp filter and limits (`guest/program.py`).
 A wall that does not hold in `probe` is not used, and there is no third.
 """
 
@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+
+from rloo.distributed.child_process import ChildProcess
 
 ISOLATION_BACKENDS = ("bwrap", "landlock")
 _TOOLS = ("bwrap", "setpriv", "prlimit")
@@ -45,13 +47,12 @@ def read(count):
 channel = int(sys.argv.pop())
 sys.path = [path for path in sys.path if path]
 setup = json.loads(read(struct.unpack("!i", read(4))[0]))
-package = sys.modules[setup["package"]] = types.ModuleType(setup["package"])
-for name, source in setup["modules"]:
-    full = package.__name__ + "." + name
+for full, source in setup["modules"]:
+    parent, _, name = full.rpartition(".")
     module = sys.modules[full] = types.ModuleType(full)
-    setattr(package, name, module)
+    setattr(sys.modules.setdefault(parent, types.ModuleType(parent)), name, module)
     exec(compile(source, name + ".py", "exec"), vars(module))
-package.guest_main.main(channel, setup)
+sys.modules[setup["main"]].main(channel, setup)
 """
 _begun = itertools.count()
 _ASK_PYTHON = (
@@ -69,7 +70,7 @@ class IsolatedProcess:
     """A process behind a wall, before it was told anything. `told` is what it must be told of the
     wall; `folder`, if any, goes when it has ended."""
 
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     told: dict[str, Any]
     folder: str | None = None
     user: int | None = None
@@ -107,14 +108,8 @@ def start(
     OSError."""
     user = _user()
     python = find_python(user)
-    inner = [python.path, *_FLAGS, "-c", _BOOT, str(channel.fileno())]
-    given: dict[str, Any] = {
-        "stdin": subprocess.DEVNULL,
-        "stdout": subprocess.DEVNULL,
-        "pass_fds": [channel.fileno()],
-        "start_new_session": True,
-        "cwd": "/",
-    }
+    inner = [python.path, *_FLAGS, "-c", _BOOT]
+    given: dict[str, Any] = {"channel": channel.fileno(), "quiet": True, "folder": "/"}
     told: dict[str, Any] = {"kind": wall, "shared_user": False, "library": [*library]}
     told["processor"] = min(os.sched_getaffinity(0)) if processor is None else processor
     told["socket"] = _socket_bytes()
@@ -122,21 +117,20 @@ def start(
         # Elsewhere than here: programs have a /tmp of their own.
         told["library"] = [f"/library/{number}" for number in range(len(library))]
         places = dict(zip(told["library"], library, strict=True))
-        return IsolatedProcess(
-            subprocess.Popen(_bubblewrap(user, python, places, inner), **given), told
-        )
+        command = _bubblewrap(user, python, places, inner)
+        return IsolatedProcess(ChildProcess(command, "channel", **given), told)
     folder = tempfile.mkdtemp(prefix="rloo-code-")
     if user is not None:
         # Its processes can be told from all others by their user alone.
         os.chown(folder, user, user)
-        given |= {"user": user, "group": user, "extra_groups": []}
+        given["user"] = user
     told |= {
         "shared_user": user is None,
         "folder": folder,
         "read": [*_SYSTEM, *_SETTINGS, *python.folders, *library],
         "use": _DEVICES,
     }
-    process = subprocess.Popen(inner, env=_environment(folder), **given)
+    process = ChildProcess(inner, "channel", environment=_environment(folder), **given)
     return IsolatedProcess(process, told, folder, user)
 
 

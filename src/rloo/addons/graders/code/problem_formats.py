@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rloo.addons.graders.code.guest import codec
+from rloo.distributed import value_codec as codec
 
 Row = Mapping[str, Any]
 Asked = dict[str, Any]

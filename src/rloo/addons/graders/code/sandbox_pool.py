@@ -1,5 +1,5 @@
 """Workers behind a wall, and what they are asked. What a request means is the handler's: a module
-of `inside` with a function `answer(request, stage)`, which is sent to them with those it needs."""
+of `guest` with a function `answer(request, stage)`, which is sent to them with those it needs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import rloo
 from rloo.addons.graders.code import isolation
 from rloo.addons.graders.code.guest.resource_limits import wall_seconds
 from rloo.addons.graders.code.isolation import IsolationUnavailable
@@ -24,8 +25,9 @@ from rloo.distributed.worker_pool import WorkerPool
 from rloo.distributed.worker_process import Worker
 
 _GUEST = "rloo.addons.graders.code.guest"
+_CODEC = "rloo.distributed.value_codec"
 _BASE = (
-    "codec", "seccomp", "syscalls", "program_source", "leetcode_nodes", "object_server", "program",
+    "seccomp", "syscalls", "program_source", "leetcode_nodes", "object_server", "program",
     "resource_limits", "process_tree",
 )  # fmt: skip
 JUDGE = (
@@ -87,7 +89,7 @@ class SandboxWorker(Worker):
         library: AllowedModules,
         processor: int | None,
     ) -> None:
-        """`modules` of `inside`, in an order in which they can be loaded; the last one answers. Its
+        """`modules` of `guest`, in an order in which they can be loaded; the last one answers. Its
         programs run on `processor`. Raises IsolationUnavailable."""
         self.processor = processor
         ours, theirs = socket.socketpair()
@@ -97,9 +99,10 @@ class SandboxWorker(Worker):
             except BaseException:
                 ours.close()
                 raise
+        names = [_CODEC, *(f"{_GUEST}.{name}" for name in (*modules, "guest_main"))]
         setup = {
-            "package": _GUEST,
-            "modules": [(name, _text(name)) for name in (*modules, "guest_main")],
+            "main": names[-1],
+            "modules": [(name, _text(name)) for name in names],
             "handler": f"{_GUEST}.{modules[-1]}",
             "wall": self._started.told,
             "limits": asdict(limits),
@@ -108,8 +111,8 @@ class SandboxWorker(Worker):
         super().__init__(f"behind {wall}", Connection(ours.detach()), json.dumps(setup).encode())
 
     @property
-    def lives(self) -> bool:
-        """Whether its outermost process does."""
+    def is_alive(self) -> bool:
+        """See `Worker`; of its outermost process."""
         return self._started.process.poll() is None
 
     @property
@@ -123,14 +126,13 @@ class SandboxWorker(Worker):
 
     def end(self) -> None:
         """See `Worker`."""
-        self.kill()
-        self._started.process.wait()
+        self._started.process.end()
         with self._closing:
             self._disconnect()
         self._started.remove_folder()
 
     def _status(self) -> int:
-        return self._started.process.wait()
+        return self._started.process.join()
 
 
 class SandboxPool:
@@ -152,7 +154,7 @@ class SandboxPool:
 
         def make() -> Worker:
             with choosing:
-                processor = _choose_processor([w.processor for w in made if w.lives])
+                processor = _choose_processor([w.processor for w in made if w.is_alive])
                 made.append(SandboxWorker(wall, limits, modules, library, processor))
                 return made[-1]
 
@@ -200,7 +202,9 @@ def _end(crew: WorkerPool, made: Sequence[Worker]) -> None:
 
 @cache
 def _text(name: str) -> str:
-    return (Path(__file__).parent / "guest" / f"{name}.py").read_text(encoding="utf-8")
+    """The source of a module of the package."""
+    path = Path(rloo.__file__).parent.joinpath(*name.split(".")[1:])
+    return path.with_suffix(".py").read_text(encoding="utf-8")
 
 
 @cache

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import json
 import os
-import select
-import signal
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from rloo.addons.graders.math.answer_equality import ReferenceAnswer, references_of
 from rloo.addons.graders.math.answer_extraction import TAGS, answer_of_reference, read_answer
 from rloo.addons.graders.math.numbers import MAX_CHARACTERS
 from rloo.addons.graders.math.wording import asked_in
+from rloo.distributed.worker_pool import WorkerPool, wait_result
+from rloo.distributed.worker_process import LocalWorker, Worker, WorkerDied
 from rloo.rewards.completion_text import question_of, text_of
 from rloo.types import Text
 
@@ -35,6 +28,7 @@ _SECONDS_PER_ANSWER = 0.1
 _MOST_TIMES, _MOST_SECONDS = 9.0, 120.0
 # To start, of the processor and on the clock, which a busy machine takes most of.
 _START_PROCESSOR, _START_SECONDS, _REPLY_SECONDS = 60.0, 1800.0, 1.0
+_WORKER = "rloo.addons.graders.math.math_worker:serve"
 _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or 'solution'"
 
 
@@ -73,8 +67,7 @@ class MathReward:
         self.__name__ = "math_reward"
         self.seeks = TAGS
         self._seconds = seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], Any] = lambda: None
+        self._pool: WorkerPool | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError when the dataset has neither `answer` nor `solution`."""
@@ -120,89 +113,47 @@ class MathReward:
 
     def close(self) -> None:
         """End the worker process; the next call starts a new one."""
-        self._end()
-        self._process = None
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     def _judge(self, pairs: list[tuple[str, str]]) -> list[bool | None]:
-        verdicts: list[bool | None] = [None] * len(pairs)
-        if pairs:
-            workers = min(os.cpu_count() or 1, _MAX_WORKERS)
-            budget = self._seconds + _SECONDS_PER_ANSWER * len(pairs)
-            limit = budget + min(_MOST_TIMES * budget, _MOST_SECONDS)
-            request = {"pairs": pairs, "budget": budget, "limit": limit, "workers": workers}
-            for line in self._ask(json.dumps(request).encode() + b"\n", limit):
-                index, verdict = json.loads(line)
-                verdicts[index] = verdict
-        return verdicts
-
-    def _ask(self, request: bytes, seconds: float) -> list[bytes]:
-        """The lines that the worker replies with, as far as it does in time."""
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        process, end = self._process, b"\n\n"
-        # A worker that was stopped reads nothing, and the pipe holds less than a long request.
-        threading.Thread(target=_write, args=(process.stdin, request), daemon=True).start()
+        """The verdicts on pairs; all are missing where the worker was lost."""
+        if not pairs:
+            return []
+        workers = min(os.cpu_count() or 1, _MAX_WORKERS)
+        budget = self._seconds + _SECONDS_PER_ANSWER * len(pairs)
+        limit = budget + min(_MOST_TIMES * budget, _MOST_SECONDS)
+        request = {"pairs": pairs, "budget": budget, "limit": limit, "workers": workers}
+        if self._pool is None:
+            self._pool = WorkerPool(1, _start_worker)
+        message = json.dumps(request).encode()
+        # Not again: what has taken the time of one call would take it once more.
+        future = self._pool.submit(
+            lambda worker: worker.call(message, limit + _REPLY_SECONDS), tries=1
+        )
         try:
-            reply = b"\n" + _read(process, end, seconds + _REPLY_SECONDS, b"\n")
-        except BaseException:  # Ctrl-C: the pending reply must not be taken for that of the next
+            return list(json.loads(wait_result(future)))
+        except WorkerDied:
+            return [None] * len(pairs)
+        except BaseException:  # Ctrl-C: the next call does not wait for this one
             self.close()
             raise
-        if not reply.endswith(end):
-            self.close()
-        return [line for line in reply.rpartition(b"\n")[0].split(b"\n") if line]
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # Not multiprocessing: spawn and forkserver run the user's script a second time if it has no
-        # `__main__` guard. -P keeps this folder, which has a math.py, off the module path.
-        self._end()
-        worker = Path(__file__).with_name("math_worker.py")
-        process = subprocess.Popen(
-            [sys.executable, "-P", str(worker), str(_START_PROCESSOR)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # one group, to be killed as one; Ctrl-C is ours alone
-        )
-        self._end = weakref.finalize(self, _end, process)
-        if _read(process, b"ready\n", _START_SECONDS) != b"ready\n":
-            self.close()
-            raise RuntimeError(
-                "the worker of the reward 'math' did not start: math-verify could not be imported "
-                f"(its error is above), or not within {_START_PROCESSOR:g} s of the processor"
-            )
-        return process
 
 
-def _write(pipe: Any, request: bytes) -> None:
-    with suppress(OSError, ValueError):  # the worker ended, its pipe was closed
-        pipe.write(request)
-        pipe.flush()
-
-
-def _read(
-    process: subprocess.Popen[bytes], end: bytes, seconds: float, before: bytes = b""
-) -> bytes:
-    """What the process writes up to `end` (of `before` and it), its end or the deadline."""
-    assert process.stdout is not None
-    number, read, deadline = process.stdout.fileno(), b"", time.monotonic() + seconds
-    poll = select.poll()
-    poll.register(number, select.POLLIN)
-    while not (before + read).endswith(end):
-        left = deadline - time.monotonic()
-        chunk = os.read(number, 1 << 16) if left > 0 and poll.poll(1000 * left) else b""
-        if not chunk:
-            break
-        read += chunk
-    return read
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):  # an unsent request to a dead worker
-                pipe.close()
+def _start_worker() -> Worker:
+    """A worker that has imported math-verify. Raises RuntimeError where it cannot."""
+    seconds = str(_START_PROCESSOR).encode()
+    worker = LocalWorker("of the reward 'math'", _WORKER, seconds, group=True)
+    try:
+        worker.call(b"", _START_SECONDS)
+    except Exception as error:
+        worker.end()
+        raise RuntimeError(
+            "the worker of the reward 'math' did not start: math-verify could not be imported "
+            f"(its error is above), or not within {_START_PROCESSOR:g} s of the processor"
+        ) from error
+    return worker
 
 
 def _any(verdicts: list[bool | None]) -> bool | None:

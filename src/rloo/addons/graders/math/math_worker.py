@@ -1,11 +1,10 @@
 """The process in which math-verify reads hostile text, so that a hang or crash costs only this one.
 
-It is run by path and imports nothing from the package. It reads one JSON line per call,
-`{"budget": seconds, "limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and
-replies with one line `[index, verdict]` per pair, in any order, then with an empty line. A verdict
-is true, false, null.
+It is a worker (`rloo.distributed.worker_process`). A call is JSON,
+`{"budget": seconds, "limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and the
+reply is a list with a verdict on each pair: true, false, null.
 
-It imports math-verify once, in as many seconds of the processor as its argument says, and forks
+It imports math-verify once, within the seconds of the processor that its setup says, and forks
 judges, who work side by side. Time is measured as processor time of a judge: the kernel ends the
 judge (SIGPROF) whatever it does, and a busy machine takes nothing from it: `budget` is that of each
 judge for all pairs, `limit` is on the clock. An answer that is not judged in that time or needs too
@@ -20,10 +19,9 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
@@ -234,9 +232,13 @@ def _are_near(sympy: Any, one: Any, other: Any) -> bool:
 
 def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Connection]) -> None:
     """What a judge does until its pipe is closed."""
-    # Else a pipe would stay open, and its judge alive, when the process that serves is gone.
+    # Else a pipe would stay open, and its judge alive, when the process that serves is gone, and
+    # the channel to that process's own parent when it was killed.
     for other in inherited:
         other.close()
+    number = connection.fileno()
+    os.closerange(3, number)
+    os.closerange(number + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while True:
         try:
@@ -254,23 +256,28 @@ def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Conne
         _send(connection, [verdict, time.process_time() - started])
 
 
-def serve() -> None:
-    """Reply until the input ends."""
+def serve(setup: bytes) -> Callable[[bytes], bytes]:
+    """What answers calls, once math-verify is imported; see `rloo.distributed.worker_main`."""
+    logging.disable(logging.CRITICAL)
+    signal.setitimer(signal.ITIMER_PROF, float(setup))  # to start
+    _limit_memory()
     verifier = Verifier()
     signal.setitimer(signal.ITIMER_PROF, 0)
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    answers.write("ready\n")
-    judges: list[MathWorker] = []
     with open(os.devnull, "w") as silence:
         os.dup2(silence.fileno(), 1)
         os.dup2(silence.fileno(), 2)
-        for line in sys.stdin:
-            request = json.loads(line)
-            for verdict in judge_pairs(**request, verifier=verifier, judges=judges):
-                answers.write(json.dumps(verdict) + "\n")
-            answers.write("\n")
-    for judge in judges:
-        judge.end()
+    judges: list[MathWorker] = []
+
+    def answer(message: bytes) -> bytes:
+        if not message:  # it was asked whether it is ready
+            return b""
+        request = json.loads(message)
+        verdicts: list[bool | None] = [None] * len(request["pairs"])
+        for index, verdict in judge_pairs(**request, verifier=verifier, judges=judges):
+            verdicts[index] = verdict
+        return json.dumps(verdicts).encode()
+
+    return answer
 
 
 def _limit_memory() -> None:
@@ -279,10 +286,3 @@ def _limit_memory() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = _MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(_MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-
-
-if __name__ == "__main__":
-    logging.disable(logging.CRITICAL)
-    signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))  # to start
-    _limit_memory()
-    serve()

@@ -3,6 +3,7 @@ them evaluate what a model wrote."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -10,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rloo.addons.graders.code.isolation import ISOLATION_BACKENDS
@@ -23,6 +23,7 @@ from rloo.addons.graders.code.sandbox_pool import (
 )
 from rloo.addons.integrations.reasoning_gym import gym_tasks
 from rloo.config.optional_packages import install
+from rloo.distributed import value_codec
 from rloo.distributed.platform_info import num_processors
 from rloo.distributed.worker_pool import wait_result
 from rloo.distributed.worker_process import WorkerDied
@@ -36,6 +37,13 @@ _MOST_CHARACTERS = 20_000
 # How many answers a worker is given at once, and the share of its time after which it begins none.
 _AT_ONCE, _SHARE = 64, 0.5
 _MOST_WORKERS = 4
+_IMPORT = f"from {value_codec.__name__} import Codec\n"
+_DEFINE = """
+import sys, types
+codec = sys.modules[{name!r}] = types.ModuleType({name!r})
+exec({source!r}, vars(codec))
+Codec = codec.Codec
+"""
 # What the library prints is no score.
 _MAIN = """
 import os, sys
@@ -195,5 +203,7 @@ def library_here() -> AllowedModules:
 
 
 def _program() -> str:
-    source = Path(gym_tasks.__file__).read_text(encoding="utf-8")
+    source, codec = inspect.getsource(gym_tasks), inspect.getsource(value_codec)
+    # The package is not there.
+    source = source.replace(_IMPORT, _DEFINE.format(name=value_codec.__name__, source=codec))
     return source + _MAIN.replace("{version}", str(list(sys.version_info[:2])))

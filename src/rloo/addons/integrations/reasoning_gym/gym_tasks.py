@@ -1,8 +1,8 @@
 """reasoning-gym (the extra `gym`): the one file that imports it, when a function of it is called.
 
 It knows the library's tasks, levels and scorers, and nothing of rows, prompts or completions.
-`score_all` is for a process behind a wall, which is sent this file as text: nothing of the package
-is imported here.
+`score_all` is for a process behind a wall, which is sent this file and that of the codec as text:
+nothing else of the package is imported here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, fields, replace
-from fractions import Fraction
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
+
+from rloo.distributed.value_codec import Codec
 
 # Made of other tasks, which a dataset's own list of names is for.
 _NO_TASK = "composite"
@@ -28,8 +29,10 @@ _NO_TASK = "composite"
 BY_HASH = frozenset(
     ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
-# In what is written as JSON: of a tuple, a mapping whose keys are no texts, a fraction.
-_TUPLE, _PAIRS, _FRACTION = "__tuple__", "__pairs__", "__fraction__"
+# How an entry is written as JSON.
+ENTRY = Codec(
+    {"tuple": "__tuple__", "dict": "__pairs__", "Fraction": "__fraction__"}, plain_objects=True
+)
 # Tasks whose scorers have Python evaluate an answer as a list, and of what a formula may consist
 # that others have sympy evaluate, which evaluates Python as well: else an answer could be a program
 # that prints a score of its own.
@@ -107,7 +110,7 @@ def problems(
             failed = error
             continue
         made += 1
-        text = json.dumps({**head, "entry": _plain(entry)}, sort_keys=True)
+        text = json.dumps({**head, "entry": ENTRY.encode(entry)}, sort_keys=True)
         answer = entry["answer"]
         yield Problem(entry["question"], None if answer is None else str(answer), text)
     if failed is not None and not made:
@@ -124,7 +127,7 @@ def score(entry: str, answer: str) -> float:
     _harden()
     known = json.loads(entry)
     scorer = _scorer(known["task"], known["level"], json.dumps(known["options"]))
-    found = float(scorer.score_answer(answer, _made(known["entry"])))
+    found = float(scorer.score_answer(answer, ENTRY.decode(known["entry"])))
     if not 0 <= found <= 1:
         raise ValueError(f"the scorer of {known['task']} gave {found}, not a number from 0 to 1")
     return found
@@ -203,32 +206,3 @@ def _harden() -> None:
     vars(sympy)["parse_expr"] = parse_formula
     for task in _FORMULAS:
         vars(sys.modules[datasets[task][0].__module__])["parse_expr"] = parse_formula
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can write it, such that `_made` returns an equal one."""
-    if isinstance(value, tuple):
-        return {_TUPLE: [_plain(item) for item in value]}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value):
-            return {key: _plain(item) for key, item in value.items()}
-        return {_PAIRS: [[_plain(key), _plain(item)] for key, item in value.items()]}
-    if isinstance(value, Fraction):
-        return {_FRACTION: [value.numerator, value.denominator]}
-    return value.item() if hasattr(value, "item") else value
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_made(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {_TUPLE}:
-        return tuple(_made(item) for item in value[_TUPLE])
-    if value.keys() == {_FRACTION}:
-        return Fraction(*value[_FRACTION])
-    if value.keys() == {_PAIRS}:
-        return {_made(key): _made(item) for key, item in value[_PAIRS]}
-    return {key: _made(item) for key, item in value.items()}

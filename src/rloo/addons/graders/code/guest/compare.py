@@ -7,7 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from rloo.addons.graders.code.guest import codec
+from rloo.distributed import value_codec as codec
 
 # A decimal number as programs print it. No exponent is so large that it would cost anything, and
 # without a sign it may be no number at all (`12e4`).

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo.addons.graders.code.guest import codec, leetcode_nodes, program_source
+from rloo.addons.graders.code.guest import leetcode_nodes, program_source
 from rloo.addons.graders.code.guest.compare import same_output, same_value
 from rloo.addons.graders.code.guest.object_proxy import ProgramExited, RemoteProgram
 from rloo.addons.graders.code.guest.process_tree import ProgramTimeOver, SandboxedProcess
 from rloo.addons.graders.code.guest.test_cases import run_tests
+from rloo.distributed import value_codec as codec
 
 
 def answer(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from rloo.addons.graders.code.guest import codec
 from rloo.addons.graders.code.guest.process_tree import SandboxedProcess
 from rloo.addons.graders.code.guest.proxy_types import FOREIGN, CoroutineProxy, ExtendedProxy, Proxy
+from rloo.distributed import value_codec as codec
 
 _MOST_ITEMS = 1_000_000
 # The module that tests are run as.

@@ -19,7 +19,8 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-from rloo.addons.graders.code.guest import codec, leetcode_nodes
+from rloo.addons.graders.code.guest import leetcode_nodes
+from rloo.distributed import value_codec as codec
 
 # What tests may have done with objects, beside what `operator` does.
 _DOES: dict[str, Callable[..., Any]] = {

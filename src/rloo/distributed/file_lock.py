@@ -1,0 +1,72 @@
+"""A lock that the system ends with the process, however that dies."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+# The files of the locks that this process holds, by descriptor. A reward function may have closed
+# one; its number is then another file's, which its device and inode tell.
+_held: dict[int, tuple[int, int]] = {}
+
+
+class LockUnavailable(OSError):
+    """The file system has no locks."""
+
+
+class FileLock:
+    """A file, made if it is missing, or a folder, which this process alone holds until `release`.
+    Raises BlockingIOError where another holder has it, and LockUnavailable."""
+
+    def __init__(self, path: Path, mode: int = 0o666) -> None:
+        flags = os.O_RDONLY | os.O_NOFOLLOW if path.is_dir() else os.O_RDWR | os.O_CREAT
+        self._descriptor = os.open(path, flags, mode)
+        _held[self._descriptor] = _identity(self._descriptor)
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise
+        except OSError as error:
+            self.release()
+            raise LockUnavailable(error.errno, error.strerror) from error
+
+    def write(self, text: str) -> None:
+        """Replace what the file says."""
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
+    def release(self) -> None:
+        """Let go of it; also twice."""
+        _release(self._descriptor)
+
+
+def require_free(path: Path) -> None:
+    """Raise BlockingIOError if another process holds the file's lock, and OSError if there is none.
+    Nothing is made or held."""
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _release(descriptor: int) -> None:
+    """Close a lock's file, unless that has been done and the number is another's."""
+    file = _held.pop(descriptor, None)
+    with suppress(OSError):  # it is closed
+        if _identity(descriptor) == file:
+            os.close(descriptor)
+
+
+def _release_all() -> None:
+    for descriptor in list(_held):
+        _release(descriptor)
+
+
+# A forked child would hold the locks when this process is gone.
+os.register_at_fork(after_in_child=_release_all)
