@@ -45,7 +45,8 @@ def run(folder: Path, staleness: int, scoring: float, training: float, steps: in
         str(folder), model="countdown", dataset="countdown", bf16=False, num_threads=1,
         gradient_checkpointing=False, num_prompts=PROMPTS, num_generations=SAMPLES,
         max_completion_length=12, max_steps=steps, beta=0.0, learning_rate=1e-5,
-        max_staleness=staleness, reward_workers=1 if staleness else None, save_strategy="no",
+        max_staleness=staleness, async_kwargs={"reward_workers": 1 if staleness else None},
+        save_strategy="no",
         logging_steps=1000, disable_tqdm=True,
     )  # fmt: skip
     RLOOTrainer(args=config, reward_funcs=sleeping, callbacks=[Sleeps()]).train()

@@ -51,7 +51,7 @@ def _train(*options: str) -> tuple[str, ...]:
 
 
 _QLORA = _train("--use_peft", "true", "--load_in_4bit", "true")
-_OFFLOADED = "rloo:offload_reference=true,offload_optimizer=true"
+_OFFLOADED = 'rloo:offload=["reference","optimizer"]'
 # Of 256 rows at once the update would not fit.
 _TRL = "trl:per_device_train_batch_size=16,gradient_accumulation_steps=16"
 # Nothing that only a GPU warns of makes a test fail; other files may import what is not there.

@@ -40,7 +40,7 @@ from rloo.types import Sample
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 FOUR_BITS = {**LORA, "load_in_4bit": True, "use_bnb_nested_quant": True}
-COPY = {"rollout_copy": True, "rollout_dtype": "bfloat16"}
+COPY = {"engine_kwargs": {"copy_weights": True}, "rollout_dtype": "bfloat16"}
 KEEP, RECOMPUTE = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
 
 # What is chosen, beside float32 weights in float32 computation (bf16 false) and beta 0.
@@ -52,12 +52,12 @@ CHOICES: dict[str, dict[str, Any]] = {
     "full, 8-bit AdamW": {**RECOMPUTE, "optim": "adamw_8bit"},
     "full, Adafactor": {**RECOMPUTE, "optim": "adafactor"},
     "full, bfloat16 engine": {**RECOMPUTE, **COPY},
-    "full, no engine copy": {**RECOMPUTE, "rollout_copy": False},
+    "full, no engine copy": {**RECOMPUTE, "engine_kwargs": {"copy_weights": False}},
     "LoRA": {**LORA, **KEEP},
     "LoRA, reference": {**LORA, **KEEP, "beta": 0.05},
     "LoRA, checkpointing": {**LORA, **RECOMPUTE},
     "LoRA, checkpointing, reference": {**LORA, **RECOMPUTE, "beta": 0.05},
-    "LoRA, no engine copy": {**LORA, **RECOMPUTE, "rollout_copy": False},
+    "LoRA, no engine copy": {**LORA, **RECOMPUTE, "engine_kwargs": {"copy_weights": False}},
     "LoRA, bfloat16 engine": {**LORA, **RECOMPUTE, **COPY},
     "QLoRA, 4 bits": {**FOUR_BITS, **RECOMPUTE},
     "QLoRA, 4 bits, reference": {**FOUR_BITS, **RECOMPUTE, "beta": 0.05},

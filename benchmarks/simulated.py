@@ -139,7 +139,7 @@ def make(run: Run, folder: Path) -> dict[str, Any]:
         max_completion_length=60 if run.real else 4, max_steps=run.steps, beta=0.0,
         learning_rate=1e-12, max_staleness=run.staleness, save_strategy="no", disable_tqdm=True,
         rollout_engine="native" if run.real else "hf", logging_steps=1000,
-        reward_workers=run.workers if run.staleness else None,
+        async_kwargs={"reward_workers": run.workers if run.staleness else None},
     )  # fmt: skip
     model: Any = None
     if not run.real:

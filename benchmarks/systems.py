@@ -34,15 +34,15 @@ _PADDED_ROWS = 8
 
 
 def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
-    """Our trainer, with the library of products that is faster here (`onednn`: measured). To sample
-    alone it is given rewards that hold no signal, so that nothing is updated."""
+    """Our trainer, with the library of products that is faster here (measured, by `cpu_kwargs`). To
+    sample alone it is given rewards that hold no signal, so that nothing is updated."""
     from rloo.config.batch_sizes import batches_of
     from rloo.config.config import RLOOConfig
     from rloo.kernels.cpu_matmul import choose
     from rloo.model.policy import Policy
     from rloo.trainer.trainer import RLOOTrainer
 
-    settings = job["options"] | {"num_threads": job["threads"], "onednn": None} | options
+    settings = job["options"] | {"num_threads": job["threads"]} | options
     if job["kind"] == "sample":
         settings["beta"] = 0.0
     model, tokenizer = load(job, meter)
@@ -70,7 +70,7 @@ def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> N
     if job["endless"]:
         # A model with no end that it can draw is refused, for good reasons.
         Policy.stop_token_ids = property(lambda _: ())  # type: ignore[assignment, method-assign]
-    if settings["onednn"] is None:
+    if (settings.get("cpu_kwargs") or {}).get("onednn") is None:
         meter.facts["products"] = name_library(choose())
     main = os.environ.get("RANK", "0") == "0"  # of several processes, the one that answers
     RLOOTrainer(

@@ -29,8 +29,9 @@ LESSONS = ((1600, 2e-3, 0.0), (150, 5e-4, 0.55))
 
 def problems():
     """The rows to learn from: another seed than the recipe's, and none that is held out."""
-    how = {"--gym_seed": 1, "--gym_size": NUM_PROBLEMS, "--gym_curriculum": "false"}
-    config = parse_command_line([str(RECIPE), *(f"{key}={value}" for key, value in how.items())])
+    how = {"seed": 1, "size": NUM_PROBLEMS, "curriculum": "false"}
+    line = [f"--dataset_kwargs.{key}={value}" for key, value in how.items()]
+    config = parse_command_line([str(RECIPE), *line])
     return load_task_rows(config.dataset, "train", config).to_list()
 
 

@@ -19,7 +19,7 @@ import yaml
 from datasets import Dataset
 
 from rloo import cli
-from rloo.config.config import option_types
+from rloo.config.compat.parser_fields import option_types
 from rloo.config.parsing import parse_command_line
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
@@ -551,7 +551,7 @@ def test_a_file_that_fails_when_it_is_loaded_is_shown_from_there(folder, capsys)
 @pytest.mark.slow
 def test_a_reward_in_another_process_shows_the_user_s_frames(folder, capsys):
     options = ["--reward", "rewards.py:crash", "--sampler_processes", "1"]
-    assert cli.main(["train", "run.yaml", *options, "--reward_workers", "1"]) == 1
+    assert cli.main(["train", "run.yaml", *options, "--async_kwargs.reward_workers", "1"]) == 1
     error = capsys.readouterr().err
     assert frames(error) == [("rewards.py", "crash")]
     assert "in another process:" in error
@@ -655,13 +655,21 @@ def test_a_run_reads_and_checks_its_options_once(folder, monkeypatch):
 
 
 def test_eval_takes_the_configuration_of_a_run_whose_reference_moves(folder, capsys):
-    options = ["--kl_target", "0.1", "--sync_ref_model", "--use_peft", "false"]
+    options = ["--kl_kwargs.target", "0.1", "--sync_ref_model", "--use_peft", "false"]
     assert cli.main(["eval", "run.yaml", *options]) == 0
     assert "\nreward " in capsys.readouterr().out
 
 
 def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
-    options = ["--eval_pass_k", "1", "2", "--num_generations_eval", "4", "--pass_threshold", "2"]
+    options = [
+        "--eval_pass_k",
+        "1",
+        "2",
+        "--num_generations_eval",
+        "4",
+        "--eval_kwargs.pass_threshold",
+        "2",
+    ]
     options += ["--estimator", "not/there.py:any"]  # of training alone
     assert cli.main(["eval", "run.yaml", *options]) == 0
     what, headline, *lines = capsys.readouterr().out.splitlines()

@@ -113,7 +113,7 @@ FEATURES = {
     "running baseline": of_options(mean_level="running", num_generations=1, num_prompts=12),
     "running scale of rewards": of_options(normalize_rewards="running", preset="openrlhf"),
     "a reward's own scale": Feature(make_reward=normalized),
-    "adaptive beta": of_options(kl_target=0.05, kl_horizon=24, steps_per_generation=2),
+    "adaptive beta": of_options(kl_kwargs={"target": 0.05, "horizon": 24}, steps_per_generation=2),
     "moving reference": of_options(
         sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5
     ),
@@ -123,11 +123,9 @@ FEATURES = {
     "problems by a curriculum": Feature(
         {
             "dataset": "gym:gcd,lcm",
-            "gym_size": 8,
-            "gym_levels": [0, 1],
-            "gym_curriculum": True,
+            "dataset_kwargs": {"size": 8, "levels": [0, 1], "curriculum": True},
             "num_generations": 16,
-            "pass_threshold": 2.0,
+            "eval_kwargs": {"pass_threshold": 2.0},
         },
         rows=None,
     ),

@@ -184,8 +184,8 @@ def test_packed_gradients_in_16_bits_are_those_of_padded_rows(bf16, monkeypatch)
 def test_a_reference_on_the_host_gives_the_same_numbers_and_leaves_the_device():
     options = {"use_cpu": False, "beta": 0.1, "bf16": True}
     results = []
-    for offloads in (False, True):
-        policy = make_policy(make_model("qwen3"), offload_reference=offloads, **options)
+    for offloads in ([], ["reference"]):
+        policy = make_policy(make_model("qwen3"), offload=offloads, **options)
         results.append(policy.reference_logprobs(policy.batch(make_samples())))
         model = policy.reference.model
         layers = sum(p.nbytes for p in model.base_model.layers.parameters())

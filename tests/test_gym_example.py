@@ -11,7 +11,8 @@ from support.gym_sandbox import why_not_scored
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FEW = (
-    "--max_steps=3", "--num_prompts=6", "--num_generations=4", "--eval_size=12", "--gym_size=60",
+    "--max_steps=3", "--num_prompts=6", "--num_generations=4", "--eval_size=12",
+    "--dataset_kwargs.size=60",
     "--num_threads=1", "--num_generations_eval=2",
 )  # fmt: skip
 

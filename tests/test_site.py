@@ -62,7 +62,7 @@ def test_no_page_names_another_host(site):
 
 
 def test_the_options_are_those_of_the_program(site):
-    from rloo.config.config import option_types
+    from rloo.config.compat.parser_fields import option_types
 
     page = (site / "reference" / "options.html").read_text(encoding="utf-8")
     assert [name for name in option_types() if f"<code>{name}</code>" not in page] == []

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rloo.config.compat.recipes import refuse_other
-from rloo.config.config import known_names
+from rloo.config.compat.trl_compatible_options import known_names
 from rloo.config.parsing import YAML_SUFFIXES, parse_command_line, read_config_file
 
 # Batches fit the number of processes that a recipe is for, of which it says nothing.

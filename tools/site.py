@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import re
 from html import escape
+from typing import Any
 
-from rloo.config.fields import default_of
+from rloo.config.fields import TIERS, default_of
+from rloo.config.kwargs_options import KWARGS, keys_of
+from rloo.config.options import OPTIONS
 from rloo.config.show import value_as_text
-from rloo.config.vllm_options import OPTIONS
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?:\.\./)?(?!how-to|reference)[^)]*\)")
 
@@ -37,14 +39,24 @@ def _typeset(markdown: str) -> str:
 
 
 def _options() -> str:
-    by_subject: dict[str, list] = {}
-    for field in OPTIONS:  # those of one subject do not stand together
-        by_subject.setdefault(field.metadata["subject"], []).append(field)
+    """A section a tier, and in it a table a subject; a mapping is followed by its keys."""
     parts = []
-    for subject, of_subject in by_subject.items():
-        parts.append(f"## {subject}\n\n| option | default | meaning |\n|---|---|---|")
-        for field in of_subject:
-            default = escape(value_as_text(default_of(field)))
-            parts.append(f"| `{field.name}` | <code>{default}</code> | {field.metadata['help']} |")
-        parts.append("")
+    for tier, who in TIERS.items():
+        parts.append(f"## {tier.capitalize()} options\n\nThe tier {tier}: {who}.\n")
+        by_subject: dict[str, list] = {}
+        for field in OPTIONS:  # those of one subject do not stand together
+            if field.metadata["tier"] == tier:
+                by_subject.setdefault(field.metadata["subject"], []).append(field)
+        for subject, of_subject in by_subject.items():
+            parts.append(f"### {subject}\n\n| option | default | meaning |\n|---|---|---|")
+            for field in of_subject:
+                parts.append(_row(field.name, field))
+                keys = keys_of(field.name) if field.name in KWARGS else {}
+                parts += [_row(f"{field.name}.{name}", key) for name, key in keys.items()]
+            parts.append("")
     return "\n".join(parts)
+
+
+def _row(name: str, field: Any) -> str:
+    default = escape(value_as_text(default_of(field)))
+    return f"| `{name}` | <code>{default}</code> | {field.metadata['help']} |"

@@ -52,7 +52,7 @@ CONFIGS = {
     "native": ("--trainer_gpus=2", "--engine_gpus=2"),
     "served": (
         "--trainer_gpus=1", "--engine_gpus=2", "--rollout_engine=vllm", "--max_staleness=1",
-        f'--vllm_executable=["{sys.executable}", "{SERVER}"]',
+        f'--engine_kwargs.executable=["{sys.executable}", "{SERVER}"]',
     ),
 }  # fmt: skip
 LAST = STEPS - 2

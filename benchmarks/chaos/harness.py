@@ -81,13 +81,13 @@ RANKS: dict[str, dict[str, Any]] = {
 # Sampled and scored by other processes, in the last one by a server as vLLM's.
 _SERVER = Path(__file__).parents[2] / "tests" / "support" / "fake_vllm_program.py"
 BESIDE: dict[str, dict[str, Any]] = {
-    "beside": {"sampler_processes": 1, "reward_workers": 2, "max_steps": 8},
-    "ahead": {"max_staleness": 2, "reward_workers": 2, "max_steps": 8},
+    "beside": {"sampler_processes": 1, "async_kwargs": {"reward_workers": 2}, "max_steps": 8},
+    "ahead": {"max_staleness": 2, "async_kwargs": {"reward_workers": 2}, "max_steps": 8},
     "served": {
         "max_staleness": 1,
-        "reward_workers": 1,
+        "async_kwargs": {"reward_workers": 1},
         "rollout_engine": "vllm",
-        "vllm_executable": [sys.executable, str(_SERVER)],
+        "engine_kwargs": {"executable": [sys.executable, str(_SERVER)]},
         "max_steps": 8,
     },
 }
@@ -238,7 +238,7 @@ class Rig:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | dict):
         return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -135,7 +135,7 @@ PLACES: dict[str, tuple[str, str, int, Callable[..., Any]]] = {
 LEARNING: dict[str, dict[str, Any]] = {
     "plain": {},
     "normalised": {"normalize_rewards": "running"},
-    "adaptive KL": {"kl_target": 0.1},
+    "adaptive KL": {"kl_kwargs": {"target": 0.1}},
 }
 VALUES = {
     "inf": "math.inf",

@@ -219,7 +219,7 @@ def _evaluate(arguments: list[str], signals: StopSignals) -> int:
     # A file is one split, whatever it holds.
     is_file = os.path.isfile(str(config.eval_dataset))
     split = "" if is_file else f" ({config.eval_split or 'train'})"
-    temperature = config.eval_temperature or config.temperature
+    temperature = config.eval_options.temperature or config.temperature
     what = f"{config.model} on {config.eval_dataset}{split}, temperature {temperature:g}"
     show(what)
     with signals.ending():

@@ -21,11 +21,10 @@ SPACE = {
     "kl_placement": ["reward_to_go", "loss"],
     "kl_estimator": ["k2", "k3"],
     "use_bias_correction_kl": [True],
-    "kl_clip": [0.05],
+    "kl_kwargs": [{"clip": 0.05}],
     "mean_level": ["batch", "none", "running"],
     "mean_leave1out": [False],
     "std_level": ["group", "batch"],
-    "advantage_clip_range": [(-0.2, 0.3)],
     "normalize_advantages": [True],
     "importance_sampling_level": ["token", "sequence_mean"],
     "epsilon": [0.05],
@@ -43,6 +42,7 @@ SPACE = {
 }
 # Of the estimator composed.
 ARGUMENTS = {
+    "advantage_clip_range": (-0.2, 0.3),
     "kl_in_baseline": False,
     "kl_of_truncated": False,
     "mean_over": "tokens",

@@ -393,7 +393,7 @@ def test_a_batch_cut_in_three_ways_has_the_same_update(mine, name, beta):
         ),
         ({"std_level": "group"}, "std_level is group but has no effect without estimator composed"),
         ({"advantage_epsilon": 0.1}, r"composed \(estimator is rloo\)"),
-        ({"advantage_clip_range": (-1, 1)}, "advantage_clip_range is"),
+        ({"estimator_kwargs": {"advantage_clip_range": (-1, 1)}}, "advantage_clip_range is"),
         ({"normalize_advantages": True}, "normalize_advantages is True but has no effect without"),
         (
             {"kl_placement": "reward_to_go"},

@@ -65,7 +65,9 @@ def test_rewards_standardised_by_earlier_rollouts_only():
 
 
 def test_the_running_baseline_follows_the_mean_reward_of_past_rollouts():
-    config = RLOOConfig(mean_level="running", num_generations=1, running_decay=0.5)
+    config = RLOOConfig(
+        mean_level="running", num_generations=1, estimator_kwargs={"running_decay": 0.5}
+    )
     past = KLController(0.0)
     past.update_reward_stats([1.0, 3.0], 0.5)
     past.update_reward_stats([6.0], 0.5)
@@ -77,7 +79,7 @@ def test_the_running_baseline_follows_the_mean_reward_of_past_rollouts():
 
 
 def test_the_kl_coefficient_moves_by_at_most_a_fifth_of_the_horizon():
-    config = RLOOConfig(beta=0.1, kl_target=0.5, kl_horizon=100)
+    config = RLOOConfig(beta=0.1, kl_kwargs={"target": 0.5, "horizon": 100})
     far, near = KLController(0.1), KLController(0.1)
     far.update_kl(5.0, 50, config)
     near.update_kl(0.45, 50, config)
@@ -86,7 +88,7 @@ def test_the_kl_coefficient_moves_by_at_most_a_fifth_of_the_horizon():
 
 
 def test_the_coefficient_is_logged_and_used(tmp_path):
-    config = make_config(tmp_path, kl_target=1e-4, kl_horizon=12, max_steps=3)
+    config = make_config(tmp_path, kl_kwargs={"target": 1e-4, "horizon": 12}, max_steps=3)
     make_trainer(config).train()
     rows = metrics_of(config)
     assert rows[0]["kl/coef"] == 0.05
@@ -182,7 +184,9 @@ def test_ctrl_c_between_two_draws_leaves_nothing_of_them(tmp_path, wrap):
 
 
 @pytest.mark.parametrize(
-    "options", [{"kl_target": 0.05, "kl_horizon": 20}, {"normalize_rewards": "running"}], ids=str
+    "options",
+    [{"kl_kwargs": {"target": 0.05, "horizon": 20}}, {"normalize_rewards": "running"}],
+    ids=str,
 )
 def test_what_was_learned_of_a_step_is_kept_when_a_callback_fails_after_it(tmp_path, options):
     whole = make_config(tmp_path / "whole", max_steps=4, **options)

@@ -82,7 +82,11 @@ def test_the_guard_multiplies_the_step_by_the_root_of_the_effective_share():
     moved, shares, rates = {}, {}, {}
     for guard in (False, True):
         config = make_policy_config(
-            beta=0.0, max_staleness=1, ess_guard=guard, optim="sgd", learning_rate=0.1
+            beta=0.0,
+            max_staleness=1,
+            async_kwargs={"ess_guard": guard},
+            optim="sgd",
+            learning_rate=0.1,
         )
         policy, terms = make_policy_of(config), terms_of(config)
         samples = older(policy, scale=2.0)

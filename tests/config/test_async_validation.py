@@ -40,9 +40,9 @@ def test_the_correction_follows_from_the_ratios_of_the_loss(options, mode):
         ),
         ({"max_staleness": -1}, "max_staleness is -1; it must be at least 0"),
         ({"max_staleness": 2000}, "it must be at most 1,024"),
-        ({"ess_guard": True}, "there are no weights to see a sample size in"),
+        ({"async_kwargs": {"ess_guard": True}}, "there are no weights to see a sample size in"),
         (
-            {"ess_guard": True, "max_staleness": 1, "parallel": "zero2"},
+            {"async_kwargs": {"ess_guard": True}, "max_staleness": 1, "parallel": "zero2"},
             "DeepSpeed's step has its own learning rate",
         ),
         (
@@ -50,17 +50,36 @@ def test_the_correction_follows_from_the_ratios_of_the_loss(options, mode):
             "whose servers are processes of their own",
         ),
         ({"max_staleness": 1, "sampler_processes": 0}, "in one process nothing is sampled while"),
-        ({"reward_workers": 2}, "the run's own process samples and calls rewards"),
-        ({"remote_workers": "sample"}, "remote_workers is sample, and the run's own process"),
         (
-            {"max_staleness": 1, "remote_workers": "both", "rollout_engine": "vllm"},
+            {"async_kwargs": {"reward_workers": 2}},
+            "the run's own process samples and calls rewards",
+        ),
+        (
+            {"async_kwargs": {"remote_workers": "sample"}},
+            "remote_workers is sample, and the run's own process",
+        ),
+        (
+            {
+                "max_staleness": 1,
+                "async_kwargs": {"remote_workers": "both"},
+                "rollout_engine": "vllm",
+            },
             "are given by address",
         ),
-        ({"reward_workers": 0, "max_staleness": 1}, "reward_workers is 0; it must be at least 1"),
+        (
+            {"async_kwargs": {"reward_workers": 0}, "max_staleness": 1},
+            "reward_workers is 0; it must be at least 1",
+        ),
         ({"max_staleness": 1, "dynamic_sample": True}, "the next ones are begun by then"),
-        ({"sampler_processes": 1, "rollout_copy": False}, "which always has a copy"),
-        ({"partial_rollouts": True}, "it is about what vLLM has under way"),
-        ({"partial_rollouts": True, "rollout_engine": "vllm"}, "and max_staleness above 0"),
+        (
+            {"sampler_processes": 1, "engine_kwargs": {"copy_weights": False}},
+            "which always has a copy",
+        ),
+        ({"async_kwargs": {"partial_rollouts": True}}, "it is about what vLLM has under way"),
+        (
+            {"async_kwargs": {"partial_rollouts": True}, "rollout_engine": "vllm"},
+            "and max_staleness above 0",
+        ),
         (
             {"max_staleness": 1, "rollout_engine": "vllm", "vllm_enable_sleep_mode": True},
             "has no time to sleep",
@@ -74,8 +93,8 @@ def test_what_cannot_be_is_refused_with_its_reason(options, said):
 
 def test_what_goes_together_is_taken():
     for options in (
-        {"max_staleness": 1, "ess_guard": True, "reward_workers": 4},
-        {"max_staleness": 2, "rollout_engine": "vllm", "partial_rollouts": True},
+        {"max_staleness": 1, "async_kwargs": {"ess_guard": True, "reward_workers": 4}},
+        {"max_staleness": 2, "rollout_engine": "vllm", "async_kwargs": {"partial_rollouts": True}},
         {"max_staleness": 1, "rollout_engine": "hf"},
         {"max_staleness": 1, "parallel": "zero3"},
     ):

@@ -14,12 +14,14 @@ import torch
 
 from rloo.config.batch_sizes import batches_of
 from rloo.config.compat.aliases import ALIASES, CONVERSIONS, SECOND_FIELDS
+from rloo.config.compat.parser_fields import option_types
 from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.config import DEVIATIONS, RLOOConfig, option_types, resolve_interval
+from rloo.config.config import DEVIATIONS, RLOOConfig, resolve_interval
 from rloo.config.fields import default_of
+from rloo.config.kwargs_options import KWARGS, key_types
+from rloo.config.options import OPTIONS
 from rloo.config.validation import RANGES
-from rloo.config.vllm_options import OPTIONS
 
 
 def message(*args, **options) -> str:
@@ -46,7 +48,8 @@ def test_importing_the_configuration_imports_neither_torch_nor_transformers():
 def test_every_alias_and_every_range_names_an_option_and_no_name_has_two_meanings():
     types = option_types()
     assert {ours for ours, _ in ALIASES.values()} <= set(types)
-    assert {name for _, _, names in RANGES for name in names} <= set(types)
+    keys = {f"{option}.{key}" for option in KWARGS for key in key_types(option)}
+    assert {name for _, _, names in RANGES for name in names} <= {*types, *keys}
     assert set(CONVERSIONS) <= set(ALIASES)
     assert not set(types) & set(ALIASES) and not set(types) & set(REFUSED)
     assert not set(ALIASES) & set(REFUSED)
@@ -55,9 +58,11 @@ def test_every_alias_and_every_range_names_an_option_and_no_name_has_two_meaning
 
 def test_every_numeric_option_has_a_range():
     ranged = {name for _, _, names in RANGES for name in names}
-    numeric = {n for n, t in option_types().items() if t in (int, float, int | None, float | None)}
+    types = {f"{option}.{key}": t for option in KWARGS for key, t in key_types(option).items()}
+    types |= option_types()
+    numeric = {n for n, t in types.items() if t in (int, float, int | None, float | None)}
     # A reward may be any number, and so may the one from which a completion passes.
-    assert numeric - {"pass_threshold"} == ranged
+    assert numeric - {"eval_kwargs.pass_threshold"} == ranged
 
 
 def test_to_dict_is_json_and_makes_an_equal_configuration():

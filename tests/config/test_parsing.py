@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from rloo.config.compat.aliases import ALIASES, SHORT
+from rloo.config.compat.parser_fields import option_types
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.config import RLOOConfig, option_types
+from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 from rloo.config.show import render_resolved
 

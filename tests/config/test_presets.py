@@ -200,7 +200,9 @@ def test_every_preset_is_a_valid_configuration_and_its_own_description():
         text = "\n".join(describe_preset(name))
         assert preset.formula in text and preset.source in text
         for option, value in preset.options.items():
-            if value != BASE[option]:
+            if option == "kl_kwargs":
+                assert all(f"kl_kwargs.{key} {one}" in text for key, one in value.items())
+            elif value != BASE[option]:
                 assert f"{option} {value}" in text
         for argument, value in preset.arguments.items():
             assert f"estimator_kwargs.{argument} {value}" in text
@@ -297,14 +299,20 @@ CONTRADICTIONS = [
     ({"preset": "areal_docs", "mean_level": "batch"}, "it must be group"),
     ({"preset": "areal_docs", "normalize_advantages": True}, "normalize_over tokens"),
     (
-        {"running_decay": 0.5},
+        {"estimator_kwargs": {"running_decay": 0.5}},
         "running_decay is 0.5 but has no effect without mean_level running; set",
     ),
-    ({"kl_horizon": 100}, "no effect without kl_target; set that or remove kl_horizon"),
+    (
+        {"kl_kwargs": {"horizon": 100}},
+        "kl_kwargs.horizon is 100 but has no effect without kl_kwargs.target",
+    ),
     ({"max_resample_times": 5}, "has no effect without dynamic_sample"),
     ({"rollout_importance_sampling_threshold": 3.0}, "without rollout_importance_sampling_mode"),
     ({"preset": "grpo", **composed(kl_in_baseline=False)}, "no effect without a KL in the reward"),
-    ({"kl_target": 0.1, "kl_horizon": 7}, "kl_horizon is 7, below the 8 completions of a rollout"),
+    (
+        {"kl_kwargs": {"target": 0.1, "horizon": 7}},
+        "horizon is 7, below the 8 completions of a rollout",
+    ),
     (composed(std_leave1out=True), "has no effect without std_level"),
     (composed(epsilon_in_variance=True), "without std_level or normalize_advantages"),
     (composed(kl_of_truncated=False), "has no effect without mask_truncated_completions"),
@@ -312,8 +320,11 @@ CONTRADICTIONS = [
         {"preset": "paper", **composed(kl_of_truncated=False)},
         "has no effect without mask_truncated_completions",
     ),
-    ({"kl_target": 0.1, "beta": 0.0}, "give a beta above 0"),
-    ({"kl_target": 0.1, "preset": "grpo"}, "kl_target adapts the KL in the reward"),
+    ({"kl_kwargs": {"target": 0.1}, "beta": 0.0}, "give a beta above 0"),
+    (
+        {"kl_kwargs": {"target": 0.1}, "preset": "grpo"},
+        "kl_kwargs.target adapts the KL in the reward",
+    ),
     ({"delta": 1.1}, "inside the clipping range"),
     ({"sync_ref_model": True, "beta": 0.0}, "there is no reference to move"),
     ({"sync_ref_model": True, "use_peft": True}, "which must not move"),

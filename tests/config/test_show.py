@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 
 from rloo.cli import main
-from rloo.config import options, reasoning_gym_options, tool_options, vllm_options
 from rloo.config.compat.aliases import ALIASES
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.fields import OptionGroup
+from rloo.config.fields import TIERS
+from rloo.config.options import OPTIONS
 from rloo.config.show import render_all, render_basic, render_option
-from rloo.config.vllm_options import OPTIONS
 
+ROOT = Path(__file__).parents[2]
 # Another option is another thing to know: whoever changes these numbers says why.
-NUM_OPTIONS = 210
+NUM_OPTIONS = 180
 NUM_BASIC = 25
 
 
@@ -29,24 +31,35 @@ def section(text: str, subject: str) -> str:
 
 
 def test_the_number_of_options_and_of_basic_ones_is_known():
-    basic = [field.name for field in OPTIONS if field.metadata["basic"]]
+    basic = [field.name for field in OPTIONS if field.metadata["tier"] == "basic"]
     assert (len(OPTIONS), len(basic)) == (NUM_OPTIONS, NUM_BASIC)
     assert sorted(heads(render_basic())) == sorted(basic)
 
 
-def test_every_option_has_one_subject_and_stands_under_it():
-    subjects = [
-        value.name
-        for module in (options, reasoning_gym_options, tool_options, vllm_options)
-        for value in vars(module).values()
-        if isinstance(value, OptionGroup)
-    ]
+def test_every_option_has_one_tier_and_one_subject_and_stands_under_them():
     printed = render_all()
-    found = {subject: heads(section(printed, subject)) for subject in subjects}
-    named = [name for names in found.values() for name in names]
-    assert sorted(named) == sorted(field.name for field in OPTIONS)
-    for field in OPTIONS:
-        assert field.name in found[field.metadata["subject"]]
+    starts = [printed.index(f"{tier.upper()} OPTIONS (") for tier in TIERS]
+    assert starts == sorted(starts)
+    ends = [*starts[1:], printed.index("REFUSED, EXCEPT")]
+    for tier, start, end in zip(TIERS, starts, ends, strict=True):
+        of_tier = [option for option in OPTIONS if option.metadata["tier"] == tier]
+        part = printed[start:end]
+        assert part.startswith(f"{tier.upper()} OPTIONS ({len(of_tier)}): {TIERS[tier]}.")
+        assert sorted(heads(part)) == sorted(option.name for option in of_tier)
+        for option in of_tier:
+            assert option.name in heads(section(part, option.metadata["subject"]))
+
+
+def test_expert_options_are_those_that_few_need():
+    """None of the options of examples and of the README's commands is among them."""
+    expert = {option.name for option in OPTIONS if option.metadata["tier"] == "expert"}
+    assert 50 <= len(expert) <= 90
+    written = set()
+    for path in (ROOT / "examples").glob("*.yaml"):
+        written |= set(yaml.safe_load(path.read_text(encoding="utf-8")))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    written |= set(re.findall(r"--(\w+)", text))
+    assert len(written) > 20 and not written & expert
 
 
 def test_the_help_of_an_option_is_one_sentence_that_stands_alone():

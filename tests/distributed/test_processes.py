@@ -39,7 +39,7 @@ def made(tmp_path_factory) -> Path:
             (folder / "half-2", RESUMED, {"max_steps": 4} | divided),
             (folder / "far-2", FAR, {"gather_limit": 0}),
             (folder / "far-fsdp2-2", HARDEST, {"gather_limit": 0} | divided),
-            (folder / "host-2", SOME, {"offload_params": True} | divided),
+            (folder / "host-2", SOME, {"offload": ["params"]} | divided),
             (folder / "single-replicate-2", SOME, {"single": True}),
             (folder / "single-fsdp2-2", SOME, {"single": True} | divided),
         ],

@@ -140,7 +140,7 @@ def test_an_environment_whose_reset_fails_is_closed_and_its_episode_has_failed()
     ] * 3
     assert not set(map(id, environments[0])) & set(map(id, Guessing.alive))
     (leases, _) = begin(stage, prompt(trouble="hangs"), count=1, seconds=0.2)
-    assert leases[0][0].failed == "reset did not end within 0.2 s (episode_timeout)"
+    assert leases[0][0].failed == "reset did not end within 0.2 s (tool_kwargs.timeout)"
     assert Guessing.alive == []
 
 

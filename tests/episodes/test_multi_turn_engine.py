@@ -129,7 +129,7 @@ def test_an_episode_whose_tools_take_too_long_has_failed():
     assert episode.episode.failed is None
     assert 0.3 <= episode.episode.seconds <= time.perf_counter() - began
     (episode,), inner = play(wait, wait, wait, FINAL, seconds=0.5)
-    assert episode.episode.failed == "slow did not end within 0.5 s (episode_timeout)"
+    assert episode.episode.failed == "slow did not end within 0.5 s (tool_kwargs.timeout)"
     assert len(inner.asked) == 2
 
 

@@ -168,7 +168,7 @@ def test_a_class_of_anothers_is_left_as_it_is():
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}, {"packing": False}])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])  # gemma's head is its embedding
 def test_a_policy_s_log_probs_and_gradients_are_those_of_mkl(name, options):
-    policy = make_policy(make_model(name), onednn=None, **options)
+    policy = make_policy(make_model(name), cpu_kwargs={"onednn": None}, **options)
     batch = policy.batch(make_samples())
     assert any(type(layer) is cpu_matmul.CPULinear for layer in policy.model.modules())
 
@@ -198,7 +198,7 @@ def test_of_products_in_16_bits_nothing_changes():
 
 
 def test_gradients_of_an_adapter():
-    policy = make_policy(make_adapted(), onednn=None)
+    policy = make_policy(make_adapted(), cpu_kwargs={"onednn": None})
     batch = policy.batch(make_samples())
 
     def work():

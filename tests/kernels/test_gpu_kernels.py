@@ -104,7 +104,11 @@ def test_an_update_is_that_of_the_modules(uncompiled, monkeypatch, name, options
     monkeypatch.setattr(gpu_kernels, "_compiled", lambda f: called.add(f.__name__) or f)
     for wanted in (False, True):
         model = make_model(name)
-        options = {**options, "torch_compile": wanted, "cpu_kernels": False, "onednn": []}
+        options = {
+            **options,
+            "torch_compile": wanted,
+            "cpu_kwargs": {"kernels": False, "onednn": []},
+        }
         policy = make_policy(model, **options)
         uncompiled(wanted)
         scores = policy.logprobs(policy.batch(samples))

@@ -123,9 +123,12 @@ def test_a_base_of_few_bits_stays_whole_and_its_adapter_is_divided(make, tmp_pat
 
 
 def test_what_needs_whole_parameters_is_refused(make):
-    for name in ("fp16", "activation_offloading", "offload_optimizer"):
+    for name in ("fp16", "activation_offloading"):
         with pytest.raises(ValueError, match=f"{name} is True and parallel is fsdp2"):
             RLOOConfig(parallel="fsdp2", **{name: True})
+    for word in ("optimizer", "reference"):
+        with pytest.raises(ValueError, match=f"offload has {word} and parallel is fsdp2"):
+            RLOOConfig(parallel="fsdp2", offload=[word])
     with pytest.raises(ValueError, match="state_dict_type is sharded and parallel is replicate"):
         RLOOConfig(state_dict_type="sharded")
     with pytest.raises(ValueError, match="the optimizer must be one of torch's"):
@@ -148,7 +151,9 @@ def test_an_engine_is_made_with_one_layer_after_the_other(make):
             "intermediate_size": 384,
         }
     )
-    policy = make(AutoModelForCausalLM.from_config(config).float(), num_threads=1, onednn=[])
+    policy = make(
+        AutoModelForCausalLM.from_config(config).float(), num_threads=1, cpu_kwargs={"onednn": []}
+    )
     weights = sum(p.numel() * p.itemsize for p in policy.model.parameters())
     largest = max(p.numel() * p.itemsize for p in policy.model.parameters())
     made = []

@@ -1,5 +1,6 @@
 """What leaves the accelerator comes back to the last bit; what could not leave is refused."""
 
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -174,16 +175,22 @@ def park(trainer, parked: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["offload_optimizer", "activation_offloading", "offload_reference"]
+    ("option", "value"),
+    [
+        ("offload", ["optimizer"]),
+        ("activation_offloading", True),
+        ("offload", ["reference"]),
+    ],
 )
-def test_on_a_cpu_there_is_nowhere_to_move_things(option):
-    with pytest.raises(ValueError, match=f"{option} is true and training runs on a CPU"):
-        make_policy(make_model("qwen3"), **{option: True})
+def test_on_a_cpu_there_is_nowhere_to_move_things(option, value):
+    fact = f"{option} is {value} and training runs on a CPU"
+    with pytest.raises(ValueError, match=re.escape(fact)):
+        make_policy(make_model("qwen3"), **{option: value})
 
 
 def test_an_optimizer_that_moves_its_state_itself_is_refused():
     config = make_policy(make_model("qwen3")).config
-    options = {"offload_optimizer": True, "optim": "paged_adamw_8bit"}
+    options = {"offload": ["optimizer"], "optim": "paged_adamw_8bit"}
     config = type(config)(**{**config.to_dict(), **options})
     with pytest.raises(ValueError, match="which moves its state itself"):
         offload.check(config, torch.device("cuda"))
@@ -191,7 +198,7 @@ def test_an_optimizer_that_moves_its_state_itself_is_refused():
 
 def test_both_options_train_as_without_them_in_less_of_the_gpu_s_memory(gpu):
     results, peaks = [], []
-    for options in ({}, {"offload_optimizer": True, "activation_offloading": True}):
+    for options in ({}, {"offload": ["optimizer"], "activation_offloading": True}):
         policy = make_policy(make_adapted(), use_cpu=False, learning_rate=1e-2, **options)
         torch.cuda.reset_peak_memory_stats()
         results.append(learn(policy))
@@ -217,7 +224,7 @@ def test_a_gpu_takes_values_from_pinned_memory_without_a_wait():
 
 def test_a_step_parks_all_of_the_state_in_one_wait():
     with pretended() as found:
-        policy = make_policy(make_model("qwen3"), use_cpu=False, offload_optimizer=True)
+        policy = make_policy(make_model("qwen3"), use_cpu=False, offload=["optimizer"])
         learn(policy, steps=1)
         for value in next(iter(policy.stepper.optimizer.state.values())).values():
             assert value.device == CPU

@@ -141,7 +141,7 @@ def test_weights_load_into_a_base_in_full_that_computes_the_same(folder, kind, l
 @pytest.mark.parametrize(("kind", "engine"), in_pairs(KINDS, ["module", "copy", "hf"]))
 def test_engines_sample_from_the_policy(folder, kind, engine):
     few, _ = make_pair(folder, kind)
-    policy = make_policy(few, rollout_copy=True if engine == "copy" else None)
+    policy = make_policy(few, engine_kwargs={"copy_weights": True if engine == "copy" else None})
     if engine == "hf":
         sampler, _ = build_engine("hf", EngineInputs(policy.model, 0))
     else:

@@ -114,7 +114,7 @@ def test_preset_ms_swift_is_its_rloo_as_its_arguments_stand(given, sizes):
 def test_preset_grpo_is_its_grpo_but_for_its_bound_of_the_kl(sizes):
     rollout = make_rollout(sizes, seed=3)
     expected = theirs(rollout, advantage_estimator="grpo")
-    assert_equal(ours(rollout, preset="grpo", kl_clip=10.0), expected)
+    assert_equal(ours(rollout, preset="grpo", kl_kwargs={"clip": 10.0}), expected)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

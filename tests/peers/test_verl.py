@@ -101,7 +101,7 @@ def test_presets_of_reinforce_plus_plus_are_its_estimators(preset, sizes, beta):
 def test_preset_grpo_with_its_epsilon_and_bounds_is_its_grpo(sizes):
     rollout = make_rollout(sizes, seed=3)
     expected = theirs(rollout, "grpo", kl_loss=0.04, aggregation="seq-mean-token-mean")
-    changed = {"advantage_epsilon": 1e-6, "delta": 3.0, "kl_clip": 10.0}
+    changed = {"advantage_epsilon": 1e-6, "delta": 3.0, "kl_kwargs": {"clip": 10.0}}
     assert_equal(ours(rollout, preset="grpo", **changed), expected)
 
 
@@ -192,7 +192,7 @@ def test_kl_estimates_are_its_own_in_value_and_gradient(ours_name):
 def test_the_adaptive_kl_coefficient_is_its_controllers():
     from verl.trainer.ppo.core_algos import AdaptiveKLController
 
-    config = RLOOConfig(beta=0.1, kl_target=0.05, kl_horizon=1000)
+    config = RLOOConfig(beta=0.1, kl_kwargs={"target": 0.05, "horizon": 1000})
     controller, past = AdaptiveKLController(0.1, 0.05, 1000), KLController(0.1)
     seen = []
     for kl in (0.2, 0.055, 0.04, 0.0):

@@ -46,8 +46,9 @@ def _small_and_quiet():
 
 def make_config(folder, *arguments):
     given = {
-        "rollout_engine": "vllm", "vllm_executable": json.dumps(["/bin/sh", PROGRAM]),
-        "vllm_serve_args": json.dumps(ARGUMENTS), "output_dir": str(folder / "run"),
+        "rollout_engine": "vllm",
+        "engine_kwargs.executable": json.dumps(["/bin/sh", PROGRAM]),
+        "engine_kwargs.serve_args": json.dumps(ARGUMENTS), "output_dir": str(folder / "run"),
         "num_threads": "1", "disable_tqdm": "true",
     }  # fmt: skip
     given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
@@ -142,7 +143,7 @@ def test_a_given_server_is_given_adapters_and_answers_nobody_without_the_key(tmp
         given = {"rollout_engine": "vllm_server", "vllm_server_base_url": server.url}
         shared = ("use_peft", "true", "lora_target_modules", "all-linear")
         extra = [part for pair in given.items() for part in pair]
-        config = make_config(tmp_path, *shared, *extra, "vllm_executable", "vllm")
+        config = make_config(tmp_path, *shared, *extra, "engine_kwargs.executable", "vllm")
         trainer = RLOOTrainer(args=config)
         for seed in range(3):
             trainer.policy.load_into(trainer.engine)
@@ -167,7 +168,7 @@ def test_a_given_server_is_given_adapters_and_answers_nobody_without_the_key(tmp
 def test_completions_go_on_while_weights_change(tmp_path):
     """Beside training, on a server that says whose weights sampled each token."""
     no_evaluation = ("eval_on_start", "false", "eval_strategy", "no", "eval_split", "null")
-    beside = ("max_staleness", "2", "partial_rollouts", "true", "max_steps", "5")
+    beside = ("max_staleness", "2", "async_kwargs.partial_rollouts", "true", "max_steps", "5")
     trainer = RLOOTrainer(args=make_config(tmp_path, *no_evaluation, *beside))
     trainer.train()
     rows = [json.loads(r) for r in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -219,7 +220,10 @@ def test_episodes_with_a_tool_are_trained_on_and_their_turns_find_what_was_compu
     config = training.make_config(
         tmp_path, max_steps=2, max_completion_length=300, max_tool_calling_iterations=2,
         logging_steps=1, log_completions=True, rollout_engine="vllm", vllm_max_model_length=2048,
-        vllm_executable=["/bin/sh", PROGRAM], vllm_serve_args=[*ARGUMENTS, "--block-size", "32"],
+        engine_kwargs={
+            "executable": ["/bin/sh", PROGRAM],
+            "serve_args": [*ARGUMENTS, "--block-size", "32"],
+        },
     )  # fmt: skip
     model = make_talkative_model(tokenizer, head_dim=32)
     model.config.architectures = [type(model).__name__]  # which a folder's configuration has

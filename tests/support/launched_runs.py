@@ -37,8 +37,9 @@ def vllm() -> list[str]:
     program = json.dumps(["/bin/sh", str(Path(__file__).with_name("vllm_cpu.sh"))])
     arguments = json.dumps(["--enforce-eager", "--max-num-seqs", "128"])
     return [
-        "--engine_gpus=1", "--rollout_engine=vllm", f"--vllm_executable={program}",
-        f"--vllm_serve_args={arguments}", f"--max_steps={VLLM_STEPS}", "--eval_on_start=false",
+        "--engine_gpus=1", "--rollout_engine=vllm", f"--engine_kwargs.executable={program}",
+        f"--engine_kwargs.serve_args={arguments}", f"--max_steps={VLLM_STEPS}",
+        "--eval_on_start=false",
         "--eval_strategy=no", "--save_strategy=no",
     ]  # fmt: skip
 

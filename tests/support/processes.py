@@ -119,13 +119,20 @@ CASES = {
     "by token": (mixed, {"importance_sampling_level": "token", "num_iterations": 2}),
     "mean over tokens": (mixed, {"loss_aggregation": "token_mean"}),
     "LoRA": (mixed, {"use_peft": True, "beta": 0.05}),
-    "adaptive KL": (mixed, {"beta": 0.05, "kl_target": 0.1, "kl_horizon": 20}),
+    "adaptive KL": (mixed, {"beta": 0.05, "kl_kwargs": {"target": 0.1, "horizon": 20}}),
     "small micro-batches": (
         mixed,
         {"max_tokens_per_micro_batch": 40, "gradient_checkpointing": True},
     ),
     STOPPED: (mixed, {"eval_steps": 1, "num_iterations": 2}),
-    DRAWN: (mixed, {"dataset": "gym:a,b:2", "gym_curriculum": True, "pass_threshold": 5.0}),
+    DRAWN: (
+        mixed,
+        {
+            "dataset": "gym:a,b:2",
+            "dataset_kwargs": {"curriculum": True},
+            "eval_kwargs": {"pass_threshold": 5.0},
+        },
+    ),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     TIED: (mixed, {"beta": 0.05}),

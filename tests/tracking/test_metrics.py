@@ -107,7 +107,7 @@ def test_a_reward_cannot_log_what_the_run_logs(tmp_path):
 
 def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):
     everything = {
-        "kl_target": 0.1,
+        "kl_kwargs": {"target": 0.1},
         "rollout_importance_sampling_mode": "sequence_truncate",
         "dynamic_sample": True,
         "router_aux_loss_coef": 0.1,

@@ -94,7 +94,12 @@ def placed(tmp_path):
 @pytest.mark.slow
 def test_workers_that_others_start_change_no_bit_also_where_one_is_killed(tmp_path, placed):
     """Two that sample and two that score, against those that the run starts itself."""
-    options = {"max_steps": 8, "sampler_processes": 2, "reward_workers": 2, "num_threads": 1}
+    options = {
+        "max_steps": 8,
+        "sampler_processes": 2,
+        "async_kwargs": {"reward_workers": 2},
+        "num_threads": 1,
+    }
     here, one = run(tmp_path / "here", **options)
     folder = tmp_path / "there" / "run"
     workers = [placed(kind, folder) for kind in ("sample", "sample", "score", "score")]
@@ -109,7 +114,11 @@ def test_workers_that_others_start_change_no_bit_also_where_one_is_killed(tmp_pa
                 wait_until(lambda: len(there.world.worker_registry.members()) == 4)
 
     config = make_config(
-        tmp_path / "there", logging_steps=1, save_strategy="no", remote_workers="both", **options
+        tmp_path / "there",
+        logging_steps=1,
+        save_strategy="no",
+        async_kwargs={"remote_workers": "both"},
+        **options,
     )
     there = make_trainer(config, reward=REWARD, callbacks=[Kills()])
     there.train()

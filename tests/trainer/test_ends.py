@@ -118,7 +118,11 @@ SEVERAL = {
     "own pass": {"num_iterations": 2, "steps_per_generation": 2},
     "first pass": {"num_iterations": 3, "num_prompts": 2},
     # The second rollout ends an epoch.
-    "adaptive": {"num_iterations": 2, "num_prompts": 6, "kl_target": 0.1, "kl_horizon": 24},
+    "adaptive": {
+        "num_iterations": 2,
+        "num_prompts": 6,
+        "kl_kwargs": {"target": 0.1, "horizon": 24},
+    },
 }
 
 

@@ -11,7 +11,7 @@ import transformers
 import yaml
 
 from rloo import RLOOConfig
-from rloo.config.config import option_types
+from rloo.config.compat.parser_fields import option_types
 from rloo.engines import MAKERS
 from rloo.engines.hf_engine import HFEngine
 from rloo.trainer.build import make_engine
@@ -53,7 +53,9 @@ def test_weights_that_a_callback_changes_between_evaluation_and_rollout_are_samp
     assert all(row["mismatch/max"] < 1e-4 for row in metrics_of(config))
 
 
-@pytest.mark.parametrize("options", [{"rollout_engine": "hf"}, {"rollout_copy": False}])
+@pytest.mark.parametrize(
+    "options", [{"rollout_engine": "hf"}, {"engine_kwargs": {"copy_weights": False}}]
+)
 def test_the_engine_computes_in_the_precision_of_training(options):
     policy = make_policy(make_model("qwen3"), bf16=True, **options)
     engine = make_engine(policy, policy.config)
@@ -105,6 +107,6 @@ def test_a_third_engine_is_recorded_under_its_own_name_and_used_again(tmp_path, 
 
 
 def test_options_of_a_copy_are_refused_for_an_engine_that_makes_none(tmp_path, third):
-    for option in ({"rollout_copy": True}, {"rollout_dtype": "bfloat16"}):
+    for option in ({"engine_kwargs": {"copy_weights": True}}, {"rollout_dtype": "bfloat16"}):
         with pytest.raises(ValueError, match="only the native engine's fused decoder"):
             make_trainer(make_config(tmp_path, rollout_engine="third", **option))

@@ -30,7 +30,7 @@ def told(trainer) -> list[str]:
 def test_a_run_with_kernels_is_the_run_without_to_rounding(tmp_path):
     runs = {}
     for name, asked in (("torch", False), ("kernels", None)):
-        trainer = make(tmp_path / name, cpu_kernels=asked, max_steps=3)
+        trainer = make(tmp_path / name, cpu_kwargs={"kernels": asked}, max_steps=3)
         trainer.train()
         assert recorded(trainer) == kernels.in_use() == (asked is None)
         assert told(trainer) == []
@@ -45,11 +45,13 @@ def test_a_run_with_kernels_is_the_run_without_to_rounding(tmp_path):
     c_build.unavailable_reason() is not None, reason=str(c_build.unavailable_reason())
 )
 def test_a_run_without_stays_one_and_another_choice_is_told(tmp_path):
-    make(tmp_path, cpu_kernels=False, max_steps=1).train()
-    resumed = make(tmp_path, cpu_kernels=None, max_steps=2, resume_from_checkpoint="auto")
+    make(tmp_path, cpu_kwargs={"kernels": False}, max_steps=1).train()
+    resumed = make(
+        tmp_path, cpu_kwargs={"kernels": None}, max_steps=2, resume_from_checkpoint="auto"
+    )
     resumed.train()
     assert not recorded(resumed) and told(resumed) == []
-    again = make(tmp_path, cpu_kernels=True, max_steps=3, resume_from_checkpoint="auto")
+    again = make(tmp_path, cpu_kwargs={"kernels": True}, max_steps=3, resume_from_checkpoint="auto")
     again.train()
     assert recorded(again)
     assert any("cpu_kernels False -> True" in note for note in told(again))
@@ -62,4 +64,4 @@ def test_without_a_compiler_torch_computes_and_it_is_told(tmp_path, monkeypatch)
     assert not recorded(trainer) and not kernels.in_use()
     assert told(trainer) == [f"torch computes without kernels in C: {REASON} (cpu_kernels)"]
     with pytest.raises(ValueError, match="cpu_kernels is true, but there is no C compiler"):
-        make(tmp_path, cpu_kernels=True, max_steps=1, overwrite_output_dir=True).train()
+        make(tmp_path, cpu_kwargs={"kernels": True}, max_steps=1, overwrite_output_dir=True).train()

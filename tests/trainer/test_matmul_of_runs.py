@@ -20,20 +20,22 @@ def test_what_was_chosen_is_recorded_and_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", 0)
     chosen = ["packed", "forward:many:wide", "backward"]
     monkeypatch.setattr(cpu_matmul, "choose", lambda **_: chosen)
-    first = make(tmp_path, onednn=None, max_steps=1)
+    first = make(tmp_path, cpu_kwargs={"onednn": None}, max_steps=1)
     first.train()
     recorded = yaml.safe_load(Path(first.args.output_dir, "config.yaml").read_text())
     assert recorded["onednn"] == chosen
     monkeypatch.setattr(cpu_matmul, "choose", lambda **_: ["forward"])
-    resumed = make(tmp_path, onednn=None, max_steps=2, resume_from_checkpoint="auto")
+    resumed = make(
+        tmp_path, cpu_kwargs={"onednn": None}, max_steps=2, resume_from_checkpoint="auto"
+    )
     resumed.train()
     assert cpu_matmul.in_use() == chosen
     assert not any("onednn" in note for note in resumed.policy.notes)
 
 
 def test_another_choice_is_told(tmp_path):
-    make(tmp_path, onednn=["packed"], max_steps=1).train()
-    resumed = make(tmp_path, onednn=[], max_steps=2, resume_from_checkpoint="auto")
+    make(tmp_path, cpu_kwargs={"onednn": ["packed"]}, max_steps=1).train()
+    resumed = make(tmp_path, cpu_kwargs={"onednn": []}, max_steps=2, resume_from_checkpoint="auto")
     resumed.train()
     assert any("onednn ['packed'] -> []" in note for note in resumed.policy.notes)
 
@@ -41,7 +43,7 @@ def test_another_choice_is_told(tmp_path):
 def test_a_run_with_onednn_is_the_run_with_mkl_to_rounding(tmp_path):
     runs = {}
     for name, kinds in (("mkl", []), ("onednn", list(cpu_matmul.KINDS))):
-        trainer = make(tmp_path / name, onednn=kinds, max_steps=3)
+        trainer = make(tmp_path / name, cpu_kwargs={"onednn": kinds}, max_steps=3)
         trainer.train()
         runs[name] = weights(trainer), metrics_of(trainer.args)
     (one, rows), (other, others) = runs.values()
@@ -55,7 +57,7 @@ def test_an_unknown_kind_is_refused():
         known = "packed, forward, backward, weight, bf16"
         expected = f"{name} is none of {known}, nor a class of them as forward:some"
         with pytest.raises(ValueError, match=expected):
-            RLOOConfig(onednn=["packed:wide", name])
+            RLOOConfig(cpu_kwargs={"onednn": ["packed:wide", name]})
 
 
 def test_a_small_model_is_not_measured_for(tmp_path, monkeypatch):
@@ -77,23 +79,27 @@ def test_where_16_bits_cannot_be_packed_a_note_says_so_and_they_are_not(tmp_path
     whole = cpu_matmul.pack
     monkeypatch.setattr(cpu_matmul, "pack", pack)
     monkeypatch.setattr(cpu_matmul, "can_pack", cpu_matmul.can_pack.__wrapped__)
-    options = {"onednn": ["packed"], "rollout_dtype": "bfloat16", "max_steps": 1}
-    trainer = make(tmp_path / "torch", cpu_kernels=False, **options)
+    options = {"cpu_kwargs": {"onednn": ["packed"]}, "rollout_dtype": "bfloat16", "max_steps": 1}
+    trainer = make(tmp_path / "torch", cpu_kwargs={"kernels": False}, **options)
     trainer.train()
     assert any("packs no matrices in bfloat16" in note for note in trainer.policy.notes)
-    in_float32 = make(tmp_path / "32", cpu_kernels=False, **options | {"rollout_dtype": "float32"})
-    kernels = make(tmp_path / "kernels", cpu_kernels=True, **options)
+    in_float32 = make(
+        tmp_path / "32", cpu_kwargs={"kernels": False}, **options | {"rollout_dtype": "float32"}
+    )
+    kernels = make(tmp_path / "kernels", cpu_kwargs={"kernels": True}, **options)
     for other in (in_float32, kernels):
         assert not any("packs no" in note for note in other.policy.notes)
 
 
 def test_without_onednn_a_note_says_that_mkl_computes(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_matmul, "fault", lambda: "this torch has no such products")
-    notes = make(tmp_path / "asked", onednn=["packed"]).policy.notes
+    notes = make(tmp_path / "asked", cpu_kwargs={"onednn": ["packed"]}).policy.notes
     assert (
         "MKL computes all products, not oneDNN: this torch has no such products (onednn)" in notes
     )
     assert cpu_matmul.in_use() == []
     monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", 0)
     assert any("not oneDNN" in note for note in make(tmp_path / "measured").policy.notes)
-    assert not any("not oneDNN" in n for n in make(tmp_path / "mkl", onednn=[]).policy.notes)
+    assert not any(
+        "not oneDNN" in n for n in make(tmp_path / "mkl", cpu_kwargs={"onednn": []}).policy.notes
+    )

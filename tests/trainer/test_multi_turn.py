@@ -221,8 +221,8 @@ def test_an_engine_that_gathers_weights_at_each_turn_is_refused():
 def test_options_about_tools_without_tools_are_refused(tmp_path):
     for name, value in (
         ("max_tool_calling_iterations", 2),
-        ("max_tool_response_length", 5),
-        ("episode_timeout", 1.0),
+        ("tool_kwargs", {"max_response_length": 5}),
+        ("tool_kwargs", {"timeout": 1.0}),
     ):
         options = {"max_tool_calling_iterations": None, name: value}
         with pytest.raises(ValueError, match=f"{name} is {value} and there are no tools"):
@@ -230,9 +230,11 @@ def test_options_about_tools_without_tools_are_refused(tmp_path):
 
 
 def test_options_have_ranges():
-    for name in ("max_tool_calling_iterations", "max_tool_response_length", "episode_timeout"):
-        with pytest.raises(ValueError, match=f"{name} is 0"):
-            RLOOConfig(**{name: 0})
+    with pytest.raises(ValueError, match="max_tool_calling_iterations is 0"):
+        RLOOConfig(max_tool_calling_iterations=0)
+    for name in ("max_response_length", "timeout"):
+        with pytest.raises(ValueError, match=f"tool_kwargs.{name} is 0"):
+            RLOOConfig(tool_kwargs={name: 0})
 
 
 def test_a_template_that_is_not_fit_is_refused_before_the_first_sample(tmp_path):

@@ -160,7 +160,7 @@ def test_longer_completions_than_asked_for_are_refused(tmp_path):
     ("options", "reason"),
     [
         ({"max_staleness": 1}, "there is a rollout_func and completions are sampled beside"),
-        ({"episode_timeout": 5.0}, "episode_timeout is 5.0 and there are no tools"),
+        ({"tool_kwargs": {"timeout": 5.0}}, "episode_timeout is 5.0 and there are no tools"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, options, reason):

@@ -285,7 +285,7 @@ def test_several_sets_are_measured_before_training_every_n_steps_and_at_the_end(
 
 
 def test_one_completion_a_prompt_is_measured(tmp_path):
-    config = make_config(tmp_path, num_generations_eval=1, pass_threshold=2.0)
+    config = make_config(tmp_path, num_generations_eval=1, eval_kwargs={"pass_threshold": 2.0})
     seen = []
 
     def reward(completions, **_):

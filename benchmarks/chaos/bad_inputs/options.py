@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos.bad_inputs.cases import Case, write_options
-from rloo.config.config import option_types
+from rloo.config.compat.parser_fields import option_types
 from rloo.config.fields import kinds_of
 
 # An option and its text on the command line.
@@ -25,7 +25,7 @@ _WRONG: tuple[tuple[str, str], ...] = (
     ("max_completion_length", "1000000000"),
     ("max_completion_length", "0"),
     ("max_prompt_length", "0"),
-    ("eval_max_completion_length", "-1"),
+    ("eval_kwargs.max_completion_length", "-1"),
     ("per_device_train_batch_size", "1000000000"),
     ("gradient_accumulation_steps", "1000000000"),
     ("generation_batch_size", "1000000000"),

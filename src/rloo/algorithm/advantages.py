@@ -41,7 +41,7 @@ Key = tuple[int, int]
 @dataclass(frozen=True)
 class LossContext:
     """The inputs of a rollout's loss: the options, the batch arithmetic, and `beta`, the present KL
-    coefficient (which `kl_target` adapts)."""
+    coefficient (which `kl_kwargs.target` adapts)."""
 
     config: RLOOConfig
     batches: BatchSizes
@@ -243,7 +243,7 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Te
         logprobs.detach().double(),
         reference.double(),
         estimator=terms.config.kl_estimator,
-        clip=terms.config.kl_clip,
+        clip=terms.config.kl_options.clip,
     )
     return terms.beta * estimate
 

@@ -93,10 +93,10 @@ class AsyncRolloutGenerator(SyncRolloutGenerator):
         self._after, self._epoch = self.prompts.state_dict(), self.prompts.epoch
         self.why_here = unavailable_reason(self.rewards)
         if self.why_here is None and self.world.is_main:
-            some = self.config.reward_workers or min(
+            some = self.config.async_options.reward_workers or min(
                 self.batches.prompts_per_rollout, num_processors(), 8
             )
-            placed = self.config.remote_workers in ("score", "both")
+            placed = self.config.async_options.remote_workers in ("score", "both")
             hub = self.world.worker_registry if placed else None
             self.scorers = RewardWorkerPool(self.rewards, some, hub)
             # Other threads use it, beside this one.

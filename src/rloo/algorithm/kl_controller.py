@@ -45,10 +45,11 @@ class KLController:
             self.past.update(rewards)
 
     def update_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
-        """Adapt `beta` so that the KL approaches `kl_target`, by at most 20 % per `kl_horizon`
+        """Adapt `beta` so that the KL approaches `kl_kwargs.target`, by at most 20 % per `horizon`
         completions (Ziegler et al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per
         token."""
         self.used_beta = self.beta
-        if config.kl_target is not None:
-            error = min(max(kl / config.kl_target - 1.0, -0.2), 0.2)
-            self.beta *= 1.0 + error * completions / config.kl_horizon
+        control = config.kl_options
+        if control.target is not None:
+            error = min(max(kl / control.target - 1.0, -0.2), 0.2)
+            self.beta *= 1.0 + error * completions / control.horizon

@@ -99,7 +99,7 @@ class SyncRolloutGenerator:
         self.step += self.batches.steps_per_rollout
         metrics = rollout_metrics(everything)
         require_free(own, metrics)
-        metrics |= task_metrics(everything, self.config.pass_threshold)
+        metrics |= task_metrics(everything, self.config.eval_options.pass_threshold)
         metrics |= logged | speed | self._stats()
         if not self.sampling.filtered:  # else of what an update computes
             metrics |= sampled_entropy(

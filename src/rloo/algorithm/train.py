@@ -18,6 +18,7 @@ from rloo.algorithm.reward_shaping import make_training_samples, shaped_rewards
 from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
 from rloo.algorithm.token_records import detailed
 from rloo.algorithm.update import minibatches
+from rloo.config.estimator_config import running_decay_of
 from rloo.model.training_state import capture_rng
 
 MAX_REFUSED_STEPS = 3
@@ -73,10 +74,12 @@ def record(
         hand.rollout,
     )
     if first:
-        adaptive.update_reward_stats(shaped_rewards(rollout.groups, config), config.running_decay)
-        adaptive.update_kl(stats.get("kl", config.kl_target or 0.0), len(hand.samples), config)
+        decay = running_decay_of(config)
+        adaptive.update_reward_stats(shaped_rewards(rollout.groups, config), decay)
+        target = config.kl_options.target
+        adaptive.update_kl(stats.get("kl", target or 0.0), len(hand.samples), config)
         stats = rollout.metrics | stats
-    if config.kl_target is not None:
+    if config.kl_options.target is not None:
         stats["kl/coef"] = adaptive.used_beta
     if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
         parts.policy.reference.move(config.ref_model_mixup_alpha)

@@ -109,7 +109,9 @@ def update(
         return metrics | policy.stepper.skip()
     policy.stepper.sum_gradients()
     # A step on few effective samples is a small one (VCPO, arXiv 2602.17616).
-    scale = math.sqrt(metrics["sampling/effective_share"]) if config.ess_guard else 1.0
+    scale = (
+        math.sqrt(metrics["sampling/effective_share"]) if config.async_options.ess_guard else 1.0
+    )
     with policy.in_step():
         return metrics | policy.stepper.step(scale)
 
@@ -217,7 +219,7 @@ def _other_terms(
     if terms.kl_in_loss:
         assert reference is not None
         kl = kl_estimate(
-            scores.logprobs, reference, estimator=config.kl_estimator, clip=config.kl_clip
+            scores.logprobs, reference, estimator=config.kl_estimator, clip=config.kl_options.clip
         )
         if config.use_bias_correction_kl:
             kl = kl * ratio_of(scores.logprobs - old)

@@ -28,7 +28,7 @@ def check_beside(config: TrainingOptions) -> None:
 
 
 def _faults(config: TrainingOptions) -> Iterator[str]:
-    stale, engine = config.max_staleness, config.rollout_engine
+    stale, engine, beside = config.max_staleness, config.rollout_engine, config.async_options
     mode = config.rollout_importance_sampling_mode
     if mode == "off":
         yield (
@@ -36,32 +36,32 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
             "weights have sampled is trained with a correction, or the gradient is that of "
             "another objective (rollout_importance_sampling_mode null is truncated weights)"
         )
-    if config.ess_guard and mode is None:
+    if beside.ess_guard and mode is None:
         yield (
-            "ess_guard is true and there are no weights to see a sample size in "
+            "async_kwargs.ess_guard is true and there are no weights to see a sample size in "
             "(rollout_importance_sampling_mode, or max_staleness above 0)"
         )
-    if config.ess_guard and config.parallel.startswith("zero"):
+    if beside.ess_guard and config.parallel.startswith("zero"):
         yield (
-            f"ess_guard is true and parallel is {config.parallel}; DeepSpeed's step has its own "
-            "learning rate (ess_guard, or parallel fsdp2)"
+            f"async_kwargs.ess_guard is true and parallel is {config.parallel}; DeepSpeed's step "
+            "has its own learning rate (async_kwargs.ess_guard, or parallel fsdp2)"
         )
     if config.sampler_processes and engine.startswith("vllm"):
         yield (
             f"sampler_processes is {config.sampler_processes} and rollout_engine is {engine}, "
             "whose servers are processes of their own; remove it (sampler_processes)"
         )
-    if config.remote_workers in ("sample", "both") and engine.startswith("vllm"):
+    if beside.remote_workers in ("sample", "both") and engine.startswith("vllm"):
         yield (
-            f"remote_workers is {config.remote_workers} and rollout_engine is {engine}; its "
-            "servers, wherever they run, are given by address (vllm_server_base_url; "
-            "remote_workers score)"
+            f"async_kwargs.remote_workers is {beside.remote_workers} and rollout_engine is "
+            f"{engine}; its servers, wherever they run, are given by address "
+            "(vllm_server_base_url; async_kwargs.remote_workers score)"
         )
-    if config.partial_rollouts and not (stale and engine.startswith("vllm")):
+    if beside.partial_rollouts and not (stale and engine.startswith("vllm")):
         yield (
-            f"partial_rollouts is true, rollout_engine is {engine} and max_staleness {stale}; it "
-            "is about what vLLM has under way when weights change (rollout_engine vllm or "
-            "vllm_server, and max_staleness above 0)"
+            f"async_kwargs.partial_rollouts is true, rollout_engine is {engine} and max_staleness "
+            f"{stale}; it is about what vLLM has under way when weights change (rollout_engine "
+            "vllm or vllm_server, and max_staleness above 0)"
         )
     if stale and config.sampler_processes == 0 and not engine.startswith("vllm"):
         yield (
@@ -70,10 +70,10 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
         )
     if not config.samples_beside:
         for name in ("reward_workers", "remote_workers"):
-            if (value := getattr(config, name)) is not None:
+            if (value := getattr(beside, name)) is not None:
                 yield (
-                    f"{name} is {value}, and the run's own process samples and calls rewards; it "
-                    "is for max_staleness above 0, or sampler_processes"
+                    f"async_kwargs.{name} is {value}, and the run's own process samples and calls "
+                    "rewards; it is for max_staleness above 0, or sampler_processes"
                 )
         return
     if config.dynamic_sample:
@@ -82,8 +82,8 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
             "the next ones are begun by then (dynamic_sample, or max_staleness 0 and no "
             "sampler_processes)"
         )
-    if config.rollout_copy is not None:
+    if (copies := config.engine_options.copy_weights) is not None:
         yield (
-            f"rollout_copy is {config.rollout_copy} and another process samples, which always has "
-            "a copy (rollout_copy, max_staleness, sampler_processes)"
+            f"engine_kwargs.copy_weights is {copies} and another process samples, which always has "
+            "a copy (engine_kwargs.copy_weights, max_staleness, sampler_processes)"
         )

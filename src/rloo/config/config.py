@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from rloo.config.async_validation import correction_of
-from rloo.config.compat import deepspeed_config
-from rloo.config.compat.accelerate_env import launched_options
-from rloo.config.compat.aliases import (
-    ALIASES,
-    CONVERSIONS,
-    GLOBAL_BATCH,
-    READ_AS,
-    hint_of_grpo,
-    resolve,
-    with_prompts,
+from rloo.config.compat.trl_compatible_options import (
+    LENGTH,
+    AssignedOptions,
+    TRLCompatibleOptions,
+    cannot_change,
+    known_names,
+    own_fields,
 )
-from rloo.config.compat.generation_kwargs import sampling_options
-from rloo.config.compat.parser_fields import ConfigSignature, option_types, parser_fields
-from rloo.config.compat.training_arguments_mixin import TrainingArgumentsMixin, setter_of
-from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.fields import ConfigErrors, default_of, suggest
-from rloo.config.options import DEFAULT_BATCH, DEFAULT_GROUP, LORA
-from rloo.config.presets import LossForm, loss_form, over_preset
+from rloo.config.kwargs_options import KWARGS, without_defaults
+from rloo.config.options import DEFAULT_BATCH, LORA, OPTIONS, TrainingOptions
+from rloo.config.presets import LossForm, loss_form, preset_options
 from rloo.config.reasoning_gym_options import follows_from_gym
 from rloo.config.secrets import hide
-from rloo.config.validation import check, out_of_range
-from rloo.config.vllm_options import OPTIONS, VLLMOptions, engine_of
+from rloo.config.validation import check
+from rloo.config.vllm_options import engine_of
 
-# The options that say how long a run is.
-LENGTH = ("max_steps", "num_train_epochs")
 # Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "output_dir": (
@@ -47,17 +36,15 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
         False, None, "servers on the trainer's own GPU would keep the memory that it needs",
     ),
 }  # fmt: skip
-# To a parser of dataclasses the class shows other fields than to type checkers and editors.
-if TYPE_CHECKING:
-    Base = TrainingArgumentsMixin
-else:
-    Base = parser_fields()
 
 
 @dataclass(repr=False, eq=False)
-class RLOOConfig(Base):
-    """The options of a run. Takes every field by keyword, and every alias
-    (`rloo.config.compat.aliases`).
+class RLOOConfig(TRLCompatibleOptions):
+    """The options of a run: the fields of `TrainingOptions` (rloo/config/options.py), checked.
+
+    Takes every field by keyword. `TRLCompatibleOptions` lets it take and give what scripts for TRL
+    do besides: aliases (`rloo.config.compat.aliases`), TRL's options that have no effect here,
+    assignment, and dataclasses that inherit from it.
 
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
     that contradict each other, and an option of TRL or transformers that this version does not
@@ -66,78 +53,6 @@ class RLOOConfig(Base):
     fixed copy of the options that it is given. A dataclass that inherits from it may have fields of
     its own, which are the script's, and other defaults.
     """
-
-    _fixed = False
-    _checked = None
-    _named = frozenset[str]()
-    __signature__ = ConfigSignature()
-
-    if not TYPE_CHECKING:  # type checkers and editors shall see the fields, and misspelt options
-
-        def __init__(self, output_dir: str | None = None, **options: Any) -> None:
-            if output_dir is not None:
-                options["output_dir"] = output_dir
-            given, own = self._given(options)
-            changed = resolve(_changed_defaults(type(self)), option_types())
-            named = changed | resolve(given, option_types())
-            values = over_preset(named)
-            values = with_prompts({"num_generations": DEFAULT_GROUP, **values})
-            hint_of_grpo(given)
-            values |= sampling_options(values.get("generation_kwargs"))
-            values |= launched_options(values)
-            values |= deepspeed_config.options_of(values)
-            defaults = {option.name: default_of(option) for option in (*fields(self), *OPTIONS)}
-            vars(self).update(defaults | _idle_of(given) | own | values, _named=frozenset(named))
-            if missing := [name for name, value in vars(self).items() if value is MISSING]:
-                raise TypeError(f"{type(self).__name__} needs {', '.join(missing)}")
-            self.__post_init__()
-
-        def __init_subclass__(cls, **options: Any) -> None:
-            super().__init_subclass__(**options)
-            # The decorator `dataclass` writes none of these where it finds one.
-            for name in ("__init__", "__eq__", "__repr__"):
-                if name not in vars(cls):
-                    setattr(cls, name, getattr(cls, name))
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name in own_fields(type(self)) or (
-                name not in known_names() and (hasattr(type(self), name) or is_own(name))
-            ):
-                object.__setattr__(self, name, value)
-                return
-            taken = vars(self).get("_taken")
-            if name not in LENGTH and (self._fixed or (taken is not None and taken.training)):
-                raise ValueError(_cannot_change(name))
-            if name == "preset":
-                raise ValueError(
-                    "preset cannot be assigned; give it when the options are made, "
-                    "RLOOConfig(preset=...), because it sets the defaults of others"
-                )
-            resolved = resolve({name: value}, option_types())
-            if GLOBAL_BATCH in resolved:
-                group = {"num_generations": self.num_generations}
-                resolved = with_prompts(resolved | group)
-            if taken is not None:
-                taken.take(resolved)
-            named = self._named | resolved.keys()
-            vars(self).update(resolved | _idle_of({name: value}), _named=named)
-
-        def __getattr__(self, name: str) -> Any:
-            # Scripts written for TRL read options that are refused here, or idle (`if
-            # args.dtype:`), by the names that they have there.
-            if name in READ_AS:
-                return READ_AS[name](self)
-            if name.startswith("set_"):  # TrainingArguments' own, which assign options
-                return setter_of(self, name)
-            if name in REFUSED and REFUSED[name][0]:
-                return REFUSED[name][0][0]
-            if name in WITHOUT_EFFECT:
-                return WITHOUT_EFFECT[name][0]
-            if name == GLOBAL_BATCH:
-                return self.per_device_train_batch_size  # as in TrainingArguments
-            if name in ALIASES and name not in CONVERSIONS:
-                return getattr(self, ALIASES[name][0])
-            raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
 
     def __post_init__(self) -> None:
         """Derive what follows from the options, and check them. A subclass that has its own
@@ -159,18 +74,13 @@ class RLOOConfig(Base):
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             own["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
         own["train_sampling_strategy"] = "random" if self.shuffle_dataset else "sequential"
+        own["offload"] = sorted(set(self.offload))
+        usual = preset_options(self.preset)
+        for option in KWARGS:
+            given = getattr(self, option) or {}
+            own[option] = without_defaults(option, given, usual.get(option) or {})
         check(self)
         own["_checked"] = self._values()
-
-    def _given(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of `options` those that are ours, and those of a subclass's own fields. A parser of
-        dataclasses gives every field that it sees, so that what is at its default was not asked
-        for: a preset may set it."""
-        defaults = {field.name: default_of(field) for field in fields(self)}
-        if options.keys() == defaults.keys():
-            options = {name: v for name, v in options.items() if v != defaults[name]}
-        own = {n: value for n, value in options.items() if n in own_fields(type(self))}
-        return {n: value for n, value in options.items() if n not in own}, own
 
     def with_asked(self) -> RLOOConfig | None:
         """A fixed copy with the length that was assigned since a trainer has these options, or
@@ -187,7 +97,7 @@ class RLOOConfig(Base):
         taken = vars(self).get("_taken") or AssignedOptions()
         changed = {n: v for n, v in taken.asked.items() if n in LENGTH or v != getattr(self, n)}
         for name in changed.keys() - set(LENGTH):
-            raise ValueError(_cannot_change(name))
+            raise ValueError(cannot_change(name))
         return changed
 
     @contextmanager
@@ -276,67 +186,17 @@ _UNCHANGING = {bool, int, float, str, type(None)}  # most values, which deepcopy
 RLOOArguments = RLOOConfig
 
 
-def own_fields(kind: type[RLOOConfig]) -> frozenset[str]:
-    """The fields that a subclass has added, and that are no options."""
-    return frozenset(kind.__dataclass_fields__.keys() - RLOOConfig.__dataclass_fields__)
-
-
-def is_own(name: str) -> bool:
-    """Whether an attribute that a script puts on its options is like none of them: it is the
-    script's, and no misspelt option."""
-    return not get_close_matches(name, known_names(), n=1, cutoff=0.8)
-
-
 def own_attributes(config: RLOOConfig) -> dict[str, Any]:
     """What a script has put on `config` besides options, by name."""
     mine = {*known_names(), *own_fields(type(config))}
     return {n: value for n, value in vars(config).items() if n[0] != "_" and n not in mine}
 
 
-def _changed_defaults(kind: type[RLOOConfig]) -> dict[str, Any]:
-    """The options whose defaults a subclass has changed."""
-    ours = {option.name: default_of(option) for option in OPTIONS}
-    theirs = {field.name: default_of(field) for field in fields(kind) if field.name in ours}
-    return {name: value for name, value in theirs.items() if value != ours[name]}
-
-
-def _idle_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The options without effect among `options`, as they were given."""
-    return {name: value for name, value in options.items() if name in WITHOUT_EFFECT}
-
-
-@cache
-def known_names() -> tuple[str, ...]:
-    """Every name that an option may be given by, also those that are refused or idle."""
-    return (*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT)
-
-
 def without_adapter(config: RLOOConfig) -> RLOOConfig:
     """`config` with every option about adapters at its default: none is added."""
     return config.with_values(
-        **{field.name: field.default for field in LORA.fields_of(VLLMOptions)}
+        **{field.name: field.default for field in LORA.fields_of(TrainingOptions)}
     )
-
-
-def _cannot_change(name: str) -> str:
-    return (
-        f"{name} cannot be changed: these options belong to a trainer; give another trainer a "
-        f"copy, dataclasses.replace(args, {name}=...)"
-    )
-
-
-@dataclass
-class AssignedOptions:
-    """The values assigned to the options that a trainer was given, since it has a copy of them."""
-
-    asked: dict[str, Any] = field(default_factory=dict)
-    training: bool = False
-
-    def take(self, values: Mapping[str, Any]) -> None:
-        """Raises ValueError for a value out of range."""
-        if faults := [f"{n} is {v}; it {rule}" for n, v, rule in out_of_range(values)]:
-            raise ConfigErrors(faults)
-        self.asked.update(values)
 
 
 def in_one_process(config: RLOOConfig) -> RLOOConfig:
@@ -349,9 +209,7 @@ def in_one_process(config: RLOOConfig) -> RLOOConfig:
         per_device_train_batch_size=size,
         max_staleness=0,
         sampler_processes=None,
-        remote_workers=None,
-        reward_workers=None,
-        partial_rollouts=False,
+        async_kwargs=None,
     )
 
 

@@ -26,10 +26,13 @@ class EstimatorConfig:
     mean_leave1out: bool = True
     std_level: Literal["group", "batch", "none"] = "none"
     advantage_epsilon: float = 1e-4
-    advantage_clip_range: tuple[float, float] | None = None
     normalize_advantages: bool = False
     mask_truncated_completions: bool = False
 
+    # Clip advantages to [low, high], before any KL penalty outside the baseline.
+    advantage_clip_range: tuple[float, float] | None = None
+    # Weight of the past in the running mean of `mean_level` running.
+    running_decay: float = 0.95
     # The KL is off before the baseline, not after it.
     kl_in_baseline: bool = True
     # Completions that `mask_truncated_completions` leaves out pay KL all the same.
@@ -55,6 +58,14 @@ class EstimatorConfig:
 
 
 PAPER = EstimatorConfig()
+
+
+def running_decay_of(config: TrainingOptions) -> float:
+    """The weight of the past in the running mean of rewards, which is kept for any estimator."""
+    composed = config.estimator == "composed"
+    return estimator_config_of(config).running_decay if composed else PAPER.running_decay
+
+
 # Argument -> its default.
 ARGUMENTS: dict[str, Any] = {
     part.name: part.default
@@ -75,5 +86,16 @@ def estimator_config_of(config: TrainingOptions) -> EstimatorConfig:
                 f"(estimator_kwargs: {', '.join(ARGUMENTS)})"
             )
     values = {n: coerce(f"estimator_kwargs.{n}", _HINTS[n], value) for n, value in given.items()}
+    bounds = values.get("advantage_clip_range")
+    if bounds is not None and not bounds[0] < bounds[1]:
+        raise ValueError(
+            f"estimator_kwargs.advantage_clip_range is ({bounds[0]}, {bounds[1]}); the first must "
+            "be below the second"
+        )
+    if not 0 <= values.get("running_decay", 0) < 1:
+        raise ValueError(
+            f"estimator_kwargs.running_decay is {values['running_decay']}; it must be at least 0 "
+            "and below 1"
+        )
     options = {name: getattr(config, name) for name in _HINTS if name not in ARGUMENTS}
     return EstimatorConfig(**options, **values)

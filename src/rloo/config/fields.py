@@ -24,6 +24,12 @@ NULL_WORDS = ("none", "null")
 # Neither 010, which is 8 elsewhere, nor 1_000 or digits of other scripts, which Python would read.
 WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 SHARED = ("TRL", "Unsloth", "ms-swift")
+# tier of options -> who sets them
+TIERS = {
+    "basic": "most runs set these",
+    "advanced": "some runs set these",
+    "expert": "few runs need these",
+}
 
 
 class ConfigErrors(ValueError):
@@ -41,29 +47,43 @@ def config_errors(error: Exception) -> list[str]:
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """What some options are about. Most runs set `basic` ones; a `secret` one is not shown."""
+    """What some options are about. Each option has a tier: most runs set the `basic` ones, some the
+    advanced ones, and few need an `expert` one. A `secret` one is not shown."""
 
     name: str
 
-    def shared(self, default: Any, help: str, *, secret: bool = False, basic: bool = False) -> Any:
+    def shared(
+        self,
+        default: Any,
+        help: str,
+        *,
+        secret: bool = False,
+        basic: bool = False,
+        expert: bool = False,
+    ) -> Any:
         """A field that TRL, Unsloth and ms-swift have under this name, most by transformers."""
-        return option_field(default, self.about(help, SHARED, basic=basic), shown=not secret)
+        return option_field(default, self.about(help, SHARED, basic, expert), shown=not secret)
 
-    def from_trl(self, default: Any, help: str) -> Any:
+    def from_trl(self, default: Any, help: str, *, expert: bool = False) -> Any:
         """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
-        return option_field(default, self.about(help, ("TRL", "Unsloth")))
+        return option_field(default, self.about(help, ("TRL", "Unsloth"), expert=expert))
 
-    def from_ms_swift(self, default: Any, help: str, *, basic: bool = False) -> Any:
+    def from_ms_swift(
+        self, default: Any, help: str, *, basic: bool = False, expert: bool = False
+    ) -> Any:
         """A field that ms-swift has under this name and TRL's RLOOConfig lacks."""
-        return option_field(default, self.about(help, ("ms-swift",), basic=basic))
+        return option_field(default, self.about(help, ("ms-swift",), basic, expert))
 
-    def rloo(self, default: Any, help: str, *, basic: bool = False) -> Any:
+    def rloo(self, default: Any, help: str, *, basic: bool = False, expert: bool = False) -> Any:
         """A field that none of these has under this name."""
-        return option_field(default, self.about(help, (), basic=basic))
+        return option_field(default, self.about(help, (), basic, expert))
 
-    def about(self, help: str, systems: tuple[str, ...], *, basic: bool = False) -> dict[str, Any]:
-        """What a field's metadata say: its meaning, subject, and the systems that have it."""
-        return {"help": help, "subject": self.name, "systems": systems, "basic": basic}
+    def about(
+        self, help: str, systems: tuple[str, ...], basic: bool = False, expert: bool = False
+    ) -> dict[str, Any]:
+        """What a field's metadata say: its meaning, subject, tier, and the systems that have it."""
+        tier = "basic" if basic else "expert" if expert else "advanced"
+        return {"help": help, "subject": self.name, "systems": systems, "tier": tier}
 
     def fields_of(self, options: Any) -> list[Field[Any]]:
         """The options about it that a dataclass, or an object of one, has."""

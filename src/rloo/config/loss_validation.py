@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from rloo.config.estimator_config import ESTIMATORS, EstimatorConfig, estimator_config_of
+from rloo.config.estimator_config import ARGUMENTS, ESTIMATORS, EstimatorConfig, estimator_config_of
 from rloo.config.fields import suggest
 from rloo.config.options import TrainingOptions
 from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
@@ -46,15 +46,21 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
         ("mean_leave1out", composed, of_composed),
         ("std_level", composed, of_composed),
         ("advantage_epsilon", composed or config.normalize_rewards == "batch", of_composed),
-        ("advantage_clip_range", composed, of_composed),
         ("normalize_advantages", composed, of_composed),
         ("kl_placement", composed or config.kl_placement != "reward_to_go", of_composed),
-        ("running_decay", config.mean_level == "running", "mean_level running"),
-        ("kl_horizon", config.kl_target is not None, "kl_target"),
         ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
         ("rollout_importance_sampling_threshold", getattr(config, mode) is not None, mode),
     )
     yield from _without_effect(config, rules, preset_options(config.preset))
+    for name, value in (config.estimator_kwargs or {}).items():
+        if config.estimator in ESTIMATORS and not composed and name in ARGUMENTS:
+            yield (
+                f"estimator_kwargs.{name} is {value} but has no effect without {of_composed}; "
+                "set that or remove it"
+            )
+    kl = config.kl_options
+    rules = (("horizon", kl.target is not None, "kl_kwargs.target"),)
+    yield from _without_effect(kl, rules, {}, "kl_kwargs.")
 
 
 def _in_group(config: TrainingOptions) -> Iterator[str]:
@@ -102,6 +108,7 @@ def _in_composed(config: TrainingOptions) -> Iterator[str]:
         ("std_leave1out", form.std_level != "none", "std_level"),
         ("epsilon_in_variance", divided, "std_level or normalize_advantages"),
         ("normalize_over", form.normalize_advantages, "normalize_advantages"),
+        ("running_decay", form.mean_level == "running", "mean_level running"),
     )
     usual = preset_options(config.preset).get("estimator_kwargs") or {}
     yield from _without_effect(form, rules, usual, "estimator_kwargs.")
@@ -148,8 +155,10 @@ def _in_kl(config: TrainingOptions) -> Iterator[str]:
                 "use_bias_correction_kl is true and kl_estimator is k2; with the ratio the "
                 "gradient is that of the value, which is a KL for k1 and k3 (kl_estimator)"
             )
-        if config.kl_target is not None:
-            yield "kl_target adapts the KL in the reward; kl_placement is loss (kl_placement)"
+        if config.kl_options.target is not None:
+            yield (
+                "kl_kwargs.target adapts the KL in the reward; kl_placement is loss (kl_placement)"
+            )
     elif fault is not None:
         yield (
             f"kl_estimator is {estimator} and kl_placement is {place}; a penalty in the reward "
@@ -160,8 +169,8 @@ def _in_kl(config: TrainingOptions) -> Iterator[str]:
         yield (
             f"use_bias_correction_kl is true and kl_placement is {place}; it is for KL in the loss"
         )
-    if config.kl_target is not None and config.beta == 0:
-        yield "kl_target is given but beta is 0, which it multiplies; give a beta above 0"
+    if config.kl_options.target is not None and config.beta == 0:
+        yield "kl_kwargs.target is given but beta is 0, which it multiplies; give a beta above 0"
 
 
 def _in_loss(config: TrainingOptions) -> Iterator[str]:

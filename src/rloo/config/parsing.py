@@ -7,6 +7,7 @@ import os
 import typing
 from typing import Any
 
+from rloo.config.compat import retired
 from rloo.config.compat.aliases import (
     GLOBAL_BATCH,
     SHORT,
@@ -17,10 +18,13 @@ from rloo.config.compat.aliases import (
     suggest_option,
 )
 from rloo.config.compat.detect_system import is_script, refuse_foreign
+from rloo.config.compat.parser_fields import option_types
 from rloo.config.compat.recipes import read_recipe, refuse_other
+from rloo.config.compat.trl_compatible_options import known_names
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.config import RLOOConfig, known_names, option_types
+from rloo.config.config import RLOOConfig
 from rloo.config.fields import NULL_WORDS, ConfigErrors, config_errors, kinds_of, suggest
+from rloo.config.kwargs_options import KWARGS, key_types
 from rloo.config.presets import BASE
 from rloo.config.yaml_io import read_value, read_yaml
 
@@ -48,6 +52,11 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     written = {name: value for name, value in written.items() if name not in given}
     hint_of_grpo({*given, *({"preset"} if written else ())})
     entries = {name: given.pop(name) for name in list(given) if _is_entry(name)}
+    faults += [
+        f"{name} and {place} are both given; they are one option, so give only {place}"
+        for name in given
+        if (place := retired.place_of(name)) in entries
+    ]
     before = len(faults)
     values = _resolved(written, lines, faults)
     if path and len(faults) > before:
@@ -64,14 +73,16 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
         values = {name: _beside(path, name, value) for name, value in values.items()}
     given = {name: _at_home(name, value) for name, value in given.items()}
     values = {name: _at_home(name, value) for name, value in values.items()}
-    types = option_types()
+    types = dict(option_types())
+    types |= {name: retired.kind_of(name) for name in given if name in retired.NAMES}
     given = {n: _with_mappings(types.get(our_name(n)), value) for n, value in given.items()}
-    values = _under(values, _resolved(given, {}, faults), given)
+    line = retired.over_file(_resolved(given, {}, faults), values, given)
+    values = _under(values, line, given)
     if faults:
         raise ConfigErrors(faults)
     for name, text in entries.items():
         option, _, entry = name.partition(".")
-        values[option] = {**(values.get(option) or {}), entry: _as_value(text)}
+        values[option] = {**(values.get(option) or {}), **_entry(values, option, entry, text)}
     return RLOOConfig(**values)
 
 
@@ -161,6 +172,19 @@ def _is_entry(name: str) -> bool:
     """Whether `name` is `option.entry` of an option that is a mapping."""
     option, dot, _ = name.partition(".")
     return bool(dot) and option in option_types() and dict in _kinds(option)
+
+
+def _entry(values: dict[str, Any], option: str, entry: str, text: Any) -> dict[str, Any]:
+    """What a shell gives for an entry, by its type where the mapping has one. An entry that is a
+    mapping may be given one by one, too: `dataset_kwargs.config.chain_sum.max_terms 3`."""
+    name, dot, rest = entry.partition(".")
+    if option not in KWARGS:
+        return {entry: _as_value(text)}
+    kind = key_types(option).get(name)
+    if dot and dict in _origins(kind):
+        inner = (values.get(option) or {}).get(name) or {}
+        return {name: {**inner, rest: _as_value(text)}}
+    return {entry: _with_mappings(kind, text)}
 
 
 def _as_value(text: str) -> Any:
@@ -269,7 +293,11 @@ def _add(given: dict[str, Any], name: str, values: list[str]) -> list[str]:
 def _kinds(name: str) -> set[Any]:
     """The types an option takes: bool, list, ... (a refused one: that of its default)."""
     if _is_entry(name):
-        return {str}
+        option, _, entry = name.partition(".")
+        kind = key_types(option).get(entry) if option in KWARGS else None
+        return {str} if kind is None else _origins(kind)
+    if name in retired.NAMES:
+        return _origins(retired.kind_of(name))
     if name in REFUSED:
         return {type(value) for value in REFUSED[name][0]}
     if name in WITHOUT_EFFECT:

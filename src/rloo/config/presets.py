@@ -14,6 +14,7 @@ from typing import Any
 
 from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.fields import suggest
+from rloo.config.kwargs_options import keys_of
 from rloo.config.options import TrainingOptions
 
 
@@ -45,16 +46,16 @@ BASE: dict[str, Any] = {
     "reward_bias": 0.0, "reward_scaling": 1.0, "reward_clip_range": None,
     "estimator": "composed", "estimator_kwargs": None,
     "beta": 0.05, "kl_placement": "reward", "kl_estimator": "k1", "use_bias_correction_kl": False,
-    "kl_clip": None,
+    "kl_kwargs": None,
     "mean_level": "group", "mean_leave1out": True, "std_level": "none", "advantage_epsilon": 1e-4,
-    "advantage_clip_range": None, "normalize_advantages": False,
+    "normalize_advantages": False,
     "importance_sampling_level": "sequence", "epsilon": 0.2, "epsilon_high": None, "delta": None,
     "loss_aggregation": "sequence", "rollout_importance_sampling_mode": None,
     "rollout_importance_sampling_threshold": 2.0,
 }  # fmt: skip
 _TOKEN = {"importance_sampling_level": "token"}
 _TOKEN_MEAN = {**_TOKEN, "loss_aggregation": "token_mean"}
-_KL_TO_GO = {"kl_placement": "reward_to_go", "kl_clip": 10.0}
+_KL_TO_GO = {"kl_placement": "reward_to_go", "kl_kwargs": {"clip": 10.0}}
 _KL_APART = {"kl_in_baseline": False}
 _K3_IN_LOSS = {"kl_placement": "loss", "kl_estimator": "k3"}
 _OVER_TOKENS = {"normalize_over": "tokens"}
@@ -127,15 +128,15 @@ PRESETS: dict[str, Preset] = {
         "A_it = clip(r_i - mean of the other r_j, -10, 10) - beta * KL to come; token ratios; mean "
         "over all tokens",
         "OpenRLHF 0.11, --algo.advantage.estimator rloo",
-        {**_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.01, "advantage_clip_range": (-10.0, 10.0)},
-        _KL_APART,
+        {**_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.01},
+        {**_KL_APART, "advantage_clip_range": [-10.0, 10.0]},
     ),
     "nemo_rl": Preset(
         "A_i = (r_i - mean of the others) / deviation of the others; k3 KL in the loss; token "
         "ratios; mean over all tokens",
         "NeMo-RL 0.6, grpo.use_leave_one_out_baseline=true",
         {
-            **_TOKEN_MEAN, **_K3_IN_LOSS, "beta": 0.01, "kl_clip": 10.0,
+            **_TOKEN_MEAN, **_K3_IN_LOSS, "beta": 0.01, "kl_kwargs": {"clip": 10.0},
             "std_level": "group", "advantage_epsilon": 1e-6,
         },
         {"std_leave1out": True},
@@ -189,13 +190,14 @@ def preset_options(name: str | None) -> dict[str, Any]:
 
 
 def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` over what their preset sets; the arguments of its estimator one by one, and none of
-    them for another estimator. Raises ValueError for an unknown preset."""
+    """`values` over what their preset sets; `kl_kwargs` and the arguments of its estimator one by
+    one, and none of the latter for another estimator. Raises ValueError for an unknown preset."""
     preset = preset_options(values.get("preset"))
     given = values.get("estimator_kwargs")
     if values.get("estimator", "composed") == "composed":
         given = {**(preset.get("estimator_kwargs") or {}), **(given or {})} or None
-    return {**preset, **values, "estimator_kwargs": given}
+    kl = {**(preset.get("kl_kwargs") or {}), **(values.get("kl_kwargs") or {})} or None
+    return {**preset, **values, "estimator_kwargs": given, "kl_kwargs": kl}
 
 
 def loss_form(name: str | None) -> LossForm:
@@ -210,6 +212,9 @@ def parts_of(options: Mapping[str, Any], form: LossForm) -> dict[str, Any]:
     defaults = ARGUMENTS if parts["estimator"] == "composed" else {}
     arguments = defaults | (parts.pop("estimator_kwargs") or {})
     parts |= {f"estimator_kwargs.{name}": value for name, value in arguments.items()}
+    kl = {key.name: key.default for key in keys_of("kl_kwargs").values()}
+    kl |= parts.pop("kl_kwargs") or {}
+    parts |= {f"kl_kwargs.{name}": value for name, value in kl.items()}
     return parts | {"all_completions": form.all_completions}
 
 

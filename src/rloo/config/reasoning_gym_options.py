@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from rloo.config.fields import OptionGroup, default_of
-from rloo.config.memory_options import MemoryOptions
 from rloo.config.options import TrainingOptions
 
-# ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
-
-GYM = OptionGroup("Problems made by reasoning-gym")
 PREFIX = "gym:"
 REWARD = "gym"
-
-
-@dataclass(init=False, repr=False, eq=False, kw_only=True)
-class GymOptions(MemoryOptions):
-    """The options before, and those of datasets `gym:...`."""
-
-    # fmt: off
-    gym_size: int = GYM.rloo(1000, "Problems that are made to train on; others are held out.")
-    gym_levels: list[int] | None = GYM.rloo(None,
-        "Levels of difficulty, from 0, of each task's own curriculum; null takes the options that "
-        "a task has by default.")
-    gym_config: dict[str, Any] | None = GYM.rloo(None,
-        "Options of tasks, {task: {option: value}}, over those of their level.")
-    gym_seed: int = GYM.rloo(0, "Seed of the problems.")
-    gym_curriculum: bool = GYM.rloo(False,
-        "Draw prompts by the pass rates of earlier steps: most where about half pass, and harder "
-        "levels only once easier ones do.")
-    # fmt: on
 
 
 def is_gym(name: Any) -> bool:
@@ -65,17 +41,17 @@ def weights_of(name: str) -> dict[str, float]:
     return weights
 
 
-def task_options(options: GymOptions) -> dict[str, dict[str, Any]]:
-    """`gym_config` by task, in which `{"task.option": value}`, as a shell gives it, is read too.
-    Raises ValueError for a task without a mapping of options."""
+def task_options(options: TrainingOptions) -> dict[str, dict[str, Any]]:
+    """`dataset_kwargs.config` by task, in which `{"task.option": value}`, as a shell gives it, is
+    read too. Raises ValueError for a task without a mapping of options."""
     found: dict[str, dict[str, Any]] = {}
-    for key, value in (options.gym_config or {}).items():
+    for key, value in (options.dataset_options.config or {}).items():
         task, dot, option = key.partition(".")
         given = {option: value} if dot else value
         if not isinstance(given, dict):
             raise ValueError(
-                f"gym_config has {value!r} for {task}; it must be a mapping of the task's options, "
-                "as in {chain_sum: {max_terms: 3}} (gym_config)"
+                f"dataset_kwargs.config has {value!r} for {task}; it must be a mapping of the "
+                "task's options, as in {chain_sum: {max_terms: 3}} (dataset_kwargs.config)"
             )
         found.setdefault(task, {}).update(given)
     return found
@@ -92,44 +68,43 @@ def follows_from_gym(options: TrainingOptions) -> dict[str, Any]:
     return found
 
 
-def check_gym(options: GymOptions) -> None:
+def check_gym(options: TrainingOptions) -> None:
     """Raise ValueError for options of these problems that make no sense, or where there are no such
     problems."""
     named = [name for name in (options.dataset, options.eval_dataset) if is_gym(name)]
     if not named:
-        for field in GYM.fields_of(GymOptions):
-            if (value := getattr(options, field.name)) != default_of(field):
-                raise ValueError(
-                    f"{field.name} is {value} and no dataset is gym:NAME, which it is about; name "
-                    f"one (dataset), or remove it ({field.name})"
-                )
+        for name, value in (options.dataset_kwargs or {}).items():
+            raise ValueError(
+                f"dataset_kwargs.{name} is {value} and no dataset is gym:NAME, which it is about; "
+                f"name one (dataset), or remove it (dataset_kwargs.{name})"
+            )
     tasks = {task: None for name in named for task in weights_of(str(name))}
     if unknown := [task for task in task_options(options) if task not in tasks]:
         raise ValueError(
-            f"gym_config has options of {unknown[0]}, and the tasks are {', '.join(tasks)} "
-            "(gym_config, dataset)"
+            f"dataset_kwargs.config has options of {unknown[0]}, and the tasks are "
+            f"{', '.join(tasks)} (dataset_kwargs.config, dataset)"
         )
-    levels = options.gym_levels
+    levels = options.dataset_options.levels
     if levels is not None and (not levels or levels != sorted(set(levels)) or levels[0] < 0):
         raise ValueError(
-            f"gym_levels is {levels}; it must be levels from 0 on, each one once and in rising "
-            "order, as in [0, 1, 2], or null (gym_levels)"
+            f"dataset_kwargs.levels is {levels}; it must be levels from 0 on, each one once and in "
+            "rising order, as in [0, 1, 2], or null (dataset_kwargs.levels)"
         )
-    if not options.gym_curriculum:
+    if not options.dataset_options.curriculum:
         return
     if not is_gym(options.dataset):
         raise ValueError(
-            f"gym_curriculum is true and dataset is {options.dataset}; it draws among the tasks "
-            "and levels of gym:NAME (gym_curriculum, dataset)"
+            f"dataset_kwargs.curriculum is true and dataset is {options.dataset}; it draws among "
+            "the tasks and levels of gym:NAME (dataset_kwargs.curriculum, dataset)"
         )
     if options.max_staleness:
         raise ValueError(
-            f"gym_curriculum is true and max_staleness is {options.max_staleness}; prompts are "
-            "then drawn before the pass rates of the rollouts before them are known, and a run "
-            "that goes on would draw others (gym_curriculum, max_staleness)"
+            f"dataset_kwargs.curriculum is true and max_staleness is {options.max_staleness}; "
+            "prompts are then drawn before the pass rates of the rollouts before them are known, "
+            "and a run that goes on would draw others (dataset_kwargs.curriculum, max_staleness)"
         )
     if not options.shuffle_dataset:
         raise ValueError(
-            "gym_curriculum is true and shuffle_dataset is false; a curriculum has an order of its "
-            "own (gym_curriculum, shuffle_dataset)"
+            "dataset_kwargs.curriculum is true and shuffle_dataset is false; a curriculum has an "
+            "order of its own (dataset_kwargs.curriculum, shuffle_dataset)"
         )

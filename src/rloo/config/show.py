@@ -9,11 +9,14 @@ from dataclasses import Field
 from itertools import groupby
 from typing import Any
 
+from rloo.config.compat import retired
 from rloo.config.compat.aliases import ALIASES, SHORT, our_name
+from rloo.config.compat.retired import ELSEWHERE
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import DEVIATIONS, RLOOConfig
-from rloo.config.fields import default_of
-from rloo.config.vllm_options import OPTIONS
+from rloo.config.fields import TIERS, default_of
+from rloo.config.kwargs_options import KWARGS, keys_of
+from rloo.config.options import OPTIONS
 from rloo.config.yaml_io import write_yaml
 
 _COLUMN = 32
@@ -29,7 +32,7 @@ _OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 def render_basic(*, elsewhere: bool = True) -> str:
     """The options that most runs set, by subject, for the width of the terminal. `elsewhere` adds
     what other systems call them."""
-    basic = [field for field in OPTIONS if field.metadata["basic"]]
+    basic = [field for field in OPTIONS if field.metadata["tier"] == "basic"]
     sections = _by_subject(basic, elsewhere=elsewhere)
     return (
         f"The {len(basic)} options that most runs set. `rloo config --all` lists every one,\n"
@@ -38,14 +41,21 @@ def render_basic(*, elsewhere: bool = True) -> str:
 
 
 def render_all() -> str:
-    """Every option by subject; then those of other systems that are refused or idle here."""
-    sections = _by_subject(OPTIONS)
+    """Every option by tier and subject; then those of other systems that are refused or idle here,
+    and old names with what to write instead."""
+    parts = []
+    for tier, who in TIERS.items():
+        options = [option for option in OPTIONS if option.metadata["tier"] == tier]
+        head = column("", f"{tier.upper()} OPTIONS ({len(options)}): {who}.", 0)
+        parts.append(f"{head}\n{_titled(_by_subject(options))}")
+    sections = {}
     for title, others in _OTHERS.items():
         sections[title] = "".join(
             column("-", f"{why}: {', '.join(_setting(n, *others[n][0]) for n in names)}", 2)
             for why, names in groupby(others, key=lambda name: others[name][1])
         )
-    return _titled(sections)
+    sections["Retired"] = "".join(column("-", retired.explain(n), 2) for n in retired.RETIRED)
+    return "\n\n".join([*parts, _titled(sections)])
 
 
 def _by_subject(options: Iterable[Field[Any]], *, elsewhere: bool = True) -> dict[str, str]:
@@ -66,6 +76,9 @@ def render_option(name: str) -> str | None:
         if name in others:
             values, why = others[name]
             return column(_setting(name, *values), f"{title}: {why}.")
+    if name in retired.NAMES:
+        option = retired.place_of(name).partition(".")[0]
+        return column("", retired.explain(name), 0) + (render_option(option) or "")
     ours = SHORT.get(name, our_name(name))
     return next((_entry(field) for field in OPTIONS if field.name == ours), None)
 
@@ -83,12 +96,27 @@ def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
     brief = f" For short: {', '.join(short)}." if short else ""
     head = _setting(field.name, default_of(field))
     text = column(head, field.metadata["help"] + brief + unlike)
+    keys = keys_of(field.name).values() if field.name in KWARGS else ()
     names = {", ".join(field.metadata["systems"]): ["the same"]}
     for alias, (ours, systems) in ALIASES.items():
         if ours == field.name:
             names.setdefault(systems, []).append(alias)
-    known = [f"{', '.join(n)} ({systems})" for systems, n in names.items() if systems]
-    return text + (column("", f"Elsewhere: {'; '.join(known)}.") if known and elsewhere else "")
+    for system, theirs_here in ELSEWHERE.items():
+        names.setdefault(system, []).extend(n for n, o in theirs_here.items() if o == field.name)
+    known = [f"{', '.join(n)} ({systems})" for systems, n in names.items() if systems and n]
+    if known and elsewhere:
+        text += column("", f"Elsewhere: {'; '.join(known)}.")
+    return text + "".join(_key_entry(field.name, key) for key in keys)
+
+
+def _key_entry(option: str, key: Field[Any]) -> str:
+    """A key of a mapping, as an option is shown, two columns to the right."""
+    place = f"{option}.{key.name}"
+    names = [f"{n} ({who})" for who, named in ELSEWHERE.items() for n in named if named[n] == place]
+    text = (
+        f"{key.metadata['help']} Elsewhere: {', '.join(names)}." if names else key.metadata["help"]
+    )
+    return column(f"  {_setting(key.name, default_of(key))}", text)
 
 
 def column(head: str, text: str, indent: int = _COLUMN) -> str:

@@ -14,11 +14,11 @@ from rloo.config.async_validation import check_beside
 from rloo.config.batch_sizes import batches_of
 from rloo.config.compat import deepspeed_config
 from rloo.config.fields import ConfigErrors
+from rloo.config.kwargs_options import flattened
 from rloo.config.loss_validation import check_objective
 from rloo.config.options import LORA, TrainingOptions
 from rloo.config.reasoning_gym_options import check_gym
 from rloo.config.tool_options import check_tools
-from rloo.config.vllm_options import VLLMOptions
 from rloo.config.vllm_validation import check_vllm
 from rloo.distributed import process_count
 
@@ -41,30 +41,31 @@ BATCH_SIZES = (
 # (rule in words, the rule, the options it holds for); a null value is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 1", lambda x: x >= 1, (
-        "num_generations", "kl_horizon", "ref_model_sync_steps", "max_resample_times",
-        "eval_max_completion_length", "num_prompts", "per_device_train_batch_size",
+        "num_generations", "kl_kwargs.horizon", "ref_model_sync_steps", "max_resample_times",
+        "eval_kwargs.max_completion_length", "num_prompts", "per_device_train_batch_size",
         "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
         "num_iterations", "max_completion_length", "max_prompt_length",
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
-        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length", "reward_workers",
-        "max_tool_calling_iterations", "max_tool_response_length",
-        "gym_size",
+        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length",
+        "async_kwargs.reward_workers",
+        "max_tool_calling_iterations", "tool_kwargs.max_response_length",
+        "dataset_kwargs.size",
     )),
     # A rank beyond the widest layer adds nothing; the others only ever wait.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
     ("must be at most 1,000", lambda x: x <= 1_000,
-     ("max_resample_times", "max_restarts", "vllm_restarts")),
+     ("max_resample_times", "max_restarts", "engine_kwargs.restarts")),
     ("must be at most 1,024", lambda x: x <= 1_024, (
-        "reward_workers", "max_staleness", "sampler_processes",
+        "async_kwargs.reward_workers", "max_staleness", "sampler_processes",
     )),
     ("must be at most 1,024; null takes as many as a launcher has started", lambda x: x <= 1_024,
      ("num_processes",)),
     ("must be at most 1,000,000", lambda x: x <= 1_000_000,
-     ("num_iterations", "gym_size")),
+     ("num_iterations", "dataset_kwargs.size")),
     ("must be at most 1,000,000,000", lambda x: x <= 1_000_000_000, (
         "max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
-        "warmup_steps", "max_completion_length", "eval_max_completion_length", "ddp_timeout",
+        "warmup_steps", "max_completion_length", "eval_kwargs.max_completion_length", "ddp_timeout",
         "eval_delay",
     )),
     (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
@@ -72,26 +73,27 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be above 0", lambda x: x > 0, (
         "repetition_penalty", "adam_epsilon", "advantage_epsilon", "loss_constant",
         "num_train_epochs", "logging_steps", "eval_steps", "save_steps",
-        "kl_clip", "kl_target", "rollout_importance_sampling_threshold", "vllm_tolerance",
-        "vllm_server_timeout", "vllm_request_timeout", "episode_timeout",
+        "kl_kwargs.clip", "kl_kwargs.target", "rollout_importance_sampling_threshold",
+        "engine_kwargs.tolerance",
+        "vllm_server_timeout", "engine_kwargs.request_timeout", "tool_kwargs.timeout",
     )),
     ("must be above 0, and at least 0.000001 so that no score overflows", lambda x: x >= 1e-6,
-     ("temperature", "eval_temperature")),
+     ("temperature", "eval_kwargs.temperature")),
     ("must be at most 315,360,000 (ten years), or null for no deadline",
      lambda x: x <= 315_360_000, ("reward_timeout",)),
     ("must be at most 1,000,000 seconds", lambda x: x <= 1_000_000,
-     ("vllm_server_timeout", "vllm_request_timeout", "episode_timeout")),
+     ("vllm_server_timeout", "engine_kwargs.request_timeout", "tool_kwargs.timeout")),
     ("must be at least 0", lambda x: x >= 0, (
         "beta", "epsilon", "epsilon_high", "learning_rate", "weight_decay", "max_grad_norm",
-        "warmup_steps", "top_k", "eval_top_k", "router_aux_loss_coef", "missing_eos_penalty",
-        "rollout_importance_sampling_min", "reward_timeout", "max_restarts", "gather_limit",
-        "vllm_restarts", "max_staleness", "eval_delay", "sampler_processes",
+        "warmup_steps", "top_k", "eval_kwargs.top_k", "router_aux_loss_coef", "missing_eos_penalty",
+        "rollout_importance_sampling_min", "reward_timeout", "max_restarts",
+        "engine_kwargs.restarts", "max_staleness", "eval_delay", "sampler_processes",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
-     ("top_p", "eval_top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),
+     ("top_p", "eval_kwargs.top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),
     ("must be between 0 and 1", lambda x: 0 <= x <= 1, ("min_p",)),
     ("must be at least 0 and below 1", lambda x: 0 <= x < 1,
-     ("adam_beta1", "adam_beta2", "lora_dropout", "running_decay")),
+     ("adam_beta1", "adam_beta2", "lora_dropout")),
     ("must be above 1", lambda x: x > 1, ("delta",)),
     ("must not be 0", lambda x: x != 0, ("reward_scaling",)),
     ("must be a number", lambda x: x == x, ("reward_bias", "entropy_coef")),
@@ -102,7 +104,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
      ("max_steps",)),
     ("must be from 1 to 65535", lambda x: 1 <= x < 2**16, ("vllm_server_port",)),
     ("must be from 0 to 4294967295", lambda x: 0 <= x < 2**32,
-     ("seed", "data_seed", "gym_seed")),
+     ("seed", "data_seed", "dataset_kwargs.seed")),
 )  # fmt: skip
 
 
@@ -110,13 +112,17 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 _ONLY_WHOLE = {
     "fp16": "under which gradients are not scaled; bf16 needs no scale",
     "activation_offloading": "whose gathered weights it would move as well",
-    "offload_reference": "which divides the reference; offload_params moves it",
-    "offload_optimizer": "which divides the optimizer's state among the processes instead",
+}
+# Words of `offload` that do, too.
+_MOVED_WHOLE = {
+    "reference": "which divides the reference; the word params moves it",
+    "optimizer": "which divides the optimizer's state among the processes instead",
 }
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     """The options whose value is none, whatever the others are: name, value and the rule."""
+    values = {**values, **dict(flattened(values))}
     return [
         (name, values[name], rule)
         for rule, holds, names in RANGES
@@ -125,7 +131,7 @@ def out_of_range(values: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     ]
 
 
-def check(config: VLLMOptions) -> None:
+def check(config: TrainingOptions) -> None:
     """Raise ValueError for all values out of range, or else for the first contradiction."""
     if faults := out_of_range(vars(config)):
         raise ConfigErrors([f"{name} is {value}; it {rule}" for name, value, rule in faults])
@@ -144,12 +150,11 @@ def check(config: VLLMOptions) -> None:
 
 
 def _check_rewards(config: TrainingOptions) -> None:
-    for name in ("reward_clip_range", "advantage_clip_range"):
-        bounds = getattr(config, name)
-        if bounds is not None and not bounds[0] < bounds[1]:
-            raise ValueError(
-                f"{name} is ({bounds[0]}, {bounds[1]}); the first must be below the second"
-            )
+    bounds = config.reward_clip_range
+    if bounds is not None and not bounds[0] < bounds[1]:
+        raise ValueError(
+            f"reward_clip_range is ({bounds[0]}, {bounds[1]}); the first must be below the second"
+        )
     weights = config.reward_weights
     if weights is not None and config.reward and len(weights) != len(config.reward):
         raise ValueError(
@@ -165,10 +170,11 @@ def _check_run(config: TrainingOptions) -> None:
             "delete the checkpoint to resume from, so set only one"
         )
     known = {*PRODUCTS, *chain(*PRODUCTS.values())}
-    if unknown := [name for name in config.onednn or [] if name not in known]:
+    if unknown := [name for name in config.cpu_options.onednn or [] if name not in known]:
         raise ValueError(
-            f"onednn is {config.onednn}; {unknown[0]} is none of {', '.join(PRODUCTS)}, nor a "
-            f"class of them as {PRODUCTS['forward'][0]} (onednn)"
+            f"onednn is {config.cpu_options.onednn}; {unknown[0]} is none of "
+            f"{', '.join(PRODUCTS)}, nor a class of them as {PRODUCTS['forward'][0]} "
+            "(cpu_kwargs.onednn)"
         )
     if config.bf16 and config.fp16:
         raise ValueError("bf16 and fp16 are both true; choose one")
@@ -232,9 +238,10 @@ def _check_batches(config: TrainingOptions) -> None:
             f"a rollout would have {batches.completions_per_rollout:,} completions; it may have at "
             f"most {MOST_COMPLETIONS:,} (num_prompts, num_generations, {', '.join(BATCH_SIZES)})"
         )
-    if config.kl_target is not None and config.kl_horizon < batches.completions_per_rollout:
+    kl = config.kl_options
+    if kl.target is not None and kl.horizon < batches.completions_per_rollout:
         raise ValueError(
-            f"kl_horizon is {config.kl_horizon}, below the {batches.completions_per_rollout} "
+            f"kl_kwargs.horizon is {kl.horizon}, below the {batches.completions_per_rollout} "
             "completions of a rollout; it must not be less, so that one rollout changes beta by at "
             "most a fifth"
         )
@@ -248,8 +255,11 @@ def _check_model(config: TrainingOptions) -> None:
 
 
 def _check_parallel(config: TrainingOptions) -> None:
-    for name, value in (("state_dict_type", "sharded"), ("offload_params", True)):
-        if getattr(config, name) == value and config.parallel != "fsdp2":
+    for name, value, chosen in (
+        ("state_dict_type", "sharded", config.state_dict_type == "sharded"),
+        ("offload", "params", "params" in config.offload),
+    ):
+        if chosen and config.parallel != "fsdp2":
             raise ValueError(
                 f"{name} is {value} and parallel is {config.parallel}; only fsdp2 does that "
                 f"({name}, parallel)"
@@ -262,6 +272,11 @@ def _check_parallel(config: TrainingOptions) -> None:
             raise ValueError(
                 f"{name} is {getattr(config, name)} and parallel is {config.parallel}, {why} "
                 f"({name}, parallel)"
+            )
+    for word, why in _MOVED_WHOLE.items():
+        if word in config.offload:
+            raise ValueError(
+                f"offload has {word} and parallel is {config.parallel}, {why} (offload, parallel)"
             )
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from rloo.config.vllm_options import OPTIONS, VLLM, VLLMOptions
+from rloo.config.options import TrainingOptions
 
 # Temperatures that vLLM takes as they are.
 COLDEST, HOTTEST = 0.01, 2.0
 # What samples from another distribution than the policy's, unless it has these values.
 _FILTERS = {
     "top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "repetition_penalty": (1.0,),
-    "eval_top_p": (None, 1.0), "eval_top_k": (None, 0),
+    "eval_kwargs.top_p": (None, 1.0), "eval_kwargs.top_k": (None, 0),
 }  # fmt: skip
 
 
-def check_vllm(config: VLLMOptions) -> None:
+def check_vllm(config: TrainingOptions) -> None:
     """Raise ValueError for the first fault in how `config` samples with vLLM."""
     faults = _in_vain(config) if not config.rollout_engine.startswith("vllm") else _in_use(config)
     for fault in faults:
@@ -27,20 +28,19 @@ def check_vllm(config: VLLMOptions) -> None:
         )
 
 
-def _in_vain(config: VLLMOptions) -> Iterator[str]:
+def _in_vain(config: TrainingOptions) -> Iterator[str]:
     """TRL's options mean nothing without its use_vllm, and are left in scripts; ours are not."""
-    defaults = {option.name: option.default for option in OPTIONS}
-    for option in VLLM.fields_of(VLLMOptions):
-        own, name = "TRL" not in option.metadata["systems"], option.name
-        if own and name != "vllm_executable" and getattr(config, name) != defaults[name]:
+    for name, value in (config.engine_kwargs or {}).items():
+        if name not in ("copy_weights", "executable"):
             yield (
-                f"{name} is {getattr(config, name)} and rollout_engine is "
+                f"engine_kwargs.{name} is {value} and rollout_engine is "
                 f"{config.rollout_engine}; it is about vLLM (rollout_engine vllm or vllm_server)"
             )
 
 
-def _in_use(config: VLLMOptions) -> Iterator[str]:
+def _in_use(config: TrainingOptions) -> Iterator[str]:
     engine, given = config.rollout_engine, config.vllm_server_base_url
+    devices, copies = config.engine_options.devices, config.engine_options.copy_weights
     if engine == "vllm_server" and not given:
         yield (
             "rollout_engine is vllm_server and vllm_server_base_url is null; say where the server "
@@ -51,31 +51,32 @@ def _in_use(config: VLLMOptions) -> Iterator[str]:
             f"rollout_engine is vllm, which starts servers, and vllm_server_base_url is {given}; "
             "to use that one set rollout_engine vllm_server"
         )
-    if engine == "vllm_server" and config.vllm_devices is not None:
+    if engine == "vllm_server" and devices is not None:
         yield (
-            f"vllm_devices is {config.vllm_devices} and rollout_engine is vllm_server; a given "
-            "server has its devices (vllm_devices, or rollout_engine vllm)"
+            f"engine_kwargs.devices is {devices} and rollout_engine is vllm_server; a given "
+            "server has its devices (engine_kwargs.devices, or rollout_engine vllm)"
         )
-    if config.vllm_devices == []:
-        yield "vllm_devices is empty; null takes the trainer's own GPU (vllm_devices)"
+    if devices == []:
+        yield "engine_kwargs.devices is empty; null takes the trainer's own GPU"
     for url in given or []:
         if not url.startswith(("http://", "https://")):
             yield f"vllm_server_base_url is {url}; an address begins with http:// or https://"
     for name, allowed in _FILTERS.items():
-        if getattr(config, name) not in allowed:
+        value = _value(config, name)
+        if value not in allowed:
             yield (
-                f"{name} is {getattr(config, name)} and rollout_engine is {engine}; vLLM returns "
+                f"{name} is {value} and rollout_engine is {engine}; vLLM returns "
                 "the log-prob of what it samples from, and the policy's would be unknown "
                 f"({name}, or rollout_engine native)"
             )
-    for name in ("temperature", "eval_temperature"):
-        value = getattr(config, name)
+    for name in ("temperature", "eval_kwargs.temperature"):
+        value = _value(config, name)
         if value is not None and not COLDEST <= value <= HOTTEST:
             yield f"{name} is {value:g}; vLLM samples from {COLDEST:g} to {HOTTEST:g} ({name})"
-    if config.rollout_copy is not None:
+    if copies is not None:
         yield (
-            f"rollout_copy is {config.rollout_copy} and rollout_engine is {engine}; it is about "
-            "the native engine (rollout_copy)"
+            f"engine_kwargs.copy_weights is {copies} and rollout_engine is {engine}; it is about "
+            "the native engine"
         )
     if config.vllm_enable_sleep_mode and config.max_staleness:
         yield (
@@ -83,11 +84,11 @@ def _in_use(config: VLLMOptions) -> Iterator[str]:
             "that samples beside training has no time to sleep (vllm_enable_sleep_mode, "
             "max_staleness)"
         )
-    size, devices = config.vllm_tensor_parallel_size, config.vllm_devices
+    size = config.vllm_tensor_parallel_size
     if devices is not None and len(devices) % size:
         yield (
-            f"vllm_devices are {len(devices)} and vllm_tensor_parallel_size is {size}; every "
-            "server takes as many (vllm_devices)"
+            f"engine_kwargs.devices are {len(devices)} and vllm_tensor_parallel_size is {size}; "
+            "every server takes as many (engine_kwargs.devices)"
         )
     limit, longest = config.vllm_max_model_length, config.max_completion_length
     if limit is not None and limit <= longest:
@@ -95,3 +96,10 @@ def _in_use(config: VLLMOptions) -> Iterator[str]:
             f"vllm_max_model_length is {limit} and max_completion_length {longest}; at least 1 "
             "token must be left for the prompt (vllm_max_model_length)"
         )
+
+
+def _value(config: TrainingOptions, name: str) -> float | None:
+    """An option, or the key of a mapping."""
+    option, dot, key = name.partition(".")
+    value: Any = getattr(config, option)
+    return (value or {}).get(key) if dot else value

@@ -41,7 +41,7 @@ def work(kind: str, folder: Path, *, patience: float) -> int:
         deadline = time.monotonic() + patience
     raise TimeoutError(
         f"no run has listened in {folder} for {patience:g} s; a run that hires workers has "
-        "remote_workers true, and its output_dir is this folder (--patience)"
+        "async_kwargs.remote_workers set, and its output_dir is this folder (--patience)"
     )
 
 

@@ -194,7 +194,7 @@ def _reset(environment: Any, prompt: Prompt, noise: int, *, chosen: bool) -> Cal
 def _begin(lease: EnvironmentSlot, outcome: ToolResult, seconds: float) -> None:
     lease.seconds = outcome.seconds
     if outcome.late:
-        lease.failed = f"reset did not end within {seconds:g} s (episode_timeout)"
+        lease.failed = f"reset did not end within {seconds:g} s (tool_kwargs.timeout)"
     elif outcome.error is not None:
         lease.failed = f"reset raised {outcome.error!r:.200}"
     elif outcome.value is not None and not isinstance(outcome.value, str):

@@ -262,7 +262,7 @@ class _Episode:
         for call, answer in zip(said.calls, answers, strict=True):
             content = answer.text
             if content is None or lease.seconds > seconds:
-                late = f"{call.name} did not end within {seconds:g} s (episode_timeout)"
+                late = f"{call.name} did not end within {seconds:g} s (tool_kwargs.timeout)"
                 lease.failed = answer.lost or late
                 return False
             self.messages.append({"role": "tool", "name": call.name, "content": content})

@@ -20,16 +20,20 @@ SMALLEST = 4096
 
 def check(config: RLOOConfig, device: torch.device) -> None:
     """Raise ValueError for options that would move nothing."""
-    for name in ("offload_optimizer", "activation_offloading", "offload_reference"):
-        if getattr(config, name) and device.type == "cpu":
+    moved = [word for word in config.offload if word != "params"]
+    for name, value in (
+        ("offload", moved),
+        ("activation_offloading", config.activation_offloading),
+    ):
+        if value and device.type == "cpu":
             raise ValueError(
-                f"{name} is true and training runs on a CPU, in whose memory everything is "
+                f"{name} is {value} and training runs on a CPU, in whose memory everything is "
                 f"already; it is for GPUs ({name}, use_cpu)"
             )
-    if config.offload_optimizer and "paged" in config.optim:
+    if "optimizer" in config.offload and "paged" in config.optim:
         raise ValueError(
-            f"offload_optimizer is true and optim is {config.optim}, which moves its state "
-            "itself; choose one of the two (offload_optimizer, optim)"
+            f"offload has optimizer and optim is {config.optim}, which moves its state "
+            "itself; choose one of the two (offload, optim)"
         )
 
 

@@ -40,7 +40,7 @@ _OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share"
 
 class PolicyOptimizer:
     """Optimizer, schedule and (with `fp16`) loss scaling over the trained parameters of `model`.
-    With `offload_optimizer` the optimizer's state is on the device only during a step."""
+    With `offload: [optimizer]` the optimizer's state is on the device only during a step."""
 
     def __init__(
         self,
@@ -52,7 +52,9 @@ class PolicyOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.parked = ParkedState(optimizer, world.device) if config.offload_optimizer else None
+        self.parked = (
+            ParkedState(optimizer, world.device) if "optimizer" in config.offload else None
+        )
         # Callbacks; the first may change the gradients.
         self.before_step: Callable[[], object] = lambda: None
         self.after_step: Callable[[], object] = lambda: None

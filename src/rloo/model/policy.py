@@ -133,7 +133,7 @@ class Policy:
                 self.reference.divide(partial(divide, frozen=True))
                 divide(self.scorer)
             return
-        shard = partial(fsdp2.shard, world=self.world, on_host=config.offload_params)
+        shard = partial(fsdp2.shard, world=self.world, on_host="params" in config.offload)
         self.reference.divide(shard)
         shard(self.scorer)
         # Which weights take gradients is settled at the first forward, and what is called first is

@@ -80,11 +80,11 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
     packed = config.packing is not False and reason is None
     if packed:
         attention.install(model)
-    if config.onednn != [] or config.bf16:
+    if config.cpu_options.onednn != [] or config.bf16:
         cpu_matmul.install(model)
     if adapter is not None and device.type == "cpu":
         fused_lora.install(model)
-    if config.torch_compile or (config.cpu_kernels is not False and device.type == "cpu"):
+    if config.torch_compile or (config.cpu_options.kernels is not False and device.type == "cpu"):
         fused_layers.install(model)
     # An adapter without effect does not tell these weights from others.
     inert = adapter is not None and not adapter.has_effect

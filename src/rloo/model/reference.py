@@ -40,8 +40,8 @@ class ReferenceModel:
         """Keep a copy's layers in the host's memory, but for the one that computes. Raises
         ValueError where there is no copy."""
         raise ValueError(
-            "offload_reference is true and the reference is no copy of the weights: beta is 0, or "
-            "it is the base of an adapter, which is there anyway (offload_reference)"
+            "offload has reference and the reference is no copy of the weights: beta is 0, or "
+            "it is the base of an adapter, which is there anyway (offload)"
         )
 
     def move(self, share: float) -> None:
@@ -165,7 +165,7 @@ def make_reference(
     """The reference of a policy that has not been trained yet, as the options say. Raises
     ValueError for one to be offloaded that is no copy."""
     reference = _made(scorer, adapter, config)
-    if config.offload_reference:
+    if "reference" in config.offload:
         reference.offload(scorer.model.device)
     return reference
 

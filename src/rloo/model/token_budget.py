@@ -143,7 +143,7 @@ def fitting_budget(policy: Policy, workload: Workload) -> FittedBudget:
 def missing_bytes(policy: Policy) -> int:
     """Bytes that the first step will allocate and keep: gradients, and optimizer state if there is
     none yet. Parked state does not count: it returns only after the activations are freed."""
-    known = policy.stepper.optimizer.state or policy.config.offload_optimizer
+    known = policy.stepper.optimizer.state or "optimizer" in policy.config.offload
     state = 0 if known else memory_estimate.optimizer_bytes(policy)
     return memory_estimate.gradient_bytes(policy) + state
 

@@ -112,7 +112,7 @@ class Monitor:
             self.alarm(
                 f"in step {step} the log-probs of the engine and of the trainer are {found:.3g} "
                 f"apart in the mean (mismatch/mean), more than {limit:g}: what is sampled is not "
-                "the policy that is trained (vllm_tolerance, rollout_dtype)"
+                "the policy that is trained (engine_kwargs.tolerance, rollout_dtype)"
             )
 
     def note(self, text: str) -> None:

@@ -197,9 +197,9 @@ def prompt_limit(
 ) -> PromptLengthLimit:
     """The longest prompt that leaves room for the longest completion in the model's context, of
     tokens that the model embeds."""
-    own = evaluation and args.eval_max_completion_length is not None
-    name = "eval_max_completion_length" if own else "max_completion_length"
-    completion = getattr(args, name)
+    name, completion = "max_completion_length", args.max_completion_length
+    if evaluation and (own := args.eval_options.max_completion_length) is not None:
+        name, completion = "eval_kwargs.max_completion_length", own
     context = context_of(model.config.get_text_config())
     longest, embedded = args.max_prompt_length or 2**31, num_embedded(model)
     if beyond := [t for t in stop_tokens(args.generation_kwargs, ()) if t >= embedded]:
@@ -225,8 +225,7 @@ def world_of(args: RLOOConfig) -> World:
         use_cpu=args.use_cpu,
         timeout=args.ddp_timeout,
         divides=args.parallel != "replicate",
-        gather_limit=args.gather_limit,
-        workers=args.output_dir if args.remote_workers else None,
+        workers=args.output_dir if args.async_options.remote_workers else None,
     )
     let_segments_grow(world.device)
     return world
@@ -284,7 +283,7 @@ def make_sampling(
     `tokenizer` is needed for stop strings."""
 
     def setting(name: str) -> Any:
-        own = getattr(args, f"eval_{name}") if evaluation else None
+        own = getattr(args.eval_options, name) if evaluation else None
         return getattr(args, name) if own is None else own
 
     return Sampling(
@@ -313,7 +312,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
     """The engine that samples; a note is added for a slow one. One that uses servers tells the
     monitor of its `owner`, a trainer, what happens to them, and does not keep it alive. Raises
     ValueError if it cannot have the copy of the weights, or the dtype, that is asked for
-    (`rollout_copy`, `rollout_dtype`)."""
+    (`engine_kwargs.copy_weights`, `rollout_dtype`)."""
     set_arithmetic(policy, args)
     if args.rollout_engine.startswith("vllm"):
         from rloo.trainer.remote_engines import exported, settings_of
@@ -331,12 +330,13 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
         _settle_threads(policy, args)
         return make_apart(policy, precision)
     no_copy = None
-    if args.rollout_copy is False:
-        no_copy = "rollout_copy is false"
-    elif args.rollout_copy is None and any(quantised_layers(policy.model)):
+    if args.engine_options.copy_weights is False:
+        no_copy = "engine_kwargs.copy_weights is false"
+    elif args.engine_options.copy_weights is None and any(quantised_layers(policy.model)):
         no_copy = (
-            "a dequantised copy of the base would take several times its memory; rollout_copy true "
-            "makes one, with rollout_dtype bfloat16 at 2 bytes per weight"
+            "a dequantised copy of the base would take several times its memory; "
+            "engine_kwargs.copy_weights true makes one, with rollout_dtype bfloat16 at 2 bytes per "
+            "weight"
         )
     inputs = EngineInputs(
         policy.model,
@@ -352,12 +352,16 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
     _settle_threads(policy, args)
     with policy.gathered_weights(in_turn=True):
         engine, note = build_engine(args.rollout_engine, inputs)
-    for option in ("rollout_dtype", "rollout_copy"):
-        if getattr(args, option) and not engine.capabilities.copies_weights:
+    copies = args.engine_options.copy_weights
+    for option, value in (
+        ("rollout_dtype", args.rollout_dtype),
+        ("engine_kwargs.copy_weights", copies),
+    ):
+        if value and not engine.capabilities.copies_weights:
             raise ValueError(
-                f"{option} is {getattr(args, option)}; only the native engine's fused decoder has "
+                f"{option} is {value}; only the native engine's fused decoder has "
                 f"weights of its own, and {type(policy.model).__name__} is not sampled by it "
-                "(rollout_copy, rollout_dtype, rollout_engine)"
+                "(engine_kwargs.copy_weights, rollout_dtype, rollout_engine)"
             )
     policy.notes += [note] if note else []
     room = engine.capabilities.cache_bytes
@@ -398,5 +402,5 @@ def _require_room(policy: Policy) -> None:
             f"parallel is {policy.config.parallel} and an engine here needs all weights, "
             f"{gigabytes(needed)}, of which {gigabytes(room)} would fit beside this process's "
             "part; a model of this size needs vLLM on devices of its own (rollout_engine vllm, "
-            "vllm_devices, parallel)"
+            "engine_kwargs.devices, parallel)"
         )

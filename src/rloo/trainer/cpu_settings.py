@@ -78,13 +78,13 @@ def _settle_products(policy: Policy, args: RLOOConfig) -> None:
     """Have oneDNN compute what `onednn` says, or what a measurement in the main process finds it
     faster at. Where some process has no oneDNN, or one that computes other numbers, MKL does all,
     with a note."""
-    chosen = args.onednn
+    chosen = args.cpu_options.onednn
     if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
         chosen = []
     fault = cpu_matmul.unavailable_reason() if chosen != [] else None
     if policy.world.any_rank(fault is not None):
         here = fault or "another process cannot use it"
-        policy.notes.append(f"MKL computes all products, not oneDNN: {here} (onednn)")
+        policy.notes.append(f"MKL computes all products, not oneDNN: {here} (cpu_kwargs.onednn)")
         chosen = []
     if chosen is None:
         chosen = policy.world.broadcast_object(
@@ -115,27 +115,30 @@ def _compile_unavailable_reason(policy: Policy, args: RLOOConfig) -> str | None:
 
 
 def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
-    """Settle which library multiplies (`onednn`) and whether kernels in C compute (`cpu_kernels`),
+    """Settle which library multiplies and whether kernels in C compute (`cpu_kwargs`),
     the same for all processes; a note tells why they do not. Raises ValueError where they are asked
     for and a process cannot have them."""
     on_cpu, reason = policy.device.type == "cpu", None
     if on_cpu:
         _settle_products(policy, args)
-    if args.cpu_kernels is not False:
+    asked = args.cpu_options.kernels
+    if asked is not False:
         here = kernels.unavailable_reason() if on_cpu else "the model is not on a CPU"
         reason = next(filter(None, policy.world.all_gather_object(here)), None)
-        if reason and args.cpu_kernels:
-            raise ValueError(f"cpu_kernels is true, but {reason}; leave it out (cpu_kernels)")
+        if reason and asked:
+            raise ValueError(f"cpu_kwargs.kernels is true, but {reason}; leave it out")
         if reason and on_cpu:
-            policy.notes.append(f"torch computes without kernels in C: {reason} (cpu_kernels)")
-    kernels.use(args.cpu_kernels is not False and reason is None)
+            policy.notes.append(
+                f"torch computes without kernels in C: {reason} (cpu_kwargs.kernels)"
+            )
+    kernels.use(asked is not False and reason is None)
     _settle_compiled(policy, args)
     by_torch = on_cpu and not kernels.in_use() and servers_dtype(args) == "bfloat16"
     packs = any(name.startswith("packed") for name in cpu_matmul.in_use())
     if by_torch and packs and not cpu_matmul.can_pack(torch.bfloat16):
         policy.notes.append(
             "oneDNN packs no matrices in bfloat16 on this processor: the sampler multiplies by "
-            "them as they are (onednn, rollout_dtype)"
+            "them as they are (cpu_kwargs.onednn, rollout_dtype)"
         )
 
 
@@ -143,21 +146,19 @@ def arithmetic() -> dict[str, Any]:
     """The options that say what computes, as it does."""
     return {
         "num_threads": torch.get_num_threads(),
-        "onednn": cpu_matmul.in_use(),
-        "cpu_kernels": kernels.in_use(),
+        "cpu_kwargs": {"kernels": kernels.in_use(), "onednn": cpu_matmul.in_use()},
     }
 
 
 def resume_arithmetic(config: RLOOConfig, before: Mapping[str, Any]) -> list[str]:
     """Go on with what computed in an earlier session, unless the options say otherwise; returns
     what is another now."""
-    earlier = {"onednn": [], "cpu_kernels": False, **before}  # newer options
+    earlier = {"onednn": [], "kernels": False, **(before.get("cpu_kwargs") or {})}  # newer options
     if config.num_threads is None:
-        torch.set_num_threads(earlier["num_threads"])
-    if config.onednn is None:
+        torch.set_num_threads(before["num_threads"])
+    if config.cpu_options.onednn is None:
         cpu_matmul.use(earlier["onednn"])
-    if config.cpu_kernels is None and not earlier["cpu_kernels"]:
+    if config.cpu_options.kernels is None and not earlier["kernels"]:
         kernels.use(False)
-    now = arithmetic()
-    names = ("onednn", "cpu_kernels")
-    return [f"{n} {earlier[n]} -> {now[n]}" for n in names if now[n] != earlier[n]]
+    now = arithmetic()["cpu_kwargs"]
+    return [f"cpu_kwargs.{n} {earlier[n]} -> {now[n]}" for n in now if now[n] != earlier[n]]

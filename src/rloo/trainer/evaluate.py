@@ -51,7 +51,7 @@ def settings_of(policy: Policy) -> EvaluationSettings:
         make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
         config.num_generations_eval or config.num_generations,
         noise_key(config.seed, "eval", 0),
-        config.pass_threshold,
+        config.eval_options.pass_threshold,
         config.eval_pass_k,
     )
 

@@ -155,7 +155,7 @@ class MultiTurnSetup:
             policy.notes.append(f"the model may call {', '.join(tools.names)}{where} (tools)")
         limits = EpisodeLimits(
             args.max_tool_calling_iterations,
-            args.episode_timeout,
+            args.tool_options.timeout,
             args.max_prompt_length,
             context_of(policy.model.config.get_text_config()),
         )
@@ -170,7 +170,7 @@ class MultiTurnSetup:
                 f"the engine {engine.capabilities.name} gathers divided weights anew for each "
                 "turn, for which all processes must come together, and their episodes do not have "
                 "the same number of turns; the native engine of a model with a fused decoder has a "
-                "copy (rollout_engine, rollout_copy, parallel)"
+                "copy (rollout_engine, engine_kwargs.copy_weights, parallel)"
             )
         there = (
             [trainer.rewards]
@@ -222,7 +222,7 @@ def multi_turn_setup(
     from rloo.episodes.tools import ToolSet
 
     functions = [load_function(s, "tool") if isinstance(s, str) else s for s in specs]
-    characters = args.max_tool_response_length
+    characters = args.tool_options.max_response_length
     if factories is None:
         return MultiTurnSetup({None: ToolSet(functions, characters=characters)})
     by_name = dict(factories) if isinstance(factories, Mapping) else {None: factories}

@@ -47,9 +47,9 @@ def serving_of(
         sleeps=sleeps,
         trust_remote_code=config.trust_remote_code,
         tied=tied,
-        tells=config.partial_rollouts,
-        arguments=tuple(config.vllm_serve_args or ()),
-        executable=tuple(config.vllm_executable),
+        tells=config.async_options.partial_rollouts,
+        arguments=tuple(config.engine_options.serve_args or ()),
+        executable=tuple(config.engine_options.executable),
     )
 
 
@@ -58,7 +58,7 @@ def exported(policy: Policy) -> PolicyExport:
     config = policy.config
     dtype = getattr(torch, servers_dtype(config))
     return PolicyExport(
-        policy, dtype, merge=bool(config.vllm_merge_adapter), untie=must_untie(policy)
+        policy, dtype, merge=bool(config.engine_options.merge_adapter), untie=must_untie(policy)
     )
 
 
@@ -97,41 +97,42 @@ def must_untie(policy: Policy) -> bool:
 def settings_of(policy: Policy, source: PolicyExport) -> VLLMSettings:
     """How a run finds its servers, and for how long it waits for them."""
     config = policy.config
-    size, given = config.vllm_tensor_parallel_size, config.vllm_devices
+    size, given = config.vllm_tensor_parallel_size, config.engine_options.devices
     devices: list[str | None] = [None]
     if given is not None:
         devices = [",".join(given[at : at + size]) for at in range(0, len(given), size)]
     model = config.model or "MODEL"
     sleeps = config.vllm_enable_sleep_mode
     if sleeps is None:
-        shares = config.rollout_engine == "vllm" and config.vllm_devices is None
+        shares = config.rollout_engine == "vllm" and config.engine_options.devices is None
         sleeps = shares and policy.device.type == "cuda" and not config.max_staleness
     rank = source.adapter_rank
-    if config.partial_rollouts and rank is not None:
+    if config.async_options.partial_rollouts and rank is not None:
         raise ValueError(
-            "partial_rollouts is true and an adapter travels alone; a completion goes on with the "
-            "adapter by whose name it was begun (partial_rollouts, or vllm_merge_adapter true)"
+            "async_kwargs.partial_rollouts is true and an adapter travels alone; a completion "
+            "goes on with the adapter by whose name it was begun (async_kwargs.partial_rollouts, "
+            "or engine_kwargs.merge_adapter true)"
         )
-    transfers = config.vllm_weight_transfer != "files"
+    transfers = config.engine_options.weight_transfer != "files"
     reason = _nccl_unavailable_reason(policy, rank) if transfers else None
-    if reason is not None and config.vllm_weight_transfer == "nccl":
+    if reason is not None and config.engine_options.weight_transfer == "nccl":
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps)
     serving = replace(serving, transfers=transfers and reason is None)
-    longest = max(config.max_completion_length, config.eval_max_completion_length or 0)
+    longest = max(config.max_completion_length, config.eval_options.max_completion_length or 0)
     folder = Path(config.output_dir).absolute()
-    elsewhere = config.rollout_engine == "vllm_server" or config.vllm_weights_dir
+    elsewhere = config.rollout_engine == "vllm_server" or config.engine_options.weights_dir
     weights = _weights_folder(config) if elsewhere else None
     return VLLMSettings(
         serving,
         urls=tuple(config.vllm_server_base_url or ()),
         devices=tuple(devices),
-        deadline=config.vllm_request_timeout,
+        deadline=config.engine_options.request_timeout,
         start_deadline=config.vllm_server_timeout,
-        restarts=config.vllm_restarts,
+        restarts=config.engine_options.restarts,
         tolerance=tolerance_of(config),
         needed=longest + (config.max_prompt_length or 1),
-        partial=config.partial_rollouts,
+        partial=config.async_options.partial_rollouts,
         # vLLM loses adapters with the weights that level 2 drops.
         sleep_level=(2 if rank is None else 1) if sleeps else None,
         weights_folder=weights,
@@ -144,8 +145,8 @@ def _nccl_unavailable_reason(policy: Policy, lora_rank: int | None) -> str | Non
     config = policy.config
     if lora_rank is not None:
         return "an adapter travels as the files that vLLM loads"
-    if config.rollout_engine == "vllm" and config.vllm_devices is None:
-        return "the servers have the trainer's own GPU (vllm_devices)"
+    if config.rollout_engine == "vllm" and config.engine_options.devices is None:
+        return "the servers have the trainer's own GPU (engine_kwargs.devices)"
     return nccl.unavailable_reason(policy.device)
 
 
@@ -180,7 +181,7 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
             "depends on time, so that two runs, or a resumed one, are not equal bit for bit"
         )
     computed = str(precision).removeprefix("torch.") if precision else None
-    placed = config.remote_workers in ("sample", "both")
+    placed = config.async_options.remote_workers in ("sample", "both")
     hub = policy.world.worker_registry if placed else None
     how = engine_worker_config(
         model,
@@ -205,4 +206,4 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
 
 def _weights_folder(config: RLOOConfig) -> Path:
     """Where weights are written for processes on other machines."""
-    return Path(config.vllm_weights_dir or config.output_dir).absolute()
+    return Path(config.engine_options.weights_dir or config.output_dir).absolute()

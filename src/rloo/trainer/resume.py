@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
+from rloo.config.compat.retired import by_entry, options_of, resolved_form
 from rloo.config.config import RLOOConfig
 from rloo.model.parallel.sharded_checkpoint import has_parts
 from rloo.model.training_state import (
@@ -32,14 +33,16 @@ HARMLESS = (
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
-    "gather_limit", "deepspeed", "offload_params",
-    "state_dict_type", "save_dtype", "sampler_processes", "remote_workers", "reward_workers",
-    "vllm_server_base_url", "vllm_weights_dir", "vllm_devices", "vllm_server_timeout",
-    "vllm_request_timeout", "vllm_restarts", "vllm_gpu_memory_utilization",
+    "gather_limit", "deepspeed", "offload.params",
+    "state_dict_type", "save_dtype", "sampler_processes", "async_kwargs.remote_workers",
+    "async_kwargs.reward_workers", "vllm_server_base_url", "engine_kwargs.weights_dir",
+    "engine_kwargs.devices", "vllm_server_timeout", "engine_kwargs.request_timeout",
+    "engine_kwargs.restarts", "vllm_gpu_memory_utilization",
 )
 # Chosen automatically in the first session, and kept unless the user sets them now.
 CHOSEN = (
-    "num_threads", "onednn", "cpu_kernels", "max_tokens_per_micro_batch", "packing",
+    "num_threads", "cpu_kwargs.onednn", "cpu_kwargs.kernels", "max_tokens_per_micro_batch",
+    "packing",
     "rollout_engine",
 )
 # fmt: on
@@ -69,7 +72,7 @@ def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) 
 
 def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
     """The options that compute something else than an earlier session's, with both values."""
-    now = config.to_dict()
+    before, now = by_entry(resolved_form(before)), by_entry(config.to_dict())
     return [
         f"{name} {before[name]} -> {now[name]}"
         for name in now  # an option may be newer than the checkpoint
@@ -80,9 +83,9 @@ def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
 def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
     """The options that were given to a run: in its first session, and now with another value. A
     session that goes on by config.yaml is given all of them, as they were."""
-    before, values = saved["config"], config.to_dict()
+    before, values = resolved_form(saved["config"]), config.to_dict()
     now = {n for n in config.named if n not in before or values[n] != before[n]}
-    return frozenset(saved["named"]) | now if "named" in saved else config.named  # a newer entry
+    return options_of(saved["named"]) | now if "named" in saved else config.named  # a newer entry
 
 
 def restore(
@@ -134,7 +137,7 @@ def restore(
 
 
 def _compare(saved: dict[str, Any], parts: TrainerComponents, changed: list[str]) -> None:
-    before = saved["config"]
+    before = resolved_form(saved["config"])
     config, policy = parts.config, parts.policy
     now = config.to_dict()
     for name in FIXED:

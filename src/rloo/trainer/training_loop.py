@@ -15,7 +15,8 @@ from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.stop_signals import ForcedInterrupt, Stopped
 from rloo.algorithm.train import begin_step, finish_step, note_pending_work, train_on_rollout
 from rloo.config.compat.deepspeed_config import division_named
-from rloo.config.config import LENGTH, RLOOConfig
+from rloo.config.compat.trl_compatible_options import LENGTH
+from rloo.config.config import RLOOConfig
 from rloo.config.show import render_resolved
 from rloo.config.user_functions import NotAllowed
 from rloo.distributed.standard_streams import counted

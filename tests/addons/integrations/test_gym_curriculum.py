@@ -138,7 +138,7 @@ def source(**columns):
 
 
 def test_prompts_are_drawn_by_it_where_that_is_asked_for():
-    config = RLOOConfig(dataset="gym:gcd,lcm", gym_curriculum=True, seed=4)
+    config = RLOOConfig(dataset="gym:gcd,lcm", dataset_kwargs={"curriculum": True}, seed=4)
     columns = {"task": ["gcd", "lcm", "gcd"], "level": [None, None, None]}
     prompts = with_curriculum(source(**columns), config)
     order = curriculum(
@@ -159,7 +159,7 @@ def test_prompts_are_drawn_by_it_where_that_is_asked_for():
 
 
 def test_prompts_of_something_else_are_refused():
-    config = RLOOConfig(dataset="gym:gcd", gym_curriculum=True)
+    config = RLOOConfig(dataset="gym:gcd", dataset_kwargs={"curriculum": True})
     with pytest.raises(ValueError, match="no column 'task'"):
         with_curriculum(source(), config)
     with pytest.raises(ValueError, match="the prompts are of lcm, which gym:gcd does not name"):
@@ -170,7 +170,11 @@ DRAWN = ROWS.add_column("task", ["a", "b"] * 6).add_column("level", [0, 0, 3, 3]
 
 
 def drawn_run(folder, **options):
-    how = {"dataset": "gym:a,b:2", "gym_curriculum": True, "pass_threshold": 2.0}
+    how = {
+        "dataset": "gym:a,b:2",
+        "dataset_kwargs": {"curriculum": True},
+        "eval_kwargs": {"pass_threshold": 2.0},
+    }
     config = make_config(folder, **how, **options)
     return make_trainer(config, rows=DRAWN)
 

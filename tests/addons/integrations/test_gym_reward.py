@@ -28,7 +28,9 @@ def reward():
 
 
 def row_of(task, **options):
-    config = RLOOConfig(dataset=f"gym:{task}", gym_size=1, gym_config={task: options})
+    config = RLOOConfig(
+        dataset=f"gym:{task}", dataset_kwargs={"size": 1, "config": {task: options}}
+    )
     (row,) = load_task_rows(config.dataset, "train", config).to_list()
     return row
 

@@ -22,7 +22,7 @@ SMALL = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_dig
 
 
 def options(name="gym:gcd", **given):
-    return RLOOConfig(dataset=name, **{"gym_size": 8, **given})
+    return RLOOConfig(dataset=name, dataset_kwargs={"size": 8, **given})
 
 
 def rows(name="gym:gcd", split="train", **given):
@@ -51,7 +51,7 @@ def test_the_library_agrees_with_every_row():
     """Its own scorer, asked directly, gives its own answer to each question 1."""
     from reasoning_gym import get_score_answer_fn
 
-    for row in rows("gym:gcd,number_sorting", gym_size=10):
+    for row in rows("gym:gcd,number_sorting", size=10):
         known = json.loads(row["entry"])
         assert known["entry"]["question"] == row["prompt"]
         entry = {**known["entry"], "answer": row["answer"]}
@@ -61,11 +61,11 @@ def test_the_library_agrees_with_every_row():
 def test_rows_are_a_function_of_the_seed_the_task_and_the_number():
     first = rows()
     assert rows() == first
-    assert [row["prompt"] for row in rows(gym_seed=1)] != [row["prompt"] for row in first]
+    assert [row["prompt"] for row in rows(seed=1)] != [row["prompt"] for row in first]
     # Neither other tasks nor more rows change the first ones of a task.
-    with_others = [r for r in rows("gym:chain_sum,gcd", gym_size=16) if r["task"] == "gcd"]
+    with_others = [r for r in rows("gym:chain_sum,gcd", size=16) if r["task"] == "gcd"]
     assert with_others == first
-    assert rows(gym_size=20)[:8] == first
+    assert rows(size=20)[:8] == first
 
 
 def run(code, hash_seed):
@@ -83,57 +83,57 @@ def test_another_process_makes_the_same_rows():
     """Hashes of texts differ there, and so does the order of sets."""
     code = (
         "from rloo import RLOOConfig; from rloo.data.tasks import load_task_rows; import json; "
-        "c = RLOOConfig(dataset='gym:gcd', gym_size=8); "
+        "c = RLOOConfig(dataset='gym:gcd', dataset_kwargs={'size': 8}); "
         "print(json.dumps(load_task_rows('gym:gcd', 'train', c).to_list()))"
     )
     assert json.loads(run(code, "77").stdout) == rows()
 
 
 def test_tasks_have_rows_by_weight_and_levels_alike_from_the_first_row_on():
-    made = rows("gym:gcd,chain_sum:3", gym_size=16, gym_levels=[0, 2])
+    made = rows("gym:gcd,chain_sum:3", size=16, levels=[0, 2])
     cells = [(row["task"], row["level"]) for row in made]
     assert Counter(cells) == {
         ("gcd", 0): 2, ("gcd", 2): 2, ("chain_sum", 0): 6, ("chain_sum", 2): 6,
     }  # fmt: skip
     assert Counter(task for task, _ in cells[:8]) == {"gcd": 2, "chain_sum": 6}
     # 10 in three equal parts: what is left over goes to the first.
-    three = Counter(row["task"] for row in rows("gym:gcd,lcm,chain_sum", gym_size=10))
+    three = Counter(row["task"] for row in rows("gym:gcd,lcm,chain_sum", size=10))
     assert three == {"gcd": 4, "lcm": 3, "chain_sum": 3}
 
 
 def test_levels_and_options_make_problems_harder():
     def longest(**given):
         return max(row["prompt"].count("+") + row["prompt"].count("-")
-                   for row in rows("gym:chain_sum", gym_size=40, **given))  # fmt: skip
+                   for row in rows("gym:chain_sum", size=40, **given))  # fmt: skip
 
-    assert longest(gym_levels=[0]) == 1  # two terms, by chain_sum's curriculum
-    assert longest(gym_levels=[3]) == 4
+    assert longest(levels=[0]) == 1  # two terms, by chain_sum's curriculum
+    assert longest(levels=[3]) == 4
     assert longest() == 5  # six terms, by its default
     # An option is over the level, and a shell's dotted name is the same.
     by_hand = {"chain_sum": {"min_terms": 9, "max_terms": 9}}
-    assert longest(gym_levels=[0], gym_config=by_hand) == 8
+    assert longest(levels=[0], config=by_hand) == 8
     dotted = {"chain_sum.min_terms": 9, "chain_sum.max_terms": 9}
-    assert rows("gym:chain_sum", gym_config=dotted) == rows("gym:chain_sum", gym_config=by_hand)
-    assert {row["level"] for row in rows(gym_levels=[1])} == {1}
+    assert rows("gym:chain_sum", config=dotted) == rows("gym:chain_sum", config=by_hand)
+    assert {row["level"] for row in rows(levels=[1])} == {1}
     assert {row["level"] for row in rows()} == {None}
 
 
 def test_no_problem_is_in_both_splits_however_few_there_are():
     """Of two digits there are 200 sums, of which 400 rows show most."""
-    how = {"gym_size": 400, "gym_config": SMALL}
+    how = {"size": 400, "config": SMALL}
     trained = {row["prompt"] for row in rows("gym:chain_sum", **how)}
     held_out = [row["prompt"] for row in rows("gym:chain_sum", "heldout", **how)]
     assert len(trained) > 100 and len(set(held_out)) > 20 and len(held_out) == 400
     assert not trained & set(held_out)
     # Nor with another seed.
-    others = {row["prompt"] for row in rows("gym:chain_sum", gym_seed=3, **how)}
+    others = {row["prompt"] for row in rows("gym:chain_sum", seed=3, **how)}
     assert not others & set(held_out)
 
 
 def test_the_same_problem_over_and_over_is_too_few():
     only = {"gcd": {"min_value": 6, "max_value": 7, "max_numbers": 2}}
     with pytest.raises(ValueError, match=r"gcd only 0 are for the split heldout, and 8 are needed"):
-        rows("gym:gcd", "heldout", gym_config=only)
+        rows("gym:gcd", "heldout", config=only)
 
 
 def test_what_the_library_does_not_have_is_refused():
@@ -141,18 +141,20 @@ def test_what_the_library_does_not_have_is_refused():
         check_names("gym:chain_sums", options("gym:chain_sums"))
     with pytest.raises(ValueError, match="no task composite"):
         check_names("gym:composite", options("gym:composite"))
-    with pytest.raises(ValueError, match="gym_levels has 4 and the task gcd has levels 0 to 3"):
-        check_names("gym:gcd", options(gym_levels=[0, 4]))
+    with pytest.raises(ValueError, match="levels has 4 and the task gcd has levels 0 to 3"):
+        check_names("gym:gcd", options(levels=[0, 4]))
     with pytest.raises(ValueError, match="no option max_valu; did you mean max_value"):
-        check_names("gym:gcd", options(gym_config={"gcd": {"max_valu": 9}}))
+        check_names("gym:gcd", options(config={"gcd": {"max_valu": 9}}))
     with pytest.raises(ValueError, match="no option seed"):
-        check_names("gym:gcd", options(gym_config={"gcd": {"seed": 9}}))
+        check_names("gym:gcd", options(config={"gcd": {"seed": 9}}))
     with pytest.raises(ValueError, match="max_numbers must be >= min_numbers"):
-        check_names("gym:gcd", options(gym_config={"gcd": {"max_numbers": 1}}))
+        check_names("gym:gcd", options(config={"gcd": {"max_numbers": 1}}))
     with pytest.raises(ValueError, match="the splits train and heldout, not test"):
         rows(split="test")
-    with pytest.raises(ValueError, match=r"gym_size is 2, of which .* would have no problem"):
-        rows("gym:gcd,lcm,chain_sum", gym_size=2)
+    with pytest.raises(
+        ValueError, match=r"dataset_kwargs.size is 2, of which .* would have no problem"
+    ):
+        rows("gym:gcd,lcm,chain_sum", size=2)
 
 
 def test_tasks_whose_problems_follow_the_order_of_sets_need_a_fixed_one(monkeypatch):
@@ -204,29 +206,46 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"gym_size": 9}, "gym_size is 9 and no dataset is gym:NAME"),
-        ({"dataset": "countdown", "gym_curriculum": True}, "no dataset is gym:NAME"),
+        ({"dataset_kwargs": {"size": 9}}, "dataset_kwargs.size is 9 and no dataset is gym:NAME"),
         (
-            {"dataset": "gym:gcd", "gym_config": {"lcm": {}}},
+            {"dataset": "countdown", "dataset_kwargs": {"curriculum": True}},
+            "no dataset is gym:NAME",
+        ),
+        (
+            {"dataset": "gym:gcd", "dataset_kwargs": {"config": {"lcm": {}}}},
             "options of lcm, and the tasks are gcd",
         ),
         (
-            {"dataset": "gym:gcd", "gym_config": {"gcd": 1}},
+            {"dataset": "gym:gcd", "dataset_kwargs": {"config": {"gcd": 1}}},
             "must be a mapping of the task's options",
         ),
-        ({"dataset": "gym:gcd", "gym_levels": [1, 0]}, "each one once and in rising order"),
-        ({"dataset": "gym:gcd", "gym_levels": []}, "each one once and in rising order"),
-        ({"dataset": "gym:gcd,", "gym_size": 9}, "no task with a weight above 0"),
         (
-            {"dataset": "gym:gcd", "gym_curriculum": True, "max_staleness": 1},
+            {"dataset": "gym:gcd", "dataset_kwargs": {"levels": [1, 0]}},
+            "each one once and in rising order",
+        ),
+        (
+            {"dataset": "gym:gcd", "dataset_kwargs": {"levels": []}},
+            "each one once and in rising order",
+        ),
+        ({"dataset": "gym:gcd,", "dataset_kwargs": {"size": 9}}, "no task with a weight above 0"),
+        (
+            {"dataset": "gym:gcd", "dataset_kwargs": {"curriculum": True}, "max_staleness": 1},
             "drawn before the pass rates",
         ),
         (
-            {"dataset": "gym:gcd", "gym_curriculum": True, "shuffle_dataset": False},
+            {
+                "dataset": "gym:gcd",
+                "dataset_kwargs": {"curriculum": True},
+                "shuffle_dataset": False,
+            },
             "a curriculum has an order of its own",
         ),
         (
-            {"dataset": "countdown", "eval_dataset": "gym:gcd", "gym_curriculum": True},
+            {
+                "dataset": "countdown",
+                "eval_dataset": "gym:gcd",
+                "dataset_kwargs": {"curriculum": True},
+            },
             "it draws among the tasks",
         ),
     ],

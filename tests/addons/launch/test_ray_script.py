@@ -36,7 +36,7 @@ def test_every_process_has_its_line_and_its_variables():
     assert [line.endswith(" &") for line in ranks] == [True] * 5 + [False]
     for line in ranks:
         assert "WORLD_SIZE=6" in line and "--resume_from_checkpoint auto" in line
-        assert "--sampler_processes 2" in line and "--remote_workers both" in line
+        assert "--sampler_processes 2" in line and "--async_kwargs.remote_workers both" in line
 
 
 def test_servers_have_ports_and_the_ranks_their_addresses():

@@ -42,7 +42,9 @@ def test_nodes_time_account_and_the_rest_are_directives(tmp_path, monkeypatch):
     assert text.count("apptainer exec i.sif python -m rloo") == 2
     assert "attempt == 7" in text and "&& true; then scontrol requeue" in text
     assert 'again apptainer exec i.sif python -m rloo worker sample "$OUT"' in text
-    assert re.search(r'--resume_from_checkpoint auto .*--output_dir "\$OUT" --remote_workers', text)
+    assert re.search(
+        r'--resume_from_checkpoint auto .*--output_dir "\$OUT" --async_kwargs.remote_workers', text
+    )
 
 
 def test_gpus_are_given_by_number():

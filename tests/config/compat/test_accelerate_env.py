@@ -90,13 +90,13 @@ def zero(stage=3, offload="none") -> str:
         (fsdp(), {}),
         (fsdp(version=1, reshard="FULL_SHARD"), {}),
         (fsdp(state="SHARDED_STATE_DICT"), {"state_dict_type": "sharded"}),
-        (fsdp(offload="true"), {"offload_params": True}),
+        (fsdp(offload="true"), {"offload": ["params"]}),
     ],
 )
 def test_fsdp(launched, text, expected):
     launched(text)
     config = RLOOConfig()
-    known = {"parallel": "fsdp2", "state_dict_type": "full", "offload_params": False} | expected
+    known = {"parallel": "fsdp2", "state_dict_type": "full", "offload": []} | expected
     assert {name: getattr(config, name) for name in known} == known
     check_launch(config)
 

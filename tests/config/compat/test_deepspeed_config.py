@@ -102,7 +102,7 @@ def test_what_says_the_same_as_the_options_is_taken():
         (zero(offload_optimizer={"device": "nvme"}), {}, r"offload_optimizer.device is nvme"),
         (zero(), {"fp16": True, "bf16": False}, r"fp16 is True and parallel is zero2"),
         (zero(), {"state_dict_type": "sharded"}, r"state_dict_type is sharded and parallel is"),
-        (zero(), {"offload_params": True}, r"offload_params is True and parallel is zero2"),
+        (zero(), {"offload": ["params"]}, r"offload is params and parallel is zero2"),
         ("no such file", {}, r"no such file: No such file or directory \(deepspeed\)"),
     ],
 )

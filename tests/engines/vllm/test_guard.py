@@ -105,7 +105,10 @@ def served(tmp_path, *arguments, **variables):
     command = [sys.executable, "-m", "rloo", "vllm-serve", "--model", "countdown", *arguments]
     environment = {n: v for n, v in os.environ.items() if n != KEY} | variables
     return subprocess.run(
-        [*command, "--vllm_executable", program], env=environment, capture_output=True, text=True
+        [*command, "--engine_kwargs.executable", program],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 

@@ -190,15 +190,15 @@ def test_a_server_that_takes_none_is_given_files(made):
     [
         ({}, True, True, None),
         ({}, False, False, None),
-        ({"vllm_weight_transfer": "nccl"}, True, True, None),
-        ({"vllm_weight_transfer": "nccl"}, False, False, "the trainer has no GPU"),
-        ({"vllm_weight_transfer": "files"}, True, False, None),
+        ({"engine_kwargs": {"weight_transfer": "nccl"}}, True, True, None),
+        ({"engine_kwargs": {"weight_transfer": "nccl"}}, False, False, "the trainer has no GPU"),
+        ({"engine_kwargs": {"weight_transfer": "files"}}, True, False, None),
         ({"rollout_engine": "vllm", "vllm_server_base_url": None}, True, False, None),
         (
             {
                 "rollout_engine": "vllm",
                 "vllm_server_base_url": None,
-                "vllm_weight_transfer": "nccl",
+                "engine_kwargs": {"weight_transfer": "nccl"},
             },
             True,
             False,

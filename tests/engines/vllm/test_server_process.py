@@ -101,7 +101,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_once_more(tmp_path):
 def test_a_program_that_does_not_exist_is_named(tmp_path):
     server = LocalServer(ServerConfig("m", executable=("/no/such/vllm",)), tmp_path / "log")
     with pytest.raises(
-        ValueError, match=r"there is no program /no/such/vllm; .*use_vllm, vllm_executable"
+        ValueError, match=r"there is no program /no/such/vllm; .*use_vllm, engine_kwargs.executable"
     ):
         server.start()
 

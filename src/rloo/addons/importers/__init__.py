@@ -12,18 +12,20 @@ import re
 import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from rloo.addons.importers.areal import import_areal
 from rloo.addons.importers.hydra import is_yaml
 from rloo.addons.importers.ms_swift import import_ms_swift
 from rloo.addons.importers.nemo_rl import import_nemo_rl
 from rloo.addons.importers.openrlhf import import_openrlhf
-from rloo.addons.importers.settings_reader import ImportResult, Unmapped
+from rloo.addons.importers.settings_reader import ImportResult, Unmapped, nested
 from rloo.addons.importers.trl import import_trl
 from rloo.addons.importers.verl import import_verl
 from rloo.config.compat.aliases import resolve
 from rloo.config.compat.detect_system import is_script, refuse_unconverted, system_of
-from rloo.config.config import RLOOConfig, option_types
+from rloo.config.compat.parser_fields import option_types
+from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
 from rloo.config.presets import preset_options, remarks
 from rloo.config.secrets import hide
@@ -87,19 +89,31 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
         )
     read = partial(import_verl, version=version) if version else IMPORTERS[system][1]
     found = read(source, overrides)
-    options = resolve(found.options, option_types())
+    options = resolve(nested(found.options), option_types())
     for name in ("model", "dataset", "eval_dataset", "output_dir"):
         if str(options.get(name)).startswith("~/"):  # the shell, or the other system, does it
             options[name] = os.path.expanduser(options[name])
     # One value that is none here ends no conversion of all others.
     left = [
-        Unmapped(name, options.pop(name), f"it {rule}; here it has its default")
-        for name, _, rule in out_of_range(options)
-        if name in options
+        Unmapped(name, value, f"it {rule}; here it has its default")
+        for name, value, rule in out_of_range(options)
+        if _removed(options, name)
     ]
     config = RLOOConfig(**options)  # whether they fit together
     notes = [*found.notes, *(f"{name} {value} is left out: {why}" for name, value, why in left)]
     return ImportResult(options, found.taken, [*found.left, *left], [*notes, *remarks(config)])
+
+
+def _removed(options: dict[str, Any], name: str) -> bool:
+    """Remove an option, or the key of a mapping (`kl_kwargs.clip`); whether it was there."""
+    option, dot, key = name.partition(".")
+    if name in options:
+        del options[name]
+        return True
+    if not dot or key not in (options.get(option) or {}):
+        return False
+    options[option] = {n: value for n, value in options[option].items() if n != key} or None
+    return True
 
 
 def render_imported(system: str, found: ImportResult) -> str:

@@ -32,7 +32,7 @@ _SAME: dict[str, Any] = {
     "eval_gconfig.max_new_tokens": None, "eval_gconfig.temperature": None,
     "eval_gconfig.top_p": None, "actor.eps_clip": 0.2, "actor.eps_clip_higher": None,
     "actor.c_clip": None, "actor.reward_bias": 0.0, "actor.reward_scaling": 1.0,
-    "actor.disable_dropout": False, "actor.gradient_checkpointing": False,
+    "actor.gradient_checkpointing": False,
     "actor.mb_spec.max_tokens_per_mb": None, "actor.optimizer.lr": 1e-3,
     "actor.optimizer.weight_decay": 0.01, "actor.optimizer.beta1": 0.9,
     "actor.optimizer.beta2": 0.999, "actor.optimizer.eps": 1e-8,
@@ -43,9 +43,10 @@ _SAME: dict[str, Any] = {
 _NAMES = {
     "train_dataset.split": "dataset_split", "gconfig.stop": "stop_strings",
     "eval_gconfig.n_samples": "num_generations_eval",
-    "eval_gconfig.max_new_tokens": "eval_max_completion_length",
-    "eval_gconfig.temperature": "eval_temperature", "eval_gconfig.top_p": "eval_top_p",
-    "actor.disable_dropout": "disable_dropout", "evaluator.eval_before_train": "eval_on_start",
+    "eval_gconfig.max_new_tokens": "eval_kwargs.max_completion_length",
+    "eval_gconfig.temperature": "eval_kwargs.temperature",
+    "eval_gconfig.top_p": "eval_kwargs.top_p",
+    "evaluator.eval_before_train": "eval_on_start",
     "actor.mb_spec.max_tokens_per_mb": "max_tokens_per_micro_batch",
     "actor.lora_rank": "lora_r", "actor.lora_alpha": "lora_alpha",
 }  # fmt: skip
@@ -74,7 +75,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "valid_dataset.shuffle": (False, "evaluation takes all rows in their order"),
     "dynamic_bs": (False, "not the same as dynamic_sample, which refills groups"),
     "recover.mode": ("disabled", "say so at the start (resume_from_checkpoint)"),
-    "enable_offload": (False, "memory is saved by offload_optimizer and activation_offloading"),
+    "enable_offload": (False, "memory is saved by offload and activation_offloading"),
 }
 # why -> the beginnings of keys that have no counterpart
 _REASONS: dict[str, tuple[str, ...]] = {
@@ -88,6 +89,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "leave-one-out needs no value model": ("critic.",),
     "distillation is not part of this version": ("teacher.",),
     "micro-batches follow from memory (max_tokens_per_micro_batch)": ("actor.mb_spec.",),
+    "no effect: dropout is off in every pass here": ("actor.disable_dropout",),
     "attention follows from the model (packing)": ("actor.attn_impl",),
     "the reward soft_overlong does it (reward)": ("actor.overlong",),
     "evaluation samples as much at once as memory allows": ("valid_dataset.batch_size",),
@@ -111,8 +113,8 @@ def import_areal(path: str, overrides: Sequence[str] = ()) -> ImportResult:
     source.notes += given.notes
     source.leave_unread(given.unread)
     options = source.take_same(_SAME)
-    if options.get("eval_temperature") == 0:
-        options["eval_temperature"] = None
+    if options.get("eval_kwargs.temperature") == 0:
+        options["eval_kwargs.temperature"] = None
         greedy(source, "eval_gconfig.temperature")
     source.expect_all(_ONLY)
     options |= _read_run(source, options) | _read_data(source, options) | _read_batches(source)
@@ -161,7 +163,7 @@ def _read_data(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any
     read: dict[str, Any] = {}
     if (longest := source.take("train_dataset.max_length", int)) is not None:
         read |= {"max_prompt_length": longest, "overlong_prompts": "drop"}
-    for key, ours in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_top_k")):
+    for key, ours in (("gconfig.top_k", "top_k"), ("eval_gconfig.top_k", "eval_kwargs.top_k")):
         if (kept := source.take(key, int)) is not None:
             read[ours] = 0 if kept >= 10**8 else kept
     if source.has("valid_dataset.path"):

@@ -52,7 +52,7 @@ def _read_kl(source: SettingsReader) -> dict[str, Any]:
         "kl_placement": "reward_to_go",
         "kl_estimator": source.take("actor.kl_estimator", str, "k1"),
         "kl_in_baseline": False,
-        "kl_clip": 10.0,
+        "kl_kwargs.clip": 10.0,
     }
 
 

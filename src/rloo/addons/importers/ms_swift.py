@@ -45,6 +45,7 @@ _ADAPTER: dict[str, Any] = {
 }  # fmt: skip
 # Our names of those that are neither called the same nor aliases.
 _NAMES = {
+    "offload_optimizer": "offload.optimizer",
     "max_length": "max_prompt_length",
     "dataset_shuffle": "shuffle_dataset",
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
@@ -63,7 +64,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
 _REASONS: dict[str, tuple[str, ...]] = {
     "only swift rlhf is read": ("command ",),
     ENGINES: ("vllm_", "sleep_level", "structured_outputs_regex", "move_model_batches"),
-    "only the optimizer's state is moved (offload_optimizer)": ("offload_model",),
+    "only the optimizer's state is moved (offload)": ("offload_model",),
     PROCESSES: ("fsdp", "ddp", "sequence_parallel_size"),
     "set it in the shell, or use_cpu": ("CUDA_VISIBLE_DEVICES",),
     "no effect: prompts are tokenised once, without loader workers": (
@@ -102,7 +103,7 @@ def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> ImportResult:
     options |= _read_data(source, options) | _read_batches(source) | _read_model(source)
     options |= _read_rewards(source, options) | _read_objective(source)
     division = _read_division(source)
-    if division and options.pop("offload_optimizer", False):
+    if division and options.pop("offload.optimizer", False):
         source.give_back("offload_optimizer", True, "its state is divided, or moved (deepspeed)")
     options |= division
     return source.finish(options, _REASONS)
@@ -247,7 +248,7 @@ def _read_objective(source: SettingsReader) -> dict[str, Any]:
     in_reward = source.take("kl_in_reward", bool, estimator != "grpo")
     read: dict[str, Any] = {"mean_leave1out": estimator == "rloo", "kl_placement": "reward"}
     if not in_reward:
-        read |= {"kl_placement": "loss", "kl_estimator": "k3", "kl_clip": 10.0}
+        read |= {"kl_placement": "loss", "kl_estimator": "k3", "kl_kwargs.clip": 10.0}
     if scale == "batch" and estimator == "reinforce_plus_plus":
         # Its deviation is that of the advantages, whose mean is 0.
         read["normalize_advantages"] = True

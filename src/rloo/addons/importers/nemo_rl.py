@@ -80,7 +80,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "the model, its tokenizer and chat template are those of one folder or hub id": (
         "policy.tokenizer", "policy.hf_config_overrides", "policy.hf_overrides",
     ),
-    "only the optimizer's state is moved (offload_optimizer)": ("policy.offload_optimizer",),
+    "only the optimizer's state is moved (offload)": ("policy.offload_optimizer",),
     "it belongs to the backend that is off there": (
         "policy.megatron_cfg", "policy.dtensor_cfg", "policy.optimizer", "policy.scheduler",
     ),
@@ -198,12 +198,12 @@ def _read_run(source: SettingsReader, each: int) -> dict[str, Any]:
         read["num_generations_eval"] = source.take("grpo.val_num_generations_per_prompt", int, 1)
         for name in ("temperature", "top_p"):
             read[f"eval_{name}"] = source.take(f"{_SAMPLING}val_{name}", float)
-        if read["eval_temperature"] == 0:
-            read["eval_temperature"] = None
+        if read["eval_kwargs.temperature"] == 0:
+            read["eval_kwargs.temperature"] = None
             greedy(source, "val_temperature")
     else:
         source.notes.append("name the rows to evaluate on (eval_dataset, eval_split)")
-    for name, ours in (("top_k", "top_k"), ("val_top_k", "eval_top_k")):
+    for name, ours in (("top_k", "top_k"), ("val_top_k", "eval_kwargs.top_k")):
         if (kept := source.take(f"{_SAMPLING}{name}", int)) is not None:
             read[ours] = max(kept, 0)
     loggers = [

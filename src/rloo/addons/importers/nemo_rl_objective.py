@@ -122,7 +122,9 @@ def _read_rewards(source: SettingsReader) -> dict[str, Any]:
 def _read_kl(source: SettingsReader, each: int) -> dict[str, Any]:
     in_reward = source.take(f"{_LOSS}use_kl_in_reward", bool, False)
     kind = source.take(f"{_LOSS}reference_policy_kl_type", str, "k3")
-    source.expect(f"{_LOSS}kl_input_clamp_value", 20.0, "only the estimate is clipped (kl_clip)")
+    source.expect(
+        f"{_LOSS}kl_input_clamp_value", 20.0, "only the estimate is clipped (kl_kwargs.clip)"
+    )
     key = f"{_LOSS}kl_output_clamp_value"
     clip = 10.0 if key not in source.values else source.take(key, float)
     approximated = source.take(f"{_LOSS}use_on_policy_kl_approximation", bool, False)
@@ -130,7 +132,7 @@ def _read_kl(source: SettingsReader, each: int) -> dict[str, Any]:
         "beta": source.take(f"{_LOSS}reference_policy_kl_penalty", float, 0.01),
         "kl_estimator": kind,
         "kl_placement": "loss",
-        "kl_clip": clip,
+        "kl_kwargs.clip": clip,
     }
     if in_reward:
         source.notes.append(

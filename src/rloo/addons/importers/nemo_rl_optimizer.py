@@ -40,7 +40,7 @@ def _read_megatron(source: SettingsReader, each: int) -> dict[str, Any]:
         "adam_beta2": source.take(f"{_MEGATRON}adam_beta2", float, 0.999),
         "adam_epsilon": source.take(f"{_MEGATRON}adam_eps", float, 1e-8),
         "warmup_steps": (source.take(f"{_DECAY}lr_warmup_iters", int) or 0) * each,
-        "offload_optimizer": source.take(f"{_MEGATRON}optimizer_cpu_offload", bool, False),
+        "offload.optimizer": source.take(f"{_MEGATRON}optimizer_cpu_offload", bool, False),
         "gradient_checkpointing": source.take(
             "policy.megatron_cfg.activation_checkpointing", bool, False
         ),

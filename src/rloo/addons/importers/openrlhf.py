@@ -56,7 +56,7 @@ _NAMES = {
     "actor.adam.weight_decay": "weight_decay", "actor.max_norm": "max_grad_norm",
     "actor.lr_warmup_ratio": "warmup_steps", "ckpt.max_num": "save_total_limit",
     "actor.gradient_checkpointing_enable": "gradient_checkpointing",
-    "actor.aux_loss_coef": "router_aux_loss_coef", "ds.adam_offload": "offload_optimizer",
+    "actor.aux_loss_coef": "router_aux_loss_coef", "ds.adam_offload": "offload.optimizer",
     "ckpt.output_dir": "output_dir", "ds.lora.rank": "lora_r", "ds.lora.alpha": "lora_alpha",
     "ds.lora.dropout": "lora_dropout", "ds.lora.target_modules": "lora_target_modules",
     "ds.load_in_4bit": "load_in_4bit",
@@ -222,8 +222,8 @@ def _read_run(source: SettingsReader, each: int) -> dict[str, Any]:
     if evaluated:
         read |= {"eval_dataset": evaluated, "eval_split": source.take("eval.split", str, "train")}
         read |= steps_between("eval", source.take("eval.steps", int, -1), each)
-        read["eval_temperature"] = source.take("eval.temperature", float, 0.6) or None
-        if read["eval_temperature"] is None:
+        read["eval_kwargs.temperature"] = source.take("eval.temperature", float, 0.6) or None
+        if read["eval_kwargs.temperature"] is None:
             greedy(source, "eval.temperature")
         read["num_generations_eval"] = source.take("eval.n_samples_per_prompt", int, 4)
     for name in ("steps", "split", "temperature", "n_samples_per_prompt"):

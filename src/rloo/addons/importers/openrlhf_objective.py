@@ -73,7 +73,7 @@ def _read_kl(source: SettingsReader) -> dict[str, Any]:
         "beta": source.take("algo.kl.init_coef", float, 0.01),
         "kl_estimator": source.take("algo.kl.estimator", str, "k1"),
         "kl_placement": "loss" if in_loss else "reward_to_go",
-        "kl_clip": 10.0,
+        "kl_kwargs.clip": 10.0,
         "kl_in_baseline": False,
     }
     if in_loss:
@@ -81,7 +81,7 @@ def _read_kl(source: SettingsReader) -> dict[str, Any]:
     target = source.take("algo.kl.target", float)
     if target is not None and not in_loss and read["beta"]:
         horizon = source.take("algo.kl.horizon", int, 10000)
-        read |= {"kl_target": target, "kl_horizon": horizon}
+        read |= {"kl_kwargs.target": target, "kl_kwargs.horizon": horizon}
     source.leave("algo.kl.horizon", "it acts with kl.target only")
     return read
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from rloo.addons.importers.known_keys import Known, is_known, may_be_group_size, unknown
 from rloo.addons.importers.shell_expansion import is_resolved
 from rloo.config.compat.aliases import our_name
-from rloo.config.config import option_types
+from rloo.config.compat.parser_fields import option_types
 from rloo.config.fields import coerce, not_null
+from rloo.config.kwargs_options import KWARGS, key_types
 from rloo.config.yaml_io import read_value
 
 # Reasons that several systems share.
@@ -109,7 +110,7 @@ class SettingsReader:
         options: dict[str, Any] = {}
         for key, default in same.items():
             ours = self._names.get(key) or our_name(key)
-            value = self.take(key, not_null(option_types()[ours]), default)
+            value = self.take(key, not_null(_kind_of(ours)), default)
             if value is not None:  # another key may have set it
                 options[ours] = value
         return options
@@ -280,3 +281,24 @@ def _computed(function: Callable[..., float], parts: list[str]) -> Any:
     except (ValueError, ZeroDivisionError):
         return _UNKNOWN
     return int(result) if result == int(result) else result
+
+
+def _kind_of(name: str) -> Any:
+    """The type of an option, of the key of a mapping (`kl_kwargs.clip`), or of a word of a list
+    (`offload.optimizer`)."""
+    option, dot, key = name.partition(".")
+    if not dot:
+        return option_types()[name]
+    return key_types(option)[key] if option in KWARGS else bool
+
+
+def nested(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` with `option.key` in mappings, and `offload.optimizer` in a list."""
+    made = {name: value for name, value in options.items() if "." not in name}
+    for name in options.keys() - made.keys():
+        option, _, key = name.partition(".")
+        if option in KWARGS:
+            made[option] = {**(made.get(option) or {}), key: options[name]}
+        elif options[name]:
+            made[option] = [*made.get(option, ()), key]
+    return made

@@ -58,5 +58,6 @@ def in_our_form(
         unlike = {name: v for name, v in arguments.items() if v != ARGUMENTS[name]}
         return {**read, "estimator_kwargs": unlike or None}
     source.notes.append("preset areal stands for no more than that any KL is allowed")
-    parts = {name: value for name, value in BASE.items() if name not in options}
+    parts = {n: value for n, value in BASE.items() if n not in options and n != "kl_kwargs"}
+    parts["kl_kwargs.clip"] = None
     return {**parts, "preset": "areal", **read, "estimator_kwargs": ARGUMENTS | arguments}

@@ -19,11 +19,12 @@ from rloo.addons.importers.settings_reader import ImportResult, SettingsReader
 from rloo.addons.importers.shell import read_flags
 from rloo.addons.importers.source_file import find_file, read_launch
 from rloo.config.compat.aliases import ALIASES, LOSSES, resolve
+from rloo.config.compat.parser_fields import option_types
 from rloo.config.compat.recipes import SCRIPTS, as_options, is_open_r1, refuse_other
+from rloo.config.compat.trl_compatible_options import known_names
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
-from rloo.config.config import option_types
 from rloo.config.fields import coerce
-from rloo.config.parsing import known_names, read_config_file
+from rloo.config.parsing import read_config_file
 from rloo.config.yaml_io import read_value
 
 _MARK = re.compile(r"rloo|grpo|(?:.*/)?\w*(?:rloo|grpo)\w*\.py")

@@ -59,7 +59,7 @@ _NAMES = {
     f"{_MODEL}enable_activation_offload": "activation_offloading", f"{_ROLLOUT}top_p": "top_p",
     "data.shuffle": "shuffle_dataset", "data.apply_chat_template_kwargs": "chat_template_kwargs",
     f"{_ACTOR}ppo_epochs": "num_iterations", f"{_OPTIM}weight_decay": "weight_decay",
-    f"{_ACTOR}fsdp_config.optimizer_offload": "offload_optimizer",
+    f"{_ACTOR}fsdp_config.optimizer_offload": "offload.optimizer",
     f"{_ACTOR}fsdp_config.seed": "seed", "trainer.total_epochs": "num_train_epochs",
     "trainer.project_name": "project", "trainer.experiment_name": "run_name",
     "trainer.default_local_dir": "output_dir",
@@ -111,7 +111,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
         "actor_rollout_ref.ref.",
     ),
     "a completion is one turn": (f"{_ROLLOUT}multi_turn", f"{_ROLLOUT}agent", "data.tool_config"),
-    "evaluation is sampled as training is, and greedily (eval_temperature)": (
+    "evaluation is sampled as training is, and greedily (eval_kwargs.temperature)": (
         f"{_ROLLOUT}val_kwargs",
     ),
     ENGINES: (_ROLLOUT, "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.rollout_manager"),
@@ -292,8 +292,8 @@ def _read_run(source: SettingsReader, each: int, evaluated: bool) -> dict[str, A
     elif mode == "resume_path":
         read["resume_from_checkpoint"] = source.take("trainer.resume_from_path", str)
     if source.take(f"{_ROLLOUT}val_kwargs.do_sample", bool, False):
-        sampled = (("n", "num_generations_eval"), ("temperature", "eval_temperature"),
-                   ("top_p", "eval_top_p"))  # fmt: skip
+        sampled = (("n", "num_generations_eval"), ("temperature", "eval_kwargs.temperature"),
+                   ("top_p", "eval_kwargs.top_p"))  # fmt: skip
         for key, ours in sampled:
             value = source.take(f"{_ROLLOUT}val_kwargs.{key}", float)
             if value == 0 and key == "temperature":

@@ -130,8 +130,8 @@ def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, 
         read = {"beta": source.take(reward_key, float, 0.001), "kl_placement": placement}
         kind = source.take(kinds["reward"], str, "kl")
         if source.take("algorithm.kl_ctrl.type", str, "fixed") == "adaptive":
-            read["kl_target"] = source.take("algorithm.kl_ctrl.target_kl", float, 0.1)
-            read["kl_horizon"] = source.take("algorithm.kl_ctrl.horizon", int, 10000)
+            read["kl_kwargs.target"] = source.take("algorithm.kl_ctrl.target_kl", float, 0.1)
+            read["kl_kwargs.horizon"] = source.take("algorithm.kl_ctrl.horizon", int, 10000)
     elif in_loss:
         read = {"beta": source.take(loss_key, float, 0.001), "kl_placement": "loss"}
         kind = source.take(kinds["loss"], str, "low_var_kl")
@@ -149,7 +149,7 @@ def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, 
         read["kl_estimator"] = (
             kind.removesuffix("+").replace("low_var_kl", "k3").replace("kl", "k1")
         )
-    return read | ({"kl_clip": 10.0} if read["kl_estimator"] == "k3" else {})
+    return read | ({"kl_kwargs.clip": 10.0} if read["kl_estimator"] == "k3" else {})
 
 
 def _read_weights(source: SettingsReader) -> dict[str, Any]:

@@ -105,11 +105,11 @@ def make_job(
     if cluster.scorers:
         score = f"{RLOO} worker score {folder}"
         others.append(_role("scorer", cluster.scorers, score, training))
-        extra = ["--reward_workers", str(cluster.scorers), *extra]
+        extra = ["--async_kwargs.reward_workers", str(cluster.scorers), *extra]
     placed = {role.name for role in others} & {"sampler", "scorer"}
     if placed:
         word = "both" if len(placed) == 2 else "sample" if "sampler" in placed else "score"
-        extra = ["--remote_workers", word, *extra]
+        extra = ["--async_kwargs.remote_workers", word, *extra]
     train = f"{RLOO} train {line}"
     trainer = _role("trainer", cluster.trainers, train, training, min(1, cluster.gpus_per_node))
     known = ["http://server:8000"] if extra and extra[-1].endswith("_url") else []
@@ -165,9 +165,13 @@ def _check(cluster: Cluster, config: RLOOConfig) -> None:
             f"num_processes is {config.num_processes} and trainer_gpus is {cluster.trainers}; "
             "leave num_processes out of what is launched (num_processes)"
         )
-    for name in ("sampler_processes", "remote_workers", "vllm_server_base_url"):
-        if getattr(config, name) is not None:
+    for name, value in (
+        ("sampler_processes", config.sampler_processes),
+        ("async_kwargs.remote_workers", config.async_options.remote_workers),
+        ("vllm_server_base_url", config.vllm_server_base_url),
+    ):
+        if value is not None:
             raise ValueError(
-                f"{name} is {getattr(config, name)}; it follows from what is placed where: leave "
+                f"{name} is {value}; it follows from what is placed where: leave "
                 f"it out of what is launched ({name}; engine_gpus, scorers)"
             )

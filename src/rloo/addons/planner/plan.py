@@ -172,7 +172,7 @@ def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
         "weights": memory_estimate.weight_bytes(policy.model),
         "gradients": memory_estimate.gradient_bytes(policy),
         "optimizer": 0
-        if policy.config.offload_optimizer
+        if "optimizer" in policy.config.offload
         else memory_estimate.optimizer_bytes(policy),
         "reference": 0
         if reference is None

@@ -76,8 +76,10 @@ def _fsdp() -> dict[str, Any]:
             options["state_dict_type"] = _STATE[said]
         elif name in ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"):
             if said == "true":
-                offloads = name == "FSDP_OFFLOAD_PARAMS"
-                options["offload_params" if offloads else "gradient_checkpointing"] = True
+                if name == "FSDP_OFFLOAD_PARAMS":
+                    options["offload"] = ["params"]
+                else:
+                    options["gradient_checkpointing"] = True
         elif name not in _FSDP_AS_HERE:
             _refuse(name, value, "it is unknown here")
         else:

@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from rloo.config.compat import retired
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT, refuse, warn_without_effect
 from rloo.config.fields import ConfigErrors, coerce, suggest
+from rloo.config.kwargs_options import KWARGS, read_kwargs
 
 _MOST_FAULTS = 20
 # The completions of an optimizer step over all devices: num_prompts times num_generations, which
@@ -104,14 +106,13 @@ _NAMES: dict[str, dict[str, str]] = {
         "actor_rollout_ref.actor.optim.lr": "learning_rate",
         "actor_rollout_ref.actor.clip_ratio_c": "delta",
         "actor_rollout_ref.actor.entropy_coeff": "entropy_coef",
-        "algorithm.use_kl_in_reward": "kl_placement", "algorithm.kl_ctrl.target_kl": "kl_target",
-        "algorithm.kl_ctrl.horizon": "kl_horizon", "data.max_prompt_length": "max_prompt_length",
+        "algorithm.use_kl_in_reward": "kl_placement", "data.max_prompt_length": "max_prompt_length",
         "data.max_response_length": "max_completion_length",
     },
     "torchrun": {"nproc_per_node": "num_processes"},
     "OpenRLHF": {
         "algo.kl.init_coef": "beta", "algo.kl.estimator": "kl_estimator",
-        "algo.kl.target": "kl_target", "algo.kl.horizon": "kl_horizon", "actor.dual_clip": "delta",
+        "actor.dual_clip": "delta",
         "actor.entropy_coef": "entropy_coef", "rollout.n_samples_per_prompt": "num_generations",
     },
 }  # fmt: skip
@@ -279,15 +280,14 @@ def resolve(
     options: Mapping[str, Any], hints: Mapping[str, Any], *, where: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """`options` under our own names, each value of its type in `hints`; `where` says where one was
-    written. Raises ValueError listing every unknown option with the nearest known one; for a
-    refused option; for a wrong value; and when two names of one option differ in value. All faults
-    are told at once."""
+    written. Old names are read in their new form (`retired`). Raises ValueError listing every
+    unknown option with the nearest known one; for a refused option; for a wrong value; and when
+    two names of one option differ in value. All faults are told at once."""
     where = where or {}
-    options = _in_order(options)
-    known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT]
+    options, faults = retired.current_form(_in_order(options), where)
+    known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT, *retired.NAMES]
     resolved: dict[str, Any] = {}
     source: dict[str, str] = {}
-    faults = []
     for name, value in options.items():
         try:
             if name not in known:
@@ -307,6 +307,8 @@ def resolve(
             convert = CONVERSIONS.get(name) or _READINGS.get(name)
             value = convert(name, value) if convert else value
             value = coerce(name, hints[ours], value)
+            if ours in KWARGS and value is not None:
+                value = read_kwargs(ours, value)
             if ours in resolved and resolved[ours] != value:
                 raise ValueError(
                     f"{source[ours]} is {resolved[ours]!r} and {name} is {value!r}; "

@@ -174,7 +174,8 @@ def complete(options: TrainingOptions) -> dict[str, Any]:
 def division_named(options: TrainingOptions) -> str:
     """How weights are divided, and what of it is in host memory, in words."""
     if options.parallel not in STAGES:
-        return f"{options.parallel}{', offload_params' if options.offload_params else ''}"
+        moved = ", offload params" if "params" in options.offload else ""
+        return f"{options.parallel}{moved}"
     zero = complete(options)["zero_optimization"]
     return ", ".join([f"{options.parallel} (DeepSpeed)", *(n for n in _OFFLOADS if n in zero)])
 

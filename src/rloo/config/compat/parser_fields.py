@@ -8,20 +8,19 @@ import typing
 from collections.abc import Iterator
 from dataclasses import InitVar, make_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from rloo.config.compat.aliases import SECOND_FIELDS, our_name
-from rloo.config.compat.training_arguments_mixin import TrainingArgumentsMixin
 from rloo.config.compat.unsupported import NOT_OF_RLOO_CONFIG, REFUSED, WITHOUT_EFFECT
 from rloo.config.fields import default_of, option_field
-from rloo.config.options import LORA, QUANTISATION
-from rloo.config.vllm_options import OPTIONS, VLLMOptions
+from rloo.config.options import LORA, OPTIONS, QUANTISATION, TrainingOptions
 
+Options = TypeVar("Options", bound=TrainingOptions)
 # Options that are no part of `args` in TRL: its scripts parse them beside it, by ModelConfig,
 # ScriptArguments or classes of their own, whose flags have the same names.
 OF_SCRIPTS = {
     "model", "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "reward",
-    *(option.name for subject in (LORA, QUANTISATION) for option in subject.fields_of(VLLMOptions)),
+    *(option.name for about in (LORA, QUANTISATION) for option in about.fields_of(TrainingOptions)),
 }  # fmt: skip
 # TRL's option that is refused or idle here -> (its default, help)
 _OTHERS: dict[str, tuple[Any, str]] = {
@@ -33,22 +32,19 @@ _OTHERS: dict[str, tuple[Any, str]] = {
 @cache
 def option_types() -> dict[str, Any]:
     """Our option names and their annotations, in the order of declaration."""
-    return typing.get_type_hints(VLLMOptions)
+    return typing.get_type_hints(TrainingOptions)
 
 
-def parser_fields() -> type:
-    """The options as a dataclass whose fields are TRL's and our own, each of a type that a parser
-    takes. Those of scripts are InitVars, which parsers do not see and `dataclasses.replace` takes.
-    """
-    return make_dataclass(
-        "_Parsed",
-        _fields(),
-        bases=(TrainingArgumentsMixin,),
-        init=False,
-        repr=False,
-        eq=False,
-        kw_only=True,
+def shown_to_parsers(kind: type[Options]) -> type[Options]:
+    """`kind`, a base of RLOOConfig, with the fields that parsers make flags of: TRL's and our own,
+    each of a type that a parser takes. Those of scripts are InitVars, which parsers do not see and
+    `dataclasses.replace` takes. Type checkers and editors go on to see `TrainingOptions`."""
+    shown = make_dataclass(
+        "Shown", _fields(), bases=(TrainingOptions,), init=False, repr=False, eq=False, kw_only=True
     )
+    kind.__annotations__ = kind.__annotations__ | shown.__annotations__
+    kind.__dataclass_fields__ = shown.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind
 
 
 def _fields() -> Iterator[tuple[str, Any, Any]]:

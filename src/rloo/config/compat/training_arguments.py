@@ -9,7 +9,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.compat.aliases import READ_AS
-from rloo.config.config import RLOOConfig, option_types, own_attributes, own_fields
+from rloo.config.compat.parser_fields import option_types
+from rloo.config.compat.trl_compatible_options import own_fields
+from rloo.config.config import RLOOConfig, own_attributes
 from rloo.config.fields import suggest
 from rloo.config.launcher_env import is_launched, unseen
 

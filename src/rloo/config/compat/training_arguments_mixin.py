@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rloo.config.launcher_env import unseen
-from rloo.config.vllm_options import VLLMOptions
+from rloo.config.options import TrainingOptions
 from rloo.distributed import device_here, process_count, process_rank, rank_here
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers.training_args import ParallelMode
 
 
-class TrainingArgumentsMixin(VLLMOptions):
+class TrainingArgumentsMixin(TrainingOptions):
     """The options, and what TrainingArguments says of the process and of itself. Only what is about
     devices or other processes imports torch."""
 

@@ -154,7 +154,7 @@ _IDLE: dict[str, dict[str, Any]] = {
 _ASKED: dict[str, tuple[Any, str]] = dict.fromkeys(
     ("do_train", "do_eval", "do_predict"),
     (False, "scripts ask for it; eval_strategy and the command decide what is done"),
-)
+) | {"disable_dropout": (False, "dropout is off in every pass here")}
 
 # option -> (its default in TRL or transformers, why it cannot matter here)
 WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {

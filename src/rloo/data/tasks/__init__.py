@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rloo.config.reasoning_gym_options import GymOptions, is_gym
+from rloo.config.options import TrainingOptions
+from rloo.config.reasoning_gym_options import is_gym
 from rloo.data.tasks.countdown import base_model_path, make_problems
 
 if TYPE_CHECKING:
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
 EMBEDDED = "countdown"
 
 
-def load_task_rows(name: str, split: str, options: GymOptions | None = None) -> Dataset | None:
+def load_task_rows(name: str, split: str, options: TrainingOptions | None = None) -> Dataset | None:
     """The "train" or "heldout" rows of the embedded task, or of `gym:NAME`, as `options` (or
     the defaults) want them; None for a name of neither."""
     if is_gym(name):
         from rloo.addons.integrations.reasoning_gym.gym_dataset import load_gym_rows
 
-        return load_gym_rows(name, split, options or GymOptions())
+        return load_gym_rows(name, split, options or TrainingOptions())
     if name != EMBEDDED:
         return None
     from datasets import Dataset  # here, so that names can be checked in no time

@@ -93,7 +93,7 @@ def check_sampling(sampling: Sampling) -> None:
     if not sampling.greedy and not COLDEST <= sampling.temperature <= HOTTEST:
         raise ValueError(
             f"temperature is {sampling.temperature:g}; vLLM samples from {COLDEST} to {HOTTEST:g} "
-            "(temperature, eval_temperature)"
+            "(temperature, eval_kwargs.temperature)"
         )
 
 

@@ -115,7 +115,7 @@ async def _require_routes(client: VLLMClient, wanted: ServerConfig, refuse: Any)
     if wanted.tells and TOKENS_ROUTE not in paths:
         raise refuse(
             f"has no route {TOKENS_ROUTE}, which alone tells whose weights sampled each token, and "
-            "partial_rollouts is true"
+            "async_kwargs.partial_rollouts is true"
         )
     return set(paths)
 

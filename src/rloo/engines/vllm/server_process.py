@@ -95,7 +95,8 @@ class ServerConfig:
         if shutil.which(self.executable[0]) is None:
             raise ValueError(
                 f"there is no program {self.executable[0]}; vLLM is installed by "
-                f"{install('vllm')}, or in an environment of its own (use_vllm, vllm_executable)"
+                f"{install('vllm')}, or in an environment of its own (use_vllm, "
+                "engine_kwargs.executable)"
             )
 
     def line(self, host: str = HERE, port: int = 8000) -> str:

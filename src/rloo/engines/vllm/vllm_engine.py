@@ -182,7 +182,9 @@ class VLLMEngine:
                     wanted.expected.append(ours)
             elif self._open.fleet:
                 fact = f"gives log-probs {apart:.3g} away from the trainer's after loading"
-                self._call(self._open.fleet.lose, url, f"{fact} {wanted.label} (vllm_tolerance)")
+                self._call(
+                    self._open.fleet.lose, url, f"{fact} {wanted.label} (engine_kwargs.tolerance)"
+                )
         return self._source.world.broadcast_object(bool(wanted.expected))
 
     def _require_adapters(self) -> None:
@@ -210,7 +212,7 @@ class VLLMEngine:
                 raise ValueError(
                     f"{url} was given an adapter that moves log-probs by {moved:.3g}, and what it "
                     f"serves are {how}, {apart:.3g} away: it does not apply the adapter "
-                    "(lora_target_modules, vllm_merge_adapter)"
+                    "(lora_target_modules, engine_kwargs.merge_adapter)"
                 )
 
     def _write(self, name: int | str, write: Callable[[Path | None], None]) -> Path:

@@ -87,7 +87,7 @@ def test_options_of_a_run_are_left_to_it():
 
 
 def test_no_option_of_a_plan_is_one_of_a_run():
-    from rloo.config.config import option_types
+    from rloo.config.compat.parser_fields import option_types
 
     assert not set(OPTIONS) & set(option_types())
 

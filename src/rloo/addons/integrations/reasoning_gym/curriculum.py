@@ -136,7 +136,8 @@ class Curriculum:
         if [tuple(values[:2]) for values in saved] != [cell.name for cell in self._cells]:
             raise ValueError(
                 "the saved position has no pass rates of these tasks and levels; resume with the "
-                "dataset and the curriculum of the run (gym_curriculum, resume_from_checkpoint)"
+                "dataset and the curriculum of the run (dataset_kwargs.curriculum, "
+                "resume_from_checkpoint)"
             )
         self.drawn = state["drawn"]
         for cell, (_, _, drawn, passed, scored, is_open) in zip(self._cells, saved, strict=True):
@@ -145,22 +146,25 @@ class Curriculum:
 
 
 def with_curriculum(source: Prompts, config: RLOOConfig) -> Prompts:
-    """The same prompts, drawn by a curriculum where `gym_curriculum` asks for it. Raises ValueError
-    for prompts that are not of `gym:NAME`."""
-    if not config.gym_curriculum:
+    """The same prompts, drawn by a curriculum where `dataset_kwargs.curriculum` asks for it.
+    Raises ValueError for prompts that are not of `gym:NAME`."""
+    if not config.dataset_options.curriculum:
         return source
     if not isinstance(source, PromptDataset):
-        raise ValueError("gym_curriculum is true and the dataset is a stream (gym_curriculum)")
+        raise ValueError(
+            "dataset_kwargs.curriculum is true and the dataset is a stream "
+            "(dataset_kwargs.curriculum)"
+        )
     tasks, levels = (source.values(column).values() for column in ("task", "level"))
     cells = list(map(TaskLevel, tasks, levels))
     weights = weights_of(str(config.dataset))
     if unknown := {cell.task for cell in cells} - weights.keys():
         raise ValueError(
-            f"gym_curriculum is true and the prompts are of {min(unknown)}, which {config.dataset} "
-            "does not name (gym_curriculum, dataset)"
+            f"dataset_kwargs.curriculum is true and the prompts are of {min(unknown)}, which "
+            f"{config.dataset} does not name (dataset_kwargs.curriculum, dataset)"
         )
     seed = config.seed if config.data_seed is None else config.data_seed
-    source.set_sampler(Curriculum(cells, weights, seed, config.pass_threshold))
+    source.set_sampler(Curriculum(cells, weights, seed, config.eval_options.pass_threshold))
     return source
 
 

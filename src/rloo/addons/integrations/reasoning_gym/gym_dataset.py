@@ -11,7 +11,8 @@ from datasets import Dataset, Features, Value
 
 from rloo.addons.integrations.reasoning_gym.gym_tasks import Problem, problems
 from rloo.addons.integrations.reasoning_gym.task_names import check_names
-from rloo.config.reasoning_gym_options import GymOptions, task_options, weights_of
+from rloo.config.options import TrainingOptions
+from rloo.config.reasoning_gym_options import task_options, weights_of
 
 # One problem in so many is held out, by its text, whatever the seed and the sizes are.
 _ONE_IN = 5
@@ -30,13 +31,13 @@ class TaskLevel(NamedTuple):
     level: int | None
 
 
-def load_gym_rows(name: str, split: str, options: GymOptions) -> Dataset:
+def load_gym_rows(name: str, split: str, options: TrainingOptions) -> Dataset:
     """The "train" or "heldout" rows of `gym:NAME[,NAME:weight...]`.
 
     Columns: `prompt` (the question), `answer` (the library's own, or None), `task`, `level` (None
-    without `gym_levels`), and `entry`, by which the reward `gym` scores. A row is a function of
-    (gym_seed, split, task, level, number in it). Tasks have rows in proportion to their weights,
-    those of a task are the same number at each level, and they alternate, so that the first rows
+    without levels), and `entry`, by which the reward `gym` scores. A row is a function of
+    (seed, split, task, level, number in it). Tasks have rows in proportion to their weights, those
+    of a task are the same number at each level, and they alternate, so that the first rows
     are in these proportions too. No problem is in both splits. Raises ValueError for another split,
     for what `check_names` refuses, and where there are too few rows or different problems.
     """
@@ -61,13 +62,15 @@ def load_gym_rows(name: str, split: str, options: GymOptions) -> Dataset:
     return Dataset.from_list([row for *_, row in rows], features=_FEATURES)
 
 
-def _counts(weights: Mapping[str, float], options: GymOptions, split: str) -> dict[TaskLevel, int]:
+def _counts(
+    weights: Mapping[str, float], options: TrainingOptions, split: str
+) -> dict[TaskLevel, int]:
     """How many rows each task has at each level: what is left over by rounding down goes to those
     that have lost most."""
-    total = options.gym_size
+    total = options.dataset_options.size
     if split == "heldout":
         total = min(total, MOST_HELD_OUT)
-    levels: list[int] | list[None] = options.gym_levels or [None]
+    levels: list[int] | list[None] = options.dataset_options.levels or [None]
     shares = {
         TaskLevel(task, level): total * weight / (sum(weights.values()) * len(levels))
         for task, weight in weights.items()
@@ -81,17 +84,18 @@ def _counts(weights: Mapping[str, float], options: GymOptions, split: str) -> di
         task, level = none[0]
         at = "" if level is None else f" at level {level}"
         raise ValueError(
-            f"gym_size is {options.gym_size}, of which {task}{at} would have no problem in the "
-            f"split {split}; each task needs at least 1 at each level (gym_size, weights)"
+            f"dataset_kwargs.size is {options.dataset_options.size}, of which {task}{at} would "
+            f"have no problem in the split {split}; each task needs at least 1 at each level "
+            "(dataset_kwargs.size, weights)"
         )
     return counts
 
 
 def _chosen(
-    cell: TaskLevel, split: str, options: GymOptions, config: Mapping[str, Any], count: int
+    cell: TaskLevel, split: str, options: TrainingOptions, config: Mapping[str, Any], count: int
 ) -> Iterator[Problem]:
     """The first `count` problems of a cell that belong to the split."""
-    key = f"{options.gym_seed} {split} {cell.task} {cell.level}"
+    key = f"{options.dataset_options.seed} {split} {cell.task} {cell.level}"
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little")
     # Where there are enough different problems, this many contain enough of a split with near
     # certainty.
@@ -106,7 +110,8 @@ def _chosen(
     at = "" if cell.level is None else f" at level {cell.level}"
     raise ValueError(
         f"of {tried} problems of {cell.task}{at} only {found} are for the split {split}, and "
-        f"{count} are needed: it has too few different ones (gym_size, gym_levels, gym_config)"
+        f"{count} are needed: it has too few different ones (dataset_kwargs.size, "
+        "dataset_kwargs.levels, dataset_kwargs.config)"
     )
 
 

@@ -89,8 +89,8 @@ def problems_of(
     except (AssertionError, TypeError, ValueError) as error:
         at = "" if level is None else f" at level {level}"
         raise ValueError(
-            f"the task {task}{at} does not take the options {dict(options)}: {error} (gym_levels, "
-            "gym_config)"
+            f"the task {task}{at} does not take the options {dict(options)}: {error} "
+            "(dataset_kwargs.levels, dataset_kwargs.config)"
         ) from error
 
 
@@ -116,7 +116,7 @@ def problems(
     if failed is not None and not made:
         raise ValueError(
             f"reasoning-gym made none of {size} problems of {json.dumps(head)}: {failed!r} "
-            "(gym_levels, gym_config)"
+            "(dataset_kwargs.levels, dataset_kwargs.config)"
         ) from failed
 
 

@@ -7,10 +7,11 @@ import sys
 from rloo.addons.integrations.reasoning_gym import gym_tasks
 from rloo.config.fields import suggest
 from rloo.config.optional_packages import install
-from rloo.config.reasoning_gym_options import GymOptions, task_options, weights_of
+from rloo.config.options import TrainingOptions
+from rloo.config.reasoning_gym_options import task_options, weights_of
 
 
-def check_names(name: str, options: GymOptions) -> None:
+def check_names(name: str, options: TrainingOptions) -> None:
     """Raise ValueError for tasks in a dataset's name that reasoning-gym does not have, options that
     a task does not have or take, levels beyond its last, and where the library is not there."""
     try:
@@ -36,15 +37,17 @@ def check_names(name: str, options: GymOptions) -> None:
         for option in configs.get(task, {}):
             if option not in names:
                 raise ValueError(
-                    f"gym_config: the task {task} has no option {option}{suggest(option, names)} "
-                    f"(it has {', '.join(names)}) (gym_config)"
+                    f"dataset_kwargs.config: the task {task} has no option "
+                    f"{option}{suggest(option, names)} (it has {', '.join(names)}) "
+                    "(dataset_kwargs.config)"
                 )
-        levels: list[int] | list[None] = options.gym_levels or [None]
+        levels: list[int] | list[None] = options.dataset_options.levels or [None]
         count = gym_tasks.num_levels(task)
         for level in levels:
             if level is not None and level >= count:
                 has = f"levels 0 to {count - 1}" if count else "no levels"
                 raise ValueError(
-                    f"gym_levels has {level} and the task {task} has {has} (gym_levels)"
+                    f"dataset_kwargs.levels has {level} and the task {task} has {has} "
+                    "(dataset_kwargs.levels)"
                 )
             gym_tasks.problems_of(task, level, configs.get(task, {}), seed=0, size=1)

@@ -94,7 +94,7 @@ def advice(plan: GPUPlan) -> list[str]:
         options += " --rollout_engine vllm_server"
         options += f" --vllm_tensor_parallel_size {at.parallel}" if at.parallel > 1 else ""
     if at.staleness:
-        options += f" --max_staleness {at.staleness} --partial_rollouts true"
+        options += f" --max_staleness {at.staleness} --async_kwargs.partial_rollouts true"
     lines = [f"take     {plan.chosen}: {options}"]
     fits = most_samples(job, one)
     lines.append(

@@ -61,7 +61,11 @@ def dry_run(config: RLOOConfig, folder: Path) -> RecordedRun:
     prompts = rollouts.prompts.next(parts.batches.prompts_per_rollout)
     facts = facts_of(parts, trainer._eval_prompts)
     tried = partial(
-        answered_prompts, trainer.rewards, prompts, trainer.state, config.pass_threshold
+        answered_prompts,
+        trainer.rewards,
+        prompts,
+        trainer.state,
+        config.eval_options.pass_threshold,
     )
     answered = attempt("whether prompts hold their answers", tried, None, parts.monitor.note)
     for _ in range(ROLLOUTS):

@@ -1,0 +1,182 @@
+"""What scripts written for TRL do with their options besides naming ours, as one base class:
+aliases, TRL's options without effect, assignment, inheritance, parsers of dataclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from rloo.config.compat import deepspeed_config, retired
+from rloo.config.compat.accelerate_env import launched_options
+from rloo.config.compat.aliases import (
+    ALIASES,
+    CONVERSIONS,
+    GLOBAL_BATCH,
+    READ_AS,
+    hint_of_grpo,
+    resolve,
+    with_prompts,
+)
+from rloo.config.compat.generation_kwargs import sampling_options
+from rloo.config.compat.parser_fields import ConfigSignature, option_types, shown_to_parsers
+from rloo.config.compat.training_arguments_mixin import TrainingArgumentsMixin, setter_of
+from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
+from rloo.config.fields import ConfigErrors, default_of, suggest
+from rloo.config.options import DEFAULT_GROUP, OPTIONS
+from rloo.config.presets import over_preset
+from rloo.config.validation import out_of_range
+
+# The options that say how long a run is: they may be assigned after a trainer has taken the others.
+LENGTH = ("max_steps", "num_train_epochs")
+
+
+@shown_to_parsers
+class TRLCompatibleOptions(TrainingArgumentsMixin):
+    """The base of RLOOConfig, and the only place where it is more than a dataclass.
+
+    The decorator `dataclass` writes `__init__`, `__eq__` and `__repr__` unless a class has its own;
+    `__init_subclass__` gives those of its base to each subclass, so that a script's dataclass takes
+    every name that RLOOConfig takes.
+    """
+
+    _fixed = False
+    _checked: dict[str, Any] | None = None
+    _named = frozenset[str]()
+    __signature__ = ConfigSignature()
+
+    def __init__(self, output_dir: str | None = None, **options: Any) -> None:
+        if output_dir is not None:
+            options["output_dir"] = output_dir
+        given, own = self._given(options)
+        changed = resolve(_changed_defaults(type(self)), option_types())
+        named = changed | resolve(given, option_types())
+        values = over_preset(named)
+        values = with_prompts({"num_generations": DEFAULT_GROUP, **values})
+        hint_of_grpo(given)
+        values |= sampling_options(values.get("generation_kwargs"))
+        values |= launched_options(values)
+        values |= deepspeed_config.options_of(values)
+        defaults = {option.name: default_of(option) for option in (*fields(self), *OPTIONS)}
+        vars(self).update(defaults | _idle_of(given) | own | values, _named=frozenset(named))
+        if missing := [name for name, value in vars(self).items() if value is MISSING]:
+            raise TypeError(f"{type(self).__name__} needs {', '.join(missing)}")
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """RLOOConfig derives and checks."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in ("__init__", "__eq__", "__repr__"):
+            if name not in vars(cls):
+                setattr(cls, name, getattr(cls, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in own_fields(type(self)) or (
+            name not in known_names() and (hasattr(type(self), name) or is_own(name))
+        ):
+            object.__setattr__(self, name, value)
+            return
+        if name in retired.NAMES:
+            name, value = retired.assigned(self, name, value)
+            if not name:
+                return
+        taken = vars(self).get("_taken")
+        if name not in LENGTH and (self._fixed or (taken is not None and taken.training)):
+            raise ValueError(cannot_change(name))
+        if name == "preset":
+            raise ValueError(
+                "preset cannot be assigned; give it when the options are made, "
+                "RLOOConfig(preset=...), because it sets the defaults of others"
+            )
+        resolved = resolve({name: value}, option_types())
+        if GLOBAL_BATCH in resolved:
+            group = {"num_generations": self.num_generations}
+            resolved = with_prompts(resolved | group)
+        if taken is not None:
+            taken.take(resolved)
+        named = self._named | resolved.keys()
+        vars(self).update(resolved | _idle_of({name: value}), _named=named)
+
+    def __getattr__(self, name: str) -> Any:
+        # Scripts written for TRL read options that are refused here, or idle (`if
+        # args.dtype:`), by the names that they have there.
+        if name in READ_AS:
+            return READ_AS[name](self)
+        if name.startswith("set_"):  # TrainingArguments' own, which assign options
+            return setter_of(self, name)
+        if name in REFUSED and REFUSED[name][0]:
+            return REFUSED[name][0][0]
+        if name in WITHOUT_EFFECT:
+            return WITHOUT_EFFECT[name][0]
+        if name == GLOBAL_BATCH:
+            return self.per_device_train_batch_size  # as in TrainingArguments
+        if name in ALIASES and name not in CONVERSIONS:
+            return getattr(self, ALIASES[name][0])
+        if name in retired.NAMES:
+            return retired.value_of(self, name)
+        raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
+
+    def _given(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Of `options` those that are ours, and those of a subclass's own fields. A parser of
+        dataclasses gives every field that it sees, so that what is at its default was not asked
+        for: a preset may set it."""
+        defaults = {field.name: default_of(field) for field in fields(self)}
+        if options.keys() == defaults.keys():
+            options = {name: v for name, v in options.items() if v != defaults[name]}
+        own = {n: value for n, value in options.items() if n in own_fields(type(self))}
+        return {n: value for n, value in options.items() if n not in own}, own
+
+
+@dataclass
+class AssignedOptions:
+    """The values assigned to the options that a trainer was given, since it has a copy of them."""
+
+    asked: dict[str, Any] = field(default_factory=dict)
+    training: bool = False
+
+    def take(self, values: Mapping[str, Any]) -> None:
+        """Raises ValueError for a value out of range."""
+        if faults := [f"{n} is {v}; it {rule}" for n, v, rule in out_of_range(values)]:
+            raise ConfigErrors(faults)
+        self.asked.update(values)
+
+
+def own_fields(kind: type[TRLCompatibleOptions]) -> frozenset[str]:
+    """The fields that a subclass has added, and that are no options."""
+    return frozenset(kind.__dataclass_fields__.keys() - TRLCompatibleOptions.__dataclass_fields__)
+
+
+def is_own(name: str) -> bool:
+    """Whether an attribute that a script puts on its options is like none of them: it is the
+    script's, and no misspelt option."""
+    return not get_close_matches(name, known_names(), n=1, cutoff=0.8)
+
+
+@cache
+def known_names() -> tuple[str, ...]:
+    """Every name that an option may be given by, also those that are refused, idle or old."""
+    return (*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT, *retired.NAMES)
+
+
+def cannot_change(name: str) -> str:
+    """That an option belongs to a trainer."""
+    return (
+        f"{name} cannot be changed: these options belong to a trainer; give another trainer a "
+        f"copy, dataclasses.replace(args, {name}=...)"
+    )
+
+
+def _changed_defaults(kind: type[TRLCompatibleOptions]) -> dict[str, Any]:
+    """The options whose defaults a subclass has changed."""
+    ours = {option.name: default_of(option) for option in OPTIONS}
+    theirs = {field.name: default_of(field) for field in fields(kind) if field.name in ours}
+    return {name: value for name, value in theirs.items() if value != ours[name]}
+
+
+def _idle_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The options without effect among `options`, as they were given."""
+    return {name: value for name, value in options.items() if name in WITHOUT_EFFECT}

@@ -1,0 +1,192 @@
+"""The options that are mappings (`engine_kwargs`, ...): the keys of each, with type, default and
+help. A key is checked as an option is, and `config.engine_options.restarts` reads it.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from functools import cache
+from typing import Any, Literal
+
+from rloo.config.fields import ConfigErrors, coerce, default_of, suggest
+
+
+def key(default: Any, help: str) -> Any:
+    """An entry of a mapping: its default, and one sentence."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+# ruff: noqa: RUF009 - key() returns dataclasses.field(...)
+# fmt: off
+@dataclass(frozen=True, kw_only=True)
+class EngineKwargs:
+    """`engine_kwargs`: the engine that samples, and its servers."""
+
+    copy_weights: bool | None = key(None,
+        "Let the native engine copy the weights; null does so unless they are quantised.")
+    devices: list[str] | None = key(None,
+        "GPUs of the servers that a run starts, by number; null takes the trainer's own.")
+    executable: list[str] = key(["vllm"],
+        "Program that starts vLLM, or a path to that of another environment.")
+    merge_adapter: bool | None = key(None,
+        "Give servers whole models, an adapter merged in; null: where they cannot apply it.")
+    request_timeout: float = key(1200.0,
+        "Seconds that a server may take for one group of completions, or to load weights.")
+    restarts: int = key(3, "Number of times that a run starts a failed server again.")
+    serve_args: list[str] | None = key(None,
+        "Further arguments of `vllm serve`, as [--enforce-eager, --max-num-seqs, 64].")
+    tolerance: float | None = key(None,
+        "Difference of log-probs at which a server's weights count as wrong; null: 0.001 in "
+        "float32, else 0.2.")
+    weight_transfer: Literal["auto", "files", "nccl"] = key("auto",
+        "Weights reach the servers by the folder that they read (files), or over NCCL where "
+        "trainer and server have GPUs of their own, and else by the folder (auto; nccl says why).")
+    weights_dir: str | None = key(None,
+        "Folder for the weights that servers load, which they must see; null is shared memory for "
+        "those that a run starts, else `output_dir`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetKwargs:
+    """`dataset_kwargs`: problems that reasoning-gym makes (`gym:NAME`)."""
+
+    size: int = key(1000, "Problems that are made to train on; others are held out.")
+    levels: list[int] | None = key(None,
+        "Levels of difficulty, from 0, of each task's own curriculum; null takes the options that "
+        "a task has by default.")
+    config: dict[str, Any] | None = key(None,
+        "Options of tasks, {task: {option: value}}, over those of their level.")
+    seed: int = key(0, "Seed of the problems.")
+    curriculum: bool = key(False,
+        "Draw prompts by the pass rates of earlier steps: most where about half pass, and harder "
+        "levels only once easier ones do.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLKwargs:
+    """`kl_kwargs`: the bound on the KL penalty, and the control of its weight."""
+
+    clip: float | None = key(None, "Clip each token's KL estimate to this many nats on both sides.")
+    target: float | None = key(None,
+        "KL per token, in nats, that `beta` is adapted to; null keeps `beta` as it is.")
+    horizon: int = key(10000,
+        "Number of completions in which `target` changes `beta` by at most a fifth.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalKwargs:
+    """`eval_kwargs`: sampling in evaluation, where it differs from training, and what passes."""
+
+    pass_threshold: float = key(1.0,
+        "A completion passes if its first reward is at least this.")
+    temperature: float | None = key(None,
+        "Sampling temperature in evaluation; null takes that of training.")
+    top_p: float | None = key(None, "Evaluation's `top_p`; null takes that of training.")
+    top_k: int | None = key(None, "Evaluation's `top_k`; null takes that of training.")
+    max_completion_length: int | None = key(None,
+        "Longest completion in evaluation, in tokens; null takes that of training.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncKwargs:
+    """`async_kwargs`: sampling and scoring by other processes than the trainer's."""
+
+    ess_guard: bool = key(False,
+        "Multiply each step by sqrt(effective sample size / completions), by the weights of "
+        "`rollout_importance_sampling_mode`.")
+    partial_rollouts: bool = key(False,
+        "Let completions that vLLM has under way go on with new weights (`max_staleness` above 0).")
+    remote_workers: Literal["sample", "score", "both"] | None = key(None,
+        "Processes that the run waits for, not starts: `rloo worker sample OUTPUT_DIR`, anywhere; "
+        "`rloo launch` sets it.")
+    reward_workers: int | None = key(None,
+        "Processes that call reward functions; null is one for each processor, at most 8.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuKwargs:
+    """`cpu_kwargs`: the libraries that compute on a CPU."""
+
+    kernels: bool | None = key(None,
+        "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")
+    onednn: list[str] | None = key(None,
+        "CPU products by oneDNN, not MKL: packed (sampling), forward, backward (of rows), weight "
+        "(gradients of matrices); bf16, else float32's of rounded numbers; null measures.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolKwargs:
+    """`tool_kwargs`: limits on what tools return and take."""
+
+    max_response_length: int = key(20_000,
+        "Characters of what one call returns that the model sees: its head and its tail.")
+    timeout: float = key(300.0,
+        "Seconds that the tools of an episode may take in all; one that takes longer has no "
+        "reward.")
+# fmt: on
+
+
+# option -> the class of its keys
+KWARGS: dict[str, type[Any]] = {
+    "engine_kwargs": EngineKwargs,
+    "dataset_kwargs": DatasetKwargs,
+    "kl_kwargs": KLKwargs,
+    "eval_kwargs": EvalKwargs,
+    "async_kwargs": AsyncKwargs,
+    "cpu_kwargs": CpuKwargs,
+    "tool_kwargs": ToolKwargs,
+}
+
+
+@cache
+def key_types(option: str) -> dict[str, Any]:
+    """The keys of a mapping and their annotations."""
+    return typing.get_type_hints(KWARGS[option])
+
+
+def keys_of(option: str) -> dict[str, Field[Any]]:
+    """The keys of a mapping, as fields with defaults and help."""
+    return {key.name: key for key in fields(KWARGS[option])}
+
+
+def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with each value of its type. Raises ValueError for every key that there is not, with
+    the nearest, and every value of another type."""
+    hints, read, faults = key_types(option), {}, []
+    for name, value in given.items():
+        try:
+            if name not in hints:
+                raise ValueError(
+                    f"unknown key {name} of {option}{suggest(name, hints)} (it has "
+                    f"{', '.join(hints)})"
+                )
+            read[name] = coerce(f"{option}.{name}", hints[name], value)
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ConfigErrors(faults)
+    return read
+
+
+def without_defaults(
+    option: str, given: Mapping[str, Any], usual: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """`given` without the keys at their defaults, unless a preset has another value for them
+    (`usual`): equal options are then equal mappings. Null for none."""
+    defaults = {name: default_of(key) for name, key in keys_of(option).items()}
+    return {
+        name: value
+        for name, value in given.items()
+        if value != defaults[name] or usual.get(name, value) != value
+    } or None
+
+
+def flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The keys that the mappings among the options `values` have, as `option.key`."""
+    for option in KWARGS:
+        for name, value in (values.get(option) or {}).items():
+            yield f"{option}.{name}", value
