@@ -1,12 +1,24 @@
 import gc
 import os
+import re
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+HAS_ADDONS = find_spec("rloo.addons") is not None
+# Tests of what the core and add-ons do together.
+NEED_ADDONS = [
+    "addons", "engines/vllm/test_guard.py", "test_code_example.py", "test_gym_example.py",
+    "test_how_to.py", "tracking/test_run_reader.py",
+]  # fmt: skip
+collect_ignore = [] if HAS_ADDONS else NEED_ADDONS
+_ABSENT = re.compile(
+    r"needs rloo\.addons\.\w+, which is not installed|No module named 'rloo\.addons"
+)
 # Tiny models: a second OpenMP thread costs more in waiting than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,6 +59,32 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _skip_without_addons(error):
+    """Where add-ons are not installed, a test that has asked for one is skipped."""
+    if not HAS_ADDONS and _ABSENT.search(str(error)):
+        pytest.skip("needs rloo.addons")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    """Fixtures may ask for add-ons."""
+    try:
+        return (yield)
+    except Exception as error:
+        _skip_without_addons(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """Tests may ask for add-ons, in this process or another one, whose output they show."""
+    try:
+        return (yield)
+    except Exception as error:
+        _skip_without_addons(error)
+        raise
 
 
 @pytest.fixture(autouse=True)

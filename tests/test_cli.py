@@ -319,7 +319,7 @@ def test_a_launched_file_that_names_none_is_over_the_embedded_task_too(folder, c
 def test_a_server_of_a_file_that_names_no_model_has_the_embedded_one(folder, monkeypatch):
     served = []
     monkeypatch.setattr(
-        "rloo.trainer.remote_engines.serve", lambda config, model, named: served.append(model)
+        "rloo.engines.vllm.from_options.serve", lambda config, model, named: served.append(model)
     )
     Path("few.yaml").write_text("max_steps: 2\n")
     assert cli.main(["vllm-serve", "few.yaml"]) == 0 and served == ["countdown"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.engines.native.native_engine import NativeEngine
 from rloo.kernels import gpu_kernels
 from rloo.model import flash_gpu, offload

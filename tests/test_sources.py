@@ -75,7 +75,7 @@ MANY_PARAMETERS = {
 # From low to high: a module imports from its own folder and from rows below, and nothing imports in
 # a circle; imports that only a type checker sees count. docs/architecture.md has the reasons.
 ROWS = [
-    "types distributed",
+    "types distributed plugins",
     "config",
     "data",
     "rewards",
@@ -85,30 +85,12 @@ ROWS = [
     "episodes",
     "algorithm",
     "trainer",
-    "tools addons",
+    "tools addons testing",
     "cli",
     "__main__",
 ]
-# Imports of add-ons by the core, which are to be cut: none may be added.
-TO_CUT = {
-    ("rloo.data.tasks", "integrations.reasoning_gym.gym_dataset"),
-    ("rloo.episodes.environments", "integrations.openenv"),
-    ("rloo.rewards", "graders.math.gsm8k"),
-    ("rloo.rewards", "graders.math.math_reward"),
-    ("rloo.rewards", "graders.text_rewards"),
-    ("rloo.tracking.monitor", "report.doctor.doctor_command"),
-    ("rloo.tracking.monitor", "report.doctor.live_rules"),
-    ("rloo.tracking.monitor", "report.doctor.run_record"),
-    ("rloo.tracking.monitor", "report.html"),
-    ("rloo.tracking.monitor", "report.live.screen"),
-    ("rloo.tracking.run_reader", "report.doctor.run_record"),
-    ("rloo.trainer.eval_rewards", "report.doctor.run_record"),
-    ("rloo.trainer.preflight", "integrations.reasoning_gym.task_names"),
-    ("rloo.trainer.run_dir", "launch.local_ranks"),
-    ("rloo.trainer.run_dir", "report.html"),
-    ("rloo.trainer.trainer", "integrations.reasoning_gym.curriculum"),
-    ("rloo.trainer.training_loop", "report.doctor.dataset_stats"),
-}
+# The add-ons that another add-on imports. The core imports none, and names them in plugins.py only.
+AMONG_ADDONS = {("integrations", "graders")}
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}
 # The package itself imports nothing when it is loaded: what it exports is found when asked for.
 ROW_OF["rloo"] = -1
@@ -237,17 +219,59 @@ def test_imports_go_from_low_to_high():
     modules = {name_of(path) for path in source_files()}
     graph = {name_of(path): own_imports(path, modules) for path in source_files()}
     wrong = {
-        (module, other.removeprefix("rloo.addons."))
+        (module, other)
         for module, others in graph.items()
         for other in others
         if (ours := folder_of(module)) != (theirs := folder_of(other))
         and ROW_OF[theirs] >= ROW_OF[ours]
     }
-    assert wrong == TO_CUT
+    assert not wrong
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"modules import each other: {' <- '.join(error.args[1])}")
+
+
+def test_what_an_engine_can_do_is_asked_of_its_spec():
+    """Nobody decides by an engine's name."""
+    found = [
+        str(path.relative_to(SOURCE))
+        for path in source_files()
+        if 'startswith("vllm' in path.read_text(encoding="utf-8")
+    ]
+    assert not [path for path in found if not path.startswith("rloo/engines/vllm/")]
+
+
+def addon_of(module: str) -> str:
+    """The add-on that a module belongs to; "" for the core."""
+    return module.split(".")[2] if module.startswith("rloo.addons.") else ""
+
+
+def test_the_core_names_add_ons_in_one_file():
+    found = {
+        name_of(path)
+        for path in source_files()
+        if not name_of(path).startswith("rloo.addons")
+        for node in nodes(path)
+        if any(f"{name}.".startswith("rloo.addons.") for name in imported(node))
+        or (isinstance(node, ast.Constant) and "rloo.addons" in str(node.value))
+    }
+    assert found == {"rloo.plugins"}
+    heads = [name for node in nodes(SOURCE / "rloo/plugins.py") for name in imported(node)]
+    assert not [name for name in heads if name.startswith("rloo.")]
+
+
+def test_add_ons_import_public_names_of_the_core_and_each_other_by_the_table():
+    modules = {name_of(path) for path in source_files()}
+    among, private = set(), []
+    for path in source_files():
+        if own := addon_of(name_of(path)):
+            others = {addon_of(module) for module in own_imports(path, modules)}
+            among |= {(own, other) for other in others - {"", own}}
+            names = [name for node in nodes(path) for name in imported(node)]
+            private += [n for n in names if re.match(r"rloo\..*\._[a-z]", n)]
+    assert among == AMONG_ADDONS
+    assert not private
 
 
 def test_every_entry_of_the_package_has_a_row():

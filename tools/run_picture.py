@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from rloo.addons.report.live import screen
 from rloo.cli import EMBEDDED
 from rloo.config.parsing import parse_command_line
+from rloo.tracking import line_display
 from rloo.trainer.trainer import RLOOTrainer
 
 WIDTH, HEIGHT = 100, 60
@@ -52,7 +53,7 @@ class Forget(TrainerCallback):
 def main(path, options):
     """Train, and write the picture."""
     console = Console(record=True, width=WIDTH, height=HEIGHT, force_terminal=True)
-    screen.make_console, screen.region_of = lambda: console, LastView
+    line_display.make_console, screen.region_of = lambda: console, LastView
     config = parse_command_line([str(EMBEDDED), *options])
     RLOOTrainer(args=config, callbacks=[Forget(console)]).train()
     drawn = console.export_svg(title=" ".join(["$ rloo train", *options]))

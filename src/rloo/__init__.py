@@ -14,7 +14,6 @@ if sys.platform == "win32":
     )
 
 if TYPE_CHECKING:
-    from rloo.addons.integrations.verifiers import from_verifiers
     from rloo.algorithm.stop_signals import Stopped
     from rloo.config.config import RLOOArguments, RLOOConfig
     from rloo.trainer.trainer import RLOOTrainer
@@ -38,7 +37,6 @@ _HOMES = {
     "RLOOConfig": "rloo.config.config",
     "RLOOTrainer": "rloo.trainer.trainer",
     "Stopped": "rloo.algorithm.stop_signals",
-    "from_verifiers": "rloo.addons.integrations.verifiers",
 }
 
 
@@ -46,4 +44,6 @@ def __getattr__(name: str) -> Any:
     # Imported on first use, so that `rloo --help` does not wait for torch.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "from_verifiers":
+        return importlib.import_module("rloo.plugins").load("parts", name)
     raise AttributeError(f"module rloo has no attribute {name}")

@@ -7,32 +7,35 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rloo import __version__
-from rloo.addons.importers import IMPORTERS, import_config, render_imported
+from rloo import __version__, plugins
 from rloo.algorithm.stop_signals import Stopped, StopSignals
-from rloo.config.config import RLOOConfig, in_one_process, without_adapter
+from rloo.config.config import in_one_process, without_adapter
 from rloo.config.fields import config_errors, suggest
-from rloo.config.help_text import overview, usage_of
+from rloo.config.help_text import overview, usage_of, usage_of_plugin
 from rloo.config.launcher_env import check_alone, check_launch, is_launched, restart_count
 from rloo.config.parsing import given_names, parse_command_line
 from rloo.config.presets import describe_preset, remarks
 from rloo.config.show import render_all, render_basic, render_option, render_resolved
 from rloo.config.user_functions import NotAllowed
+from rloo.data.tasks import EMBEDDED_FILE
 from rloo.distributed import process_rank
 from rloo.distributed.process_exit import no_silent_end
 from rloo.distributed.standard_streams import complete, lead_nowhere, say, show
 from rloo.distributed.user_traceback import is_users, of_the_user
-from rloo.trainer.preflight import check_inputs, check_merge
+from rloo.trainer.preflight import check_inputs, check_merge, read_options
 
-EMBEDDED = Path(__file__).parent / "data" / "tasks" / "countdown.yaml"
+EMBEDDED = EMBEDDED_FILE
 INTERRUPTED = 130
-# Whoever names one of these has a task of their own.
-OWN = {"config", "model", "dataset", "eval_dataset"}
+NAMES = (
+    "train", "plan", "eval", "config", "merge", "check-estimator", "vllm-serve", "report", "doctor",
+    "worker", "launch", "status", "stop",
+)  # fmt: skip
+Command = Callable[[list[str], StopSignals], int | None]
 # The commands whose work is what they print.
 SHOWING = ("plan", "eval", "config", "check-estimator", "doctor", "status")
 
@@ -42,14 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     and its number for a signal that stopped it (130: Ctrl-C)."""
     complete()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands = {
-        "train": _train, "plan": _plan, "eval": _evaluate, "config": _config, "merge": _merge,
-        "check-estimator": _check_estimator, "vllm-serve": _serve, "report": _report,
-        "doctor": _doctor, "worker": _worker, "launch": _launch, "status": _status,
-        "stop": _stop,
-    }  # fmt: skip
+    commands = [*NAMES, *plugins.of_others("commands")]
     if not given or given[0] in ("-h", "--help", "help"):
-        if not set(given[1:2]) & commands.keys():
+        if not set(given[1:2]) & set(commands):
             print(overview(), end="")
             return 0
         given = [given[1], "--help", *given[2:]]
@@ -61,14 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = suggest(given[0], commands)
         say(f"rloo: {given[0]} is not a command; there are {known}{near}", sys.stderr)
         return 2
-    if "--help" in given or "-h" in given:
-        print(usage_of(given[0], everything="all" in given), end="")
-        return 0
+    run = _help if "--help" in given or "-h" in given else _run
     status, said, signals = 0, "", StopSignals()
     try:
         with signals.handling(), _brief_warnings():
             try:
-                status = commands[given[0]](given[1:], signals)
+                status = run(given, signals) or 0
             except Exception:
                 signals.check()  # what a signal has broken, such as an import, is no error
                 raise
@@ -85,6 +81,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status, said = 1, _line(f"{said}; what a run calls returns, or raises an Exception")
     _say(said)
     return status
+
+
+def _run(given: list[str], signals: StopSignals) -> int | None:
+    own: dict[str, Command] = {
+        "train": _train, "eval": _evaluate, "config": _config, "merge": _merge,
+        "check-estimator": _check_estimator, "worker": _worker,
+    }  # fmt: skip
+    command: Command = own.get(given[0]) or plugins.load("commands", given[0])
+    try:
+        return command(given[1:], signals)
+    except ValueError as error:
+        if given[0] in NAMES:
+            raise
+        raise ValueError(str(error)) from None  # a line, as for the commands of this package
+
+
+def _help(given: list[str], signals: StopSignals) -> int:
+    if given[0] in NAMES:
+        print(usage_of(given[0], everything="all" in given), end="")
+    else:
+        print(usage_of_plugin(given[0], plugins.load("commands", given[0])), end="")
+    return 0
 
 
 def _told(error: Exception, command: str) -> tuple[int, str | None]:
@@ -136,12 +154,11 @@ def _say(text: str) -> None:
 
 
 def _train(arguments: list[str], signals: StopSignals) -> int:
-    config = _configured(arguments)
+    config = read_options(arguments)
     check_inputs(config)
     if not is_launched() and ((config.num_processes or 1) > 1 or config.max_restarts > 0):
-        from rloo.addons.launch.local_ranks import launch
-
-        return launch(arguments, config)
+        status: int = plugins.load("parts", "start_ranks")(arguments, config)
+        return status
     check_launch(config)
     if process_rank() == 0:
         say(f"rloo {__version__}: training {config.model} on {config.dataset}")
@@ -151,52 +168,15 @@ def _train(arguments: list[str], signals: StopSignals) -> int:
             from rloo.trainer.trainer import RLOOTrainer
 
             if restart_count() > 0:
-                from rloo.addons.launch.local_ranks import restarted
+                from rloo.trainer.rank_output import restarted
 
                 config = restarted(config)
         RLOOTrainer(args=config).train()
     return 0
 
 
-def _plan(arguments: list[str], signals: StopSignals) -> int:
-    from rloo.addons.planner.gpu.gpu_plan_command import asks_for_gpus, plan_gpus
-
-    if asks_for_gpus(arguments):
-        with signals.ending():
-            plan_gpus(arguments)
-        return 0
-    config = _configured(arguments)
-    check_inputs(config)
-    check_alone("plan")
-    # Torch, which reads this when it is loaded, would tell of memory from before a measurement.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with signals.ending():
-        from rloo.addons.planner.plan import make_plan, print_plan
-
-    print_plan(make_plan(config))
-    return 0
-
-
-def _doctor(arguments: list[str], signals: StopSignals) -> int:
-    words = [a for a in arguments if a[:1] != "-" and "=" not in a]
-    if len(arguments) == len(words) == 1 and not words[0].endswith((".yaml", ".yml")):
-        from rloo.addons.report.doctor.doctor_command import report
-
-        for line in report(Path(words[0])):
-            show(line)
-        return 0
-    config = _configured(arguments)
-    check_alone("doctor")
-    with signals.ending():
-        from rloo.addons.report.doctor.dry_run import examine
-
-    for line in examine(config, tuple(arguments)):
-        show(line)
-    return 0
-
-
 def _evaluate(arguments: list[str], signals: StopSignals) -> int:
-    config = _configured(arguments)
+    config = read_options(arguments)
     check_alone("eval")
     if (config.num_processes or 1) > 1 and "num_processes" in given_names(arguments):
         raise ValueError(
@@ -243,7 +223,9 @@ def _config(arguments: list[str], signals: StopSignals) -> int:
         return 0
     first, _, value = arguments[0].partition("=")
     if first == "--from":
-        return _import([value, *arguments[1:]] if value else arguments[1:])
+        convert = plugins.load("parts", "config --from")
+        print(convert([value, *arguments[1:]] if value else arguments[1:]), end="")
+        return 0
     config = parse_command_line(arguments)
     # As comments, so that the output is a valid configuration file.
     meaning = describe_preset(config.preset) if config.preset else []
@@ -266,71 +248,6 @@ def _check_estimator(arguments: list[str], signals: StopSignals) -> int:
     for line in report(config):
         show(line)
     return 0
-
-
-def _report(arguments: list[str], signals: StopSignals) -> int:
-    from rloo.addons.report.html.report_command import report
-
-    return report(arguments)
-
-
-def _serve(arguments: list[str], signals: StopSignals) -> int:
-    # A run of `rloo launch` has servers of what its file comes to.
-    of_run = "config" in given_names(arguments)
-    config = parse_command_line(arguments, str(EMBEDDED) if of_run else None)
-    if config.model is None:
-        raise ValueError("vllm-serve needs the model that is to be served (--model)")
-    with signals.ending():
-        from rloo.trainer.remote_engines import serve
-
-    serve(config, config.model, named="vllm_server_host" in given_names(arguments))
-    return 0  # it has become the server
-
-
-def _launch(arguments: list[str], signals: StopSignals) -> int:
-    from rloo.addons.launch import local_backend, ray_backend, slurm_backend
-    from rloo.addons.launch.cluster import read_cluster
-    from rloo.addons.launch.roles import check_again, make_job
-
-    check_alone("launch")
-    cluster, left, shown = read_cluster(arguments)
-    by_slurm = cluster.backend == "slurm"
-    job = make_job(
-        cluster, _launched(left), slurm_backend.FOLDER if by_slurm else None, str(EMBEDDED)
-    )
-    check_inputs(job.config)
-    if cluster.backend == "local":
-        if not shown:
-            return local_backend.run_here(job)
-        print(local_backend.script(job), end="")
-        return 0
-    check_again(job)
-    if shown:
-        print(slurm_backend.shown(job) if by_slurm else ray_backend.script(job), end="")
-        return 0
-    return slurm_backend.submit(job) if by_slurm else ray_backend.run(job, signals)
-
-
-def _status(arguments: list[str], signals: StopSignals) -> int:
-    from rloo.addons.launch.run_status import status
-
-    for line in status(_folder("status", arguments)):
-        show(line)
-    return 0
-
-
-def _stop(arguments: list[str], signals: StopSignals) -> int:
-    from rloo.addons.launch.run_status import stop
-
-    for line in stop(_folder("stop", arguments)):
-        say(line)
-    return 0
-
-
-def _folder(command: str, arguments: list[str]) -> Path:
-    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
-        raise ValueError(f"{command} takes the folder of a run (its output_dir)")
-    return Path(arguments[0])
 
 
 def _worker(arguments: list[str], signals: StopSignals) -> int:
@@ -370,28 +287,6 @@ def _merge(arguments: list[str], signals: StopSignals) -> int:
     for line in merge(config):
         say(line)
     return 0
-
-
-def _import(arguments: list[str]) -> int:
-    if len(arguments) < 2:
-        raise ValueError(
-            f"--from takes a system ({', '.join(IMPORTERS)}) and its file, script, or command line"
-            " in quotes, and then overrides as that system takes them"
-        )
-    system, source, *overrides = arguments
-    print(render_imported(system, import_config(system, source, overrides)), end="")
-    return 0
-
-
-def _launched(arguments: list[str]) -> list[str]:
-    """`arguments` as processes elsewhere are started with, which need a file that they see."""
-    return arguments if given_names(arguments) & OWN else [str(EMBEDDED), *arguments]
-
-
-def _configured(arguments: list[str]) -> RLOOConfig:
-    """The configuration that is asked for, over the embedded task's where no model and no data are
-    named."""
-    return parse_command_line(arguments, str(EMBEDDED))
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from rloo.data.images import with_images
 from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit, image_reader, with_prompts
 from rloo.data.tokenization import encode_prompts
 from rloo.distributed import World
-from rloo.engines import EngineInputs, build_engine
 from rloo.engines.counter_rng import row_keys
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.engines.hf_engine import HFEngine, _Drawing
 from rloo.model.policy import Policy
 from rloo.rewards.reward_model import as_reward

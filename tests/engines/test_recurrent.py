@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.engines.hf_engine import BatchingRule, HFEngine
 from rloo.types import Sampling
 from support.architectures import OTHERS, RECURRENT, make_architecture

@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 
 from rloo import RLOOConfig, RLOOTrainer, cli, kernels
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.model import lora
 from rloo.model.lora import LoRAAdapter, add_adapter, lora_config
 from rloo.trainer.checkpoint import verify_checkpoint

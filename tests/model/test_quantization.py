@@ -12,7 +12,7 @@ import transformers
 from transformers import BitsAndBytesConfig
 
 from rloo import RLOOConfig, RLOOTrainer, kernels
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.model import quantization
 from rloo.model.lora import load_adapter
 from rloo.model.memory_estimate import optimizer_bytes, phase_peaks, weight_bytes

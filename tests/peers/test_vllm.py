@@ -20,8 +20,8 @@ from datasets import Dataset
 from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
 from rloo.config.parsing import parse_command_line
+from rloo.engines.vllm.from_options import must_untie, serving_of
 from rloo.engines.vllm.server_process import LocalServer, guarded_environment
-from rloo.trainer.remote_engines import must_untie, serving_of
 from rloo.types import Sampling
 from support import training
 from support.chat import add, make_brace_tokenizer, make_talkative_model

@@ -16,11 +16,10 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.addons.planner.plan import lasting_bytes
 from rloo.distributed.sharded_tensor import full_tensor, shape_of
+from rloo.engines.vllm.from_options import exported
 from rloo.model.memory_estimate import phase_peaks
 from rloo.trainer.build import make_engine
-from rloo.trainer.remote_engines import exported
 from support import environments
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
@@ -234,6 +233,8 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
             measure_writing(trainer, folder / name)
         elif options.get("parallel") in ("fsdp2", "zero3") and name == MEASURED:
             engine = make_engine(trainer.policy, trainer.args)
+            from rloo.addons.planner.plan import lasting_bytes
+
             peak = lasting_bytes(trainer.policy, engine)["loading"]
             sizes = [shape_of(p).numel() * p.itemsize for p in trainer.model.parameters()]
             (folder / name / "loading.json").write_text(json.dumps([peak, max(sizes)]))

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from rloo.distributed import World
-from rloo.engines import EngineInputs, build_engine
 from rloo.engines.vllm.server_process import ServerConfig
 from rloo.engines.vllm.vllm_engine import VLLMEngine, VLLMSettings
 from rloo.model.export import PolicyExport
@@ -46,10 +45,7 @@ def made_on_fakes():
         defaults = {"deadline": 60.0, "restarts": 0}
         urls = tuple(server.url for server in found)
         settings = VLLMSettings(serving, urls=urls, **{**defaults, **settings})
-        inputs = EngineInputs(policy.model, 0, servers=(settings, source, said.append))
-        engine, note = build_engine("vllm_server", inputs)
-        assert isinstance(engine, VLLMEngine)
-        assert note is None
+        engine = VLLMEngine("vllm_server", settings, source, said.append)
         closing.append(engine)
         return engine, found, said
 

@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from rloo.addons.report.live import screen as screen_module
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.presets import PRESETS, objective_line
-from rloo.tracking import console
+from rloo.tracking import console, line_display
 from rloo.tracking.before_after import direction
 from rloo.tracking.jsonl import strict, versions
 from rloo.tracking.monitor import Monitor
@@ -207,7 +206,7 @@ def test_progress_leaves_out_what_is_not_known():
 
 def test_off_a_terminal_a_line_comes_at_every_log_or_after_ten_seconds(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(screen_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(line_display.time, "monotonic", lambda: now[0])
     watcher, screen = make_monitor(tmp_path, logging_steps=4, max_steps=9)
     for step in range(1, 10):
         now[0] += 11.0 if step == 6 else 1.0

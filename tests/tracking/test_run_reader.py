@@ -9,8 +9,8 @@ import pytest
 from rloo import cli
 from rloo.addons.launch.run_status import status
 from rloo.addons.report.doctor import doctor_command as doctor
-from rloo.addons.report.doctor.run_record import Finding
 from rloo.addons.report.html import document
+from rloo.tracking.finding import Finding
 from rloo.tracking.run_reader import read_folder, read_summary, row_of
 from rloo.tracking.summary_text import training_of
 from support.run_folders import make_run, write_rows

@@ -1,7 +1,6 @@
 """A run and its engine: weights are given once, and any engine is recorded under its own name."""
 
 import json
-import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import torch
 import transformers
 import yaml
 
-from rloo import RLOOConfig
-from rloo.config.compat.parser_fields import option_types
-from rloo.engines import MAKERS
+from rloo import RLOOConfig, plugins
+from rloo.config.engine_spec import EngineSpec
 from rloo.engines.hf_engine import HFEngine
 from rloo.trainer.build import make_engine
 from rloo.types import Prompt, Sampling
@@ -89,9 +87,7 @@ def third(monkeypatch):
         made.append(Third(inputs.model, pad_token_id=inputs.pad_token_id))
         return made[-1], None
 
-    monkeypatch.setitem(MAKERS, "third", make)
-    names = typing.Literal[*MAKERS]
-    monkeypatch.setitem(option_types(), "rollout_engine", names)
+    monkeypatch.setitem(plugins.REGISTERED["engines"], "third", EngineSpec(make))
     return made
 
 

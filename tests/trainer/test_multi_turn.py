@@ -1,5 +1,6 @@
 """Runs with tools: what is trained, written down and refused."""
 
+import importlib
 import json
 import sys
 from contextlib import nullcontext
@@ -12,7 +13,6 @@ import torch
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.addons.planner.plan import make_plan
 from rloo.cli import main
 from rloo.rewards import RewardSet
 from rloo.trainer.multi_turn import MultiTurnSetup
@@ -305,4 +305,4 @@ def test_a_plan_does_not_call_tools(tmp_path):
         tmp_path, model="countdown", dataset="countdown", reward=["countdown"], tools=["a.py:f"]
     )
     with pytest.raises(ValueError, match="a plan calls no tools"):
-        make_plan(config)
+        importlib.import_module("rloo.addons.planner.plan").make_plan(config)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rloo import plugins
 from rloo.algorithm.estimators import ESTIMATORS, Estimator, EstimatorInput, composed
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import estimator_config_of
@@ -85,7 +86,11 @@ def load_estimator(config: RLOOConfig) -> LoadedEstimator:
         return LoadedEstimator(
             name, partial(composed, form=form), form.over_rollout, form.smallest_group
         )
-    function = ESTIMATORS[name] if name in ESTIMATORS else load_function(name, "estimator")
+    function = ESTIMATORS.get(name)
+    if function is None and name in plugins.names("estimators"):
+        function = plugins.load("estimators", name)
+    if function is None:
+        function = load_function(name, "estimator")
     _check_arguments(name, function, arguments)
     scope = getattr(function, "scope", "group")
     if scope not in ("group", "batch"):

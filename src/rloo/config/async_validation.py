@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rloo.config.engine_spec import engine_spec
 from rloo.config.options import TrainingOptions
 
 
@@ -30,6 +31,7 @@ def check_beside(config: TrainingOptions) -> None:
 def _faults(config: TrainingOptions) -> Iterator[str]:
     stale, engine, beside = config.max_staleness, config.rollout_engine, config.async_options
     mode = config.rollout_importance_sampling_mode
+    spec = engine_spec(engine)
     if mode == "off":
         yield (
             f"max_staleness is {stale} and rollout_importance_sampling_mode is off; what older "
@@ -46,24 +48,24 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
             f"async_kwargs.ess_guard is true and parallel is {config.parallel}; DeepSpeed's step "
             "has its own learning rate (async_kwargs.ess_guard, or parallel fsdp2)"
         )
-    if config.sampler_processes and engine.startswith("vllm"):
+    if config.sampler_processes and spec.own_processes:
         yield (
             f"sampler_processes is {config.sampler_processes} and rollout_engine is {engine}, "
             "whose servers are processes of their own; remove it (sampler_processes)"
         )
-    if beside.remote_workers in ("sample", "both") and engine.startswith("vllm"):
+    if beside.remote_workers in ("sample", "both") and spec.own_processes:
         yield (
             f"async_kwargs.remote_workers is {beside.remote_workers} and rollout_engine is "
             f"{engine}; its servers, wherever they run, are given by address "
             "(vllm_server_base_url; async_kwargs.remote_workers score)"
         )
-    if beside.partial_rollouts and not (stale and engine.startswith("vllm")):
+    if beside.partial_rollouts and not (stale and spec.partial_rollouts):
         yield (
             f"async_kwargs.partial_rollouts is true, rollout_engine is {engine} and max_staleness "
             f"{stale}; it is about what vLLM has under way when weights change (rollout_engine "
             "vllm or vllm_server, and max_staleness above 0)"
         )
-    if stale and config.sampler_processes == 0 and not engine.startswith("vllm"):
+    if stale and config.sampler_processes == 0 and not spec.own_processes:
         yield (
             f"max_staleness is {stale} and sampler_processes is 0; in one process nothing is "
             "sampled while the model is trained (max_staleness, sampler_processes)"

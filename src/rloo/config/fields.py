@@ -18,6 +18,8 @@ from numbers import Integral, Real
 from operator import or_
 from typing import Any
 
+from rloo import plugins
+
 TRUE_WORDS = ("true", "yes", "1")
 FALSE_WORDS = ("false", "no", "0")
 NULL_WORDS = ("none", "null")
@@ -126,6 +128,8 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
     choices = [choice for kind in literals for choice in typing.get_args(kind)]
     if nullable and (value is None or _is_word(value, NULL_WORDS)):
         return None
+    if choices and name == "rollout_engine":  # other packages may give further ones
+        choices += plugins.of_others("engines")
     if choices:
         return _choose(name, choices, value)
     if value is None:

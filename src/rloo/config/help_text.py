@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
+from rloo import plugins
 from rloo.config.show import column, render_all, render_basic
 
 _OPTIONS = "[config.yaml] [--option value ...]"
@@ -136,12 +139,22 @@ def overview() -> str:
     """What the program is, its commands, and an example of each."""
     commands = "".join(column(f"  {name}", command.does, 19) for name, command in COMMANDS.items())
     examples = "".join(f"  {command.examples[0]}\n" for command in COMMANDS.values())
+    others = "".join(
+        column(f"  {name}", f"of the package {package}", 19)
+        for name, package in plugins.of_others("commands").items()
+        if name not in COMMANDS
+    )
     return (
         "usage: rloo COMMAND [config.yaml] [--option value ...]\n\n"
         "Train language models with REINFORCE Leave-One-Out.\n\n"
-        f"commands:\n{commands}\nexamples:\n{examples}\n"
+        f"commands:\n{commands}{others}\nexamples:\n{examples}\n"
         "`rloo COMMAND --help` has its options.\n"
     )
+
+
+def usage_of_plugin(name: str, command: Any) -> str:
+    """How a command of another package is called: its docstring."""
+    return f"usage: rloo {name} ...\n\n{inspect.getdoc(command) or ''}\n"
 
 
 def usage_of(name: str, *, everything: bool = False) -> str:

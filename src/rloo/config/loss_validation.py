@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from rloo import plugins
 from rloo.config.estimator_config import ARGUMENTS, ESTIMATORS, EstimatorConfig, estimator_config_of
 from rloo.config.fields import suggest
 from rloo.config.options import TrainingOptions
@@ -26,14 +27,14 @@ def check_objective(config: TrainingOptions) -> None:
 
 
 def _in_name(config: TrainingOptions) -> Iterator[str]:
-    name = config.estimator
-    if name in ESTIMATORS or ":" in name:  # a user's function is loaded by the trainer
+    name, known = config.estimator, plugins.names("estimators")
+    if name in known or ":" in name:  # a user's function is loaded by the trainer
         return
     if name.endswith(".py"):
         yield f"the estimator {name!r} names no function; write {name}:function"
     yield (
-        f"unknown estimator {name!r}{suggest(name, ESTIMATORS)} (there are "
-        f"{', '.join(ESTIMATORS)}; your own: package.module:function or file.py:function)"
+        f"unknown estimator {name!r}{suggest(name, known)} (there are "
+        f"{', '.join(known)}; your own: package.module:function or file.py:function)"
     )
 
 
@@ -59,8 +60,8 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
                 "set that or remove it"
             )
     kl = config.kl_options
-    rules = (("horizon", kl.target is not None, "kl_kwargs.target"),)
-    yield from _without_effect(kl, rules, {}, "kl_kwargs.")
+    horizon = ("horizon", kl.target is not None, "kl_kwargs.target")
+    yield from _without_effect(kl, (horizon,), {}, "kl_kwargs.")
 
 
 def _in_group(config: TrainingOptions) -> Iterator[str]:

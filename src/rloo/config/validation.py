@@ -13,6 +13,7 @@ from typing import Any
 from rloo.config.async_validation import check_beside
 from rloo.config.batch_sizes import batches_of
 from rloo.config.compat import deepspeed_config
+from rloo.config.engine_spec import engine_spec
 from rloo.config.fields import ConfigErrors
 from rloo.config.kwargs_options import flattened
 from rloo.config.loss_validation import check_objective
@@ -143,6 +144,7 @@ def check(config: TrainingOptions) -> None:
     _check_model(config)
     _check_parallel(config)
     check_vllm(config)
+    engine_spec(config.rollout_engine).check(config)
     check_beside(config)
     if config.tools or config.environment_factory:
         check_tools(config)

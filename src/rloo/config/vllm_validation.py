@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from rloo.config.engine_spec import engine_spec
 from rloo.config.options import TrainingOptions
 
 # Temperatures that vLLM takes as they are.
@@ -17,15 +18,22 @@ _FILTERS = {
 
 
 def check_vllm(config: TrainingOptions) -> None:
-    """Raise ValueError for the first fault in how `config` samples with vLLM."""
-    faults = _in_vain(config) if not config.rollout_engine.startswith("vllm") else _in_use(config)
-    for fault in faults:
+    """Raise ValueError for options of vLLM where another engine samples."""
+    if engine_spec(config.rollout_engine).options == "vllm":
+        return
+    for fault in _in_vain(config):
         raise ValueError(fault)
-    if config.use_vllm and not config.rollout_engine.startswith("vllm"):
+    if config.use_vllm:
         raise ValueError(
             f"use_vllm is true and rollout_engine is {config.rollout_engine}; both say what "
             "samples, so give only one (use_vllm, rollout_engine)"
         )
+
+
+def check_in_use(config: TrainingOptions) -> None:
+    """Raise ValueError for the first fault in how `config`, with vLLM as its engine, samples."""
+    for fault in _in_use(config):
+        raise ValueError(fault)
 
 
 def _in_vain(config: TrainingOptions) -> Iterator[str]:

@@ -74,7 +74,7 @@ class EngineWorker:
         return b""
 
     def _load(self, folder: str, version: int) -> None:
-        from rloo.engines import EngineInputs, build_engine
+        from rloo.engines.engine_registry import EngineInputs, build_engine
 
         how = self._how
         if self._model is None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from rloo.addons.integrations.openenv import OpenEnvironment, is_client, kind_of
+from rloo import plugins
 from rloo.episodes.tool_executor import Asked, ToolExecutor, ToolResult
 from rloo.types import Prompt, sound
 
@@ -54,7 +54,7 @@ class EnvironmentPool:
         self._factories = dict(factories)
         self._free: dict[str | None, list[Any]] = {name: [] for name in factories}
         self._caller = ToolExecutor()
-        self._around: dict[str | None, type[OpenEnvironment]] = {}
+        self._around: dict[str | None, type[Any]] = {}
         for name in factories:  # one of each tells what tools it has
             self._free[name].append(self._make(name))
         self.examples = {name: free[0] for name, free in self._free.items()}
@@ -126,7 +126,7 @@ class EnvironmentPool:
 
     def _make(self, name: str | None) -> Any:
         environment = self._factories[name]()
-        if is_client(environment):
+        if _is_client(environment):
             if name not in self._around:
                 self._around[name] = self._kind_of(environment)
             environment = self._around[name](environment)
@@ -137,11 +137,12 @@ class EnvironmentPool:
             )
         return environment
 
-    def _kind_of(self, client: Any) -> type[OpenEnvironment]:
-        (outcome,) = self._caller.call([(partial(kind_of, client), _LISTING)])
+    def _kind_of(self, client: Any) -> type[Any]:
+        around = plugins.load("parts", "openenv")
+        (outcome,) = self._caller.call([(partial(around, client), _LISTING)])
         if isinstance(outcome.value, type):
             return outcome.value
-        _close(OpenEnvironment(client))
+        _close(plugins.load("parts", "openenv_environment")(client))
         raise outcome.error or ValueError(
             f"the server of {type(client).__name__} did not list its tools within {_LISTING:g} s "
             "(environment_factory)"
@@ -270,13 +271,19 @@ def _close(environment: Any) -> None:
     close = getattr(environment, "close", None)
     if not callable(close):
         for held in getattr(environment, "__dict__", {}).values():
-            if is_client(held):
+            if _is_client(held):
                 _close(held)
         return
     (outcome,) = ToolExecutor().call([(close, _CLOSING)])
     if outcome.error is not None or outcome.late:
         why = f"took over {_CLOSING:g} s" if outcome.late else f"raised {outcome.error!r:.200}"
         warnings.warn(f"close of {type(environment).__name__} {why}", stacklevel=2)
+
+
+def _is_client(value: Any) -> bool:
+    """Whether it is a client of OpenEnv: it, or what it inherits from, is of that package."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
+    return "openenv" in packages and hasattr(value, "connect")
 
 
 def _named(factory: Any) -> str:

@@ -1,15 +1,8 @@
 """Rewards: how functions are called and summed, how a spec names one, and the built-in ones."""
 
-from rloo.addons.graders.math.gsm8k import gsm8k_format_reward, gsm8k_reward
-from rloo.addons.graders.math.math_reward import make_math
-from rloo.addons.graders.text_rewards import (
-    make_exact_match,
-    make_format,
-    make_length,
-    make_repetition,
-    make_soft_overlong,
-    tag_count_reward,
-)
+from typing import Any
+
+from rloo import plugins
 from rloo.rewards.completion_text import text_of
 from rloo.rewards.registry import load_reward
 from rloo.rewards.reward_set import RewardSet, Scores
@@ -29,3 +22,11 @@ __all__ = [
     "tag_count_reward",
     "text_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The built-in reward functions and makers of them, each loaded when it is asked for."""
+    for reward, place in plugins.BUILT_IN["rewards"].items():
+        if name in __all__ and place.endswith(f":{name}"):
+            return plugins.load("rewards", reward)
+    raise AttributeError(f"module rloo.rewards has no attribute {name}")

@@ -11,24 +11,9 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from rloo import plugins
 from rloo.config.user_functions import check_function, load_function
 
-_FUNCTIONS = {
-    "gsm8k": "rloo.addons.graders.math.gsm8k:gsm8k_reward",
-    "gsm8k_format": "rloo.addons.graders.math.gsm8k:gsm8k_format_reward",
-    "tag_count": "rloo.addons.graders.text_rewards:tag_count_reward",
-    "countdown": "rloo.data.tasks.countdown:countdown_reward",
-}
-_FACTORIES = {
-    "code": "rloo.addons.graders.code.code_reward:make_code",
-    "exact_match": "rloo.addons.graders.text_rewards:make_exact_match",
-    "format": "rloo.addons.graders.text_rewards:make_format",
-    "gym": "rloo.addons.integrations.reasoning_gym.gym_reward:make_gym",
-    "length": "rloo.addons.graders.text_rewards:make_length",
-    "math": "rloo.addons.graders.math.math_reward:make_math",
-    "repetition": "rloo.addons.graders.text_rewards:make_repetition",
-    "soft_overlong": "rloo.addons.graders.text_rewards:make_soft_overlong",
-}
 # What other systems call rewards like these.
 _ELSEWHERE = {
     "accuracy": "math", "accuracy_reward": "math", "reasoning_accuracy_reward": "math",
@@ -91,7 +76,7 @@ def check_reward(spec: str | Mapping[str, Any]) -> None:
 
 def is_reward_model(name: Any) -> bool:
     """Whether `name` is a folder or hub id of a reward model, rather than a function's name."""
-    if not isinstance(name, str) or name in _FUNCTIONS or name in _FACTORIES:
+    if not isinstance(name, str) or name in plugins.names("rewards"):
         return False
     is_code = name.endswith(".py") or bool(set(":(") & set(name))  # file.py:function, name(options)
     return os.path.isdir(name) or ("/" in name and not is_code)
@@ -115,19 +100,11 @@ def _is_in(folder: str, file: str) -> bool:
 
 
 def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
-    if name in _FACTORIES:
-        factory = load_function(_FACTORIES[name], "reward")
-        try:
-            return factory(**options)
-        except TypeError as error:
-            known = ", ".join(inspect.signature(factory).parameters)
-            raise ValueError(
-                f"the options {options} do not fit the reward {name!r}: {error} (options: {known})"
-            ) from error
+    built_in = sorted(plugins.names("rewards"))
+    if name in built_in:
+        return _made(name, plugins.load("rewards", name), options)
     if options:
-        raise ValueError(f"the reward {name!r} takes no options, but got {', '.join(options)}")
-    if name in _FUNCTIONS:
-        return load_function(_FUNCTIONS[name], "reward")
+        raise ValueError(_no_options(name, options))
     if ":" in name:
         return load_function(name, "reward")
     if name.endswith(".py"):
@@ -137,13 +114,34 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
             f"the reward {name!r}, of open-r1, is not built in: {_NOT_HERE[name]}; give a function "
             "of your own, file.py:function (reward)"
         )
-    built_in = sorted({*_FUNCTIONS, *_FACTORIES})
     nearest = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, built_in, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise ValueError(
         f"unknown reward {name!r}{hint} (built in: {', '.join(built_in)}; your own: "
         "package.module:function or file.py:function; a reward model: a folder or owner/name)"
     )
+
+
+def _made(name: str, found: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """The reward function that was found by name, or that it makes of options: a reward function
+    takes completions, as in TRL, and what makes one does not."""
+    known = inspect.signature(found).parameters
+    if "completions" in known:
+        if options:
+            raise ValueError(_no_options(name, options))
+        return found
+    try:
+        made: Callable[..., Any] = found(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"the options {options} do not fit the reward {name!r}: {error} "
+            f"(options: {', '.join(known)})"
+        ) from error
+    return made
+
+
+def _no_options(name: str, options: Mapping[str, Any]) -> str:
+    return f"the reward {name!r} takes no options, but got {', '.join(options)}"
 
 
 def _parse_call(spec: str) -> tuple[str, dict[str, Any]]:

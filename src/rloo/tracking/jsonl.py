@@ -24,6 +24,7 @@ GROUPS = "groups.jsonl"
 ALARMS = "alarms.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
+PAGE = "report.html"
 # What the starting policy said on evaluation prompts, where something is to compare with it.
 START = "start_completions.json"
 # The folder of what processes other than the main one print.

@@ -1,8 +1,8 @@
 """Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
 It does not change training, except that callbacks may set flags on the `TrainerControl` that the
-loop reads. What is shown where is in `screen.py`, the text of the lines in `console.py`,
-`figures.py` and `verdict.py`.
+loop reads. What is shown where is in `line_display.py`, the text of the lines in `console.py`,
+`progress_line.py` and `summary_text.py`. Whatever else is told of a run is an observer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from rloo.addons.report.doctor.doctor_command import closing, findings_of
-from rloo.addons.report.doctor.live_rules import LiveDoctor
-from rloo.addons.report.doctor.run_record import Finding
-from rloo.addons.report.html import PAGE, write_page
-from rloo.addons.report.live.screen import Screen
+from rloo import plugins
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.vllm_options import tolerance_of
@@ -31,6 +27,7 @@ from rloo.distributed.standard_streams import counted
 from rloo.tracking import console as view
 from rloo.tracking.before_after import WINDOW_ROLLOUTS
 from rloo.tracking.completion_tables import log_tables, note_of_unscored, warn_of_unscored
+from rloo.tracking.finding import Finding, closing
 from rloo.tracking.guarded import attempt
 from rloo.tracking.jsonl import (
     ALARMS,
@@ -41,7 +38,9 @@ from rloo.tracking.jsonl import (
     SUMMARY,
     write_json,
 )
+from rloo.tracking.line_display import LineDisplay
 from rloo.tracking.metrics import window_mean
+from rloo.tracking.observer import ObservedRun, Observers
 from rloo.tracking.run_rows import JsonlWriter
 from rloo.tracking.sample_text import completions_table, record_of, spread
 from rloo.tracking.summary_text import DRIFTS, REWARD, is_of_function, summary_text, training_of
@@ -80,9 +79,13 @@ class Monitor:
         self.last_groups: Sequence[Group] = ()
         self._silent = silent
         moves = not config.disable_tqdm
-        self._screen = Screen(console, max_steps=max_steps, silent=silent, moves=moves)
+        display = plugins.find("parts", "live_display") or LineDisplay
+        self._screen: LineDisplay = display(
+            console, max_steps=max_steps, silent=silent, moves=moves
+        )
         self._journal = JsonlWriter(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
-        self._watch = LiveDoctor(config.to_dict(), self.note)
+        run = ObservedRun(config, folder, self.say, self.note, self._found)
+        self._observers = None if silent else Observers(run)
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW_ROLLOUTS)
@@ -151,8 +154,10 @@ class Monitor:
             # The best one is evaluated again at the end of the run.
             EVALUATIONS: lambda row: row["step"] <= evaluated_at and row.get("name") != "best",
         }
+        files: dict[str, Sequence[Mapping[str, Any]]] = {}
         for name, belongs in keep.items():
             rows, unreadable = self._journal.truncate(name, belongs)
+            files[name] = [dict(row) for row in rows]
             if name == METRICS:
                 for metrics in rows:
                     self._remember(metrics.pop("step"), metrics)
@@ -160,12 +165,9 @@ class Monitor:
             if name == EVALUATIONS:
                 for metrics in rows:
                     self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
-            if name == COMPLETIONS:
-                self._watch.add_completions(rows)
-            if name == ALARMS:
-                self._watch.told |= {row["finding"]["name"] for row in rows}
             if unreadable:
                 self.note(f"{name}: {counted(unreadable, 'unreadable line')} dropped")
+        self._notify("on_resume", files)
 
     def check_written(self) -> None:
         """Raise the OSError because of which rows are still in no file, at the end of a run."""
@@ -191,24 +193,32 @@ class Monitor:
             self.note(note_of_unscored(step, unscored, metrics, self.config))
         self._tell_of_mismatch(step, metrics)
         self._remember(step, metrics)
-        self._alarm(step)
+        self._notify("on_step", step, metrics)
         first = step == 1 and self.config.logging_first_step
         due = first or self._log_between(step - 1, step)
         if due or not self.config.disable_tqdm:
             due = due or step == self.max_steps
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
-    def examine(self, facts: Mapping[str, Any]) -> None:
-        """Tell what is wrong by facts that no step tells."""
-        if facts:
-            self._watch.facts = {**self._watch.facts, **facts}
-            self._alarm(0)
+    def begin(self, parts: Any, sets: Mapping[str, Any]) -> None:
+        """The first step comes next: see `Observer.on_start`."""
+        self._notify("on_start", parts, sets)
 
-    def _alarm(self, step: int) -> None:
-        """Tell what has been found wrong since, and record it."""
-        for finding in () if self._silent else self._watch.news():
-            self._screen.alarm(finding.line)
-            self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
+    def failed(self, error: BaseException) -> None:
+        """The run ends because of this."""
+        self._notify("on_error", error)
+
+    def repeat(self) -> None:
+        """A run that has finished is started again."""
+        self._notify("on_repeat")
+
+    def _notify(self, event: str, *arguments: Any) -> list[Any]:
+        return [] if self._observers is None else self._observers.notify(event, *arguments)
+
+    def _found(self, step: int, finding: Finding) -> None:
+        """Print an alarm of an observer, and record it."""
+        self._screen.alarm(finding.line)
+        self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
@@ -224,7 +234,7 @@ class Monitor:
         images = self.output_dir if self.config.log_multimodal else None
         rows = [record_of(step, *item, images=images) for item in chosen]
         self._record(COMPLETIONS, rows)
-        self._watch.add_completions(rows)
+        self._notify("on_completions", step, rows)
         if due:
             self._last_table = step
             table = completions_table(
@@ -255,6 +265,7 @@ class Monitor:
         """Print and record an evaluation; `dataset` names the set if there are several."""
         row = {"step": step, "name": name} | ({"dataset": dataset} if dataset else {})
         self._record(EVALUATIONS, [{**row, **metrics}])
+        self._notify("on_evaluation", {**row, **metrics})
         self._screen.evaluated(step, metrics, dataset)
         place = ", ".join(part for part in (name.replace("during", ""), dataset) if part)
         head = f"evaluation{f' ({place})' if place else ''} at step {step}:"
@@ -269,10 +280,7 @@ class Monitor:
         refused_steps, training (averages of the first and last steps) and the verdict.
         """
         self._screen.stop()
-        findings: Sequence[Finding] = ()
-        if not self._silent:
-            read = partial(findings_of, self.output_dir, self.config, summary)
-            findings = attempt("what was wrong with the run", read, [], self.note)
+        findings = [f for found in self._notify("on_finish", summary) for f in found]
         training = partial(training_of, self._scored)
         whole = {
             **summary,
@@ -290,8 +298,7 @@ class Monitor:
             write_json(self.output_dir / SUMMARY, whole)
         for line in ("", *whole["verdict"].split("\n"), *advice):
             self._screen.say(line, "bold", prose=True)
-        if not self._silent:
-            self._write_page()
+        self._notify("on_end")
         names = (METRICS, COMPLETIONS, EVALUATIONS, GROUPS)
         files = [name for name in names if (self.output_dir / name).exists()]
         results = f"Results in {self.config.output_dir}: {', '.join([SUMMARY, *files])}"
@@ -300,21 +307,8 @@ class Monitor:
             self._flush()
             self._events.send("on_train_end")
 
-    def require_page(self) -> None:
-        """Write the page of a finished run that was killed before it could."""
-        if not self._silent and not (self.output_dir / PAGE).exists():
-            self._write_page()
-
-    def _write_page(self) -> None:
-        try:
-            write_page([self.output_dir], self.output_dir / PAGE)
-            self.say(f"Report: {Path(self.config.output_dir) / PAGE}")
-        except Exception as error:  # the run is over: what it leaves must not become its error
-            self.say(f"note: {PAGE} cannot be written: {type(error).__name__}: {error}")
-
     def _remember(self, step: int, metrics: Mapping[str, float]) -> None:
         self._screen.remember(step, metrics)
-        self._watch.add({"step": step, **metrics})
         self._recent.append(metrics)
         epoch = int(metrics.get("epoch", 0))
         self._epoch, self._epoch_ended = epoch, epoch > self._epoch

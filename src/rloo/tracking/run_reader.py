@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.report.doctor.run_record import Finding
 from rloo.config.compat.parser_fields import option_types
 from rloo.config.fields import coerce
 from rloo.config.parsing import parse_command_line
 from rloo.distributed.standard_streams import counted
+from rloo.tracking.finding import Finding
 from rloo.tracking.json_values import (
     Take,
     UnfitValue,

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -20,9 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig, resolve_interval
+from rloo.config.engine_spec import engine_spec
 from rloo.config.file_checks import context_of
 from rloo.data.dataset_formats import reference_hint, with_conversation, with_reference
 from rloo.data.dataset_loading import Given, load_rows
+from rloo.data.dataset_spec import dataset_spec
 from rloo.data.iterable_dataset import IterablePromptDataset, Prompts, as_table
 from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit, image_reader, with_prompts
 from rloo.data.tasks import load_task_rows
@@ -30,7 +33,7 @@ from rloo.data.tokenization import encode_prompts, longest_token, note_of_specia
 from rloo.distributed import World, make_world
 from rloo.distributed.sharded_tensor import is_sharded, shape_of
 from rloo.distributed.standard_streams import IS, counted
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.kernels.bf16_rounding import reduced_precision
 from rloo.model.model_loading import num_embedded
 from rloo.model.policy import Policy
@@ -40,6 +43,7 @@ from rloo.rewards import RewardSet
 from rloo.rewards.dataset_check import check_dataset
 from rloo.rewards.reward_model import RewardModel, as_reward
 from rloo.rewards.running_norm import RunningNormReward
+from rloo.tracking.jsonl import LOGS
 from rloo.trainer.cpu_settings import let_segments_grow, set_arithmetic, set_threads
 from rloo.types import Engine, Prompt, Sampling
 
@@ -154,6 +158,13 @@ def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | Ite
     # A configuration name belongs to the dataset with which it was given.
     own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
     return load_rows(spec, split=split, config_name=args.dataset_config if own else None)
+
+
+def arrange(source: Prompts, args: RLOOConfig) -> Prompts:
+    """The prompts to train on, in the order that what has made them wants."""
+    spec = dataset_spec(args.dataset)
+    arranged: Prompts = source if spec is None else spec.arrange(source, args)
+    return arranged
 
 
 def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
@@ -314,15 +325,8 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
     ValueError if it cannot have the copy of the weights, or the dtype, that is asked for
     (`engine_kwargs.copy_weights`, `rollout_dtype`)."""
     set_arithmetic(policy, args)
-    if args.rollout_engine.startswith("vllm"):
-        from rloo.trainer.remote_engines import exported, settings_of
-
-        source = exported(policy)
-        servers = settings_of(policy, source), source, _telling(owner)
-        if args.num_threads is not None:
-            policy.why_threads = set_threads(policy.model, args)
-        inputs = EngineInputs(policy.model, policy.pad_token_id, servers=servers)
-        return build_engine(args.rollout_engine, inputs)[0]
+    if engine_spec(args.rollout_engine).own_processes:
+        return _engine_elsewhere(policy, args, owner)
     precision = reduced_precision(args)
     if args.samples_beside:
         from rloo.trainer.remote_engines import make_apart
@@ -371,6 +375,21 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
             "free of the GPU now but for a tenth, and asked again for each rollout"
         )
     return engine
+
+
+def _engine_elsewhere(policy: Policy, args: RLOOConfig, owner: Any) -> Engine:
+    """An engine with processes of its own, to which the policy's weights travel."""
+    if args.num_threads is not None:
+        policy.why_threads = set_threads(policy.model, args)
+    inputs = EngineInputs(
+        policy.model,
+        policy.pad_token_id,
+        weights=policy.weights,
+        tell=_telling(owner),
+        policy=policy,
+        log_folder=Path(args.output_dir).absolute() / LOGS,
+    )
+    return build_engine(args.rollout_engine, inputs)[0]
 
 
 def _settle_threads(policy: Policy, args: RLOOConfig) -> None:

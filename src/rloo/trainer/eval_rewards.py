@@ -8,12 +8,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rloo.addons.report.doctor.run_record import written
 from rloo.algorithm.rank_rollout import RewardScorer
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.rewards import RewardSet
 from rloo.rewards.reward_function import name_of
+from rloo.tracking.finding import text_of_content
 from rloo.tracking.jsonl import START, write_json
 from rloo.tracking.metrics import deviation, interval, mean_intervals
 from rloo.tracking.run_reader import read_object
@@ -149,11 +149,12 @@ def _compared(
     now: Sequence[Sequence[Text]],
 ) -> list[list[float | None]]:
     pairs = [
-        (number, [written(a), written(b)])
+        (number, [text_of_content(a), text_of_content(b)])
         for number, (before, after) in enumerate(zip(start, now, strict=True))
         for a, b in zip(before, after, strict=False)
     ]
-    said = judge.judge([written(prompts[n].content) for n, _ in pairs], [pair for _, pair in pairs])
+    asked = [text_of_content(prompts[n].content) for n, _ in pairs]
+    said = judge.judge(asked, [pair for _, pair in pairs])
     if len(said) != len(pairs):
         raise ValueError(
             f"the judge {name_of(judge)!r} returned {len(said)} judgements for {len(pairs)} pairs; "

@@ -13,13 +13,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rloo.addons.integrations.reasoning_gym.task_names import check_names
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import ConfigErrors, config_errors
 from rloo.config.launcher_env import is_launched
-from rloo.config.reasoning_gym_options import is_gym
+from rloo.config.parsing import parse_command_line
 from rloo.config.user_functions import check_function
-from rloo.data.tasks import EMBEDDED
+from rloo.data.dataset_spec import dataset_spec
+from rloo.data.tasks import EMBEDDED, EMBEDDED_FILE
 from rloo.rewards.registry import check_folder as check_reward_folder
 from rloo.rewards.registry import check_reward, is_reward_model
 from rloo.trainer.run_lock import refuse_if_owned
@@ -28,6 +28,12 @@ from rloo.trainer.run_lock import refuse_if_owned
 THREADS_PER_PROCESSOR = 64
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _MODEL_FILES = ("config.json", "adapter_config.json")
+
+
+def read_options(arguments: list[str]) -> RLOOConfig:
+    """The configuration that a command line asks for, over the embedded task's where no model and
+    no data are named."""
+    return parse_command_line(arguments, str(EMBEDDED_FILE))
 
 
 def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
@@ -156,8 +162,8 @@ def check_model(name: str | None, how: Mapping[str, Any] | None = None) -> None:
 
 
 def _check_dataset(option: str, name: str | None, config: RLOOConfig) -> None:
-    if is_gym(name):
-        check_names(str(name), config)
+    if (spec := dataset_spec(name)) is not None:
+        spec.check(str(name), config)
         return
     if name in (None, EMBEDDED) or os.path.exists(Path(str(name)).expanduser()):
         return

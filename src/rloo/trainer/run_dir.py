@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.launch.local_ranks import OUTPUT, redirect_output
-from rloo.addons.report.html import PAGE
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 from rloo.distributed import World
@@ -23,6 +21,7 @@ from rloo.tracking.jsonl import (
     GROUPS,
     LOGS,
     METRICS,
+    PAGE,
     START,
     SUMMARY,
 )
@@ -36,6 +35,7 @@ from rloo.trainer.checkpoint import (
 )
 from rloo.trainer.heartbeat import MEMBERS, STOP
 from rloo.trainer.preflight import check_folder
+from rloo.trainer.rank_output import OUTPUT, redirect_output
 from rloo.trainer.resume import changed_options
 from rloo.trainer.run_archive import ARCHIVE_DIR, archive_run, is_moving
 from rloo.trainer.run_lock import LOCK, locked

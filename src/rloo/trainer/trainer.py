@@ -13,7 +13,6 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
-from rloo.addons.integrations.reasoning_gym.curriculum import with_curriculum
 from rloo.algorithm.async_rollout import make_rollouts
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.kl_controller import KLController
@@ -274,7 +273,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         trains = self.train_dataset is not None
         if trains:
             source = self._prompts(self.train_dataset, self.args.dataset_split)
-            self._source = with_curriculum(source, self.args)
+            self._source = build.arrange(source, self.args)
             stream = isinstance(self._source, IterablePromptDataset)
             if stream:
                 self.args = trl_attributes.with_stream(self.args)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rloo.addons.report.doctor.dataset_stats import facts_of, facts_of_error, longest_completion
 from rloo.algorithm.oom_retry import fit_token_budget
 from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.stop_signals import ForcedInterrupt, Stopped
@@ -31,6 +30,7 @@ from rloo.trainer.checkpoint import verify_checkpoint
 from rloo.trainer.checkpoint_writer import renew_card, write_checkpoint, write_result
 from rloo.trainer.cpu_settings import arithmetic
 from rloo.trainer.evaluate import Evaluator, Results, Sets, is_better
+from rloo.trainer.prompt_lengths import longest_completion
 from rloo.trainer.rank_checks import check_same_weights
 from rloo.trainer.resume import changed_options, named_since, restore
 from rloo.trainer.run_dir import MARK, StartPoint
@@ -77,7 +77,7 @@ class TrainingLoop:
             return False
         steps = counted(start.finished["steps"], "step")
         self.parts.monitor.say(f"The run in {self.config.output_dir} has finished: {steps}.")
-        self.parts.monitor.require_page()
+        self.parts.monitor.repeat()
         return True
 
     def train(self, start: StartPoint) -> dict[str, float]:
@@ -102,7 +102,7 @@ class TrainingLoop:
         monitor.start(self._describe(), parts.batches)
         for note in dict.fromkeys((*start.notes, *parts.policy.notes)):
             monitor.note(note)
-        monitor.examine(facts_of(parts, self.sets))
+        monitor.begin(parts, self.sets)
         self._first_step = self._saved_step = state.step
         try:
             with parts.events.of_optimizer():
@@ -332,7 +332,7 @@ class TrainingLoop:
         state = self.state
         stopped = isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received
         self.status = "interrupted" if stopped else "failed"
-        self.parts.monitor.examine(facts_of_error(error, self.parts.monitor.note))
+        self.parts.monitor.failed(error)
         if state.step == self._saved_step or isinstance(
             error, (ForcedInterrupt, NotFiniteError, WeightsDiverged)
         ):

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from rloo import cli
-from rloo.addons.launch.local_ranks import launch, restarted
+from rloo.addons.launch.local_ranks import launch
 from rloo.config.config import RLOOConfig
 from rloo.config.launcher_env import check_launch
+from rloo.trainer.rank_output import restarted
 
 # Started by `python -c`, without torch. PLAN: rank -> what it does, by attempt.
 RANK = """
@@ -253,7 +254,7 @@ def test_no_rank_outlives_a_killed_launcher():
 def test_a_ranks_output_moves_to_the_runs_folder_with_what_it_had_printed():
     code = (
         "import os, sys\nfrom pathlib import Path\n"
-        "from rloo.addons.launch.local_ranks import redirect_output\n"
+        "from rloo.trainer.rank_output import redirect_output\n"
         "rank = os.environ['RANK']\nprint('early')\n"
         "redirect_output(Path(f'logs/rank-{rank}.log'))\n"
         "print('late', flush=True)\nos.write(2, b'error\\n')\n"

@@ -11,7 +11,7 @@ from rloo import cli
 from rloo.addons.planner import update_timing
 from rloo.addons.planner.plan import _rows, make_plan
 from rloo.config.parsing import parse_command_line
-from rloo.engines import MAKERS
+from rloo.engines.engine_registry import MAKERS
 from rloo.model import token_budget
 from rloo.model.memory_estimate import phase_peaks, weight_bytes
 from rloo.model.policy import Policy

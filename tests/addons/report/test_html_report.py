@@ -295,7 +295,7 @@ def test_a_report_that_cannot_be_written_is_no_error_of_the_run(tmp_path, capsys
     def fails(folders, path):
         raise RuntimeError("what nobody thought of")
 
-    monkeypatch.setattr("rloo.tracking.monitor.write_page", fails)
+    monkeypatch.setattr("rloo.addons.report.html.report_observer.write_page", fails)
     config = make_config(tmp_path, max_steps=1)
     folder = Path(config.output_dir)
     make_trainer(config, count_words).train()

@@ -20,10 +20,11 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rloo.addons.report.live import screen as module
-from rloo.addons.report.live.live_display import make_console, region_of
+from rloo.addons.report.live.live_display import region_of
 from rloo.addons.report.live.screen import Screen
+from rloo.tracking import line_display
 from rloo.tracking.console import evaluation_phrases, is_graded
+from rloo.tracking.line_display import make_console
 from rloo.tracking.metrics import rollout_metrics
 from rloo.tracking.progress_line import progress_line
 from rloo.trainer.evaluate import kind_of
@@ -182,7 +183,7 @@ def test_finished_lines_stay_and_there_is_one_view_below_them(width):
 
 def test_a_view_is_drawn_at_most_every_quarter_of_a_second_and_at_the_end(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(line_display, "time", SimpleNamespace(monotonic=lambda: now[0]))
     console, rows = terminal(), [make_metrics()]
     shown = Screen(console, max_steps=100, silent=False)
     for step in range(1, 100):
@@ -197,7 +198,7 @@ def test_a_view_is_drawn_at_most_every_quarter_of_a_second_and_at_the_end(monkey
 
 def test_the_time_that_is_left_counts_what_is_between_the_steps(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(line_display, "time", SimpleNamespace(monotonic=lambda: now[0]))
     console, rows = terminal(), [make_metrics(step_time=2.0)] * 3
     shown = Screen(console, max_steps=13, silent=False)
     for step in (1, 2, 3):

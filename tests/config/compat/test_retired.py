@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import yaml
-from rloo.config.parser import parse_command_line
+from rloo.config.parsing import parse_command_line
 
 from rloo.config.compat import retired
 from rloo.config.compat.retired import by_entry, explain, resolved_form

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.engines.native.fused_decoder import FusedDecoder, can_fuse
 from rloo.engines.native.native_engine import NativeEngine
 from rloo.kernels import cpu_matmul

@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, T5Config, T5ForConditionalGeneration
 
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.engines.hf_engine import HFEngine
 from rloo.engines.native.native_engine import NativeEngine
 from rloo.engines.native.support import unavailable_reason

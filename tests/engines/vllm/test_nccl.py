@@ -4,15 +4,15 @@ are asked, and that files take over wherever it fails. Not measured without a GP
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import ClassVar
 
 import pytest
 import torch
 
-from rloo.engines.vllm import nccl
+from rloo.engines.vllm import from_options, nccl
 from rloo.engines.vllm.server_process import ServerConfig
-from rloo.trainer import remote_engines
 from support.engines import make_prompts
 from support.fake_vllm import Status
 from support.vllm_engines import SAMPLING, change, made_on_fakes, make_policy, sample_of
@@ -210,9 +210,9 @@ def test_where_weights_may_go_over_nccl(monkeypatch, options, gpu, transfers, no
     given = {"rollout_engine": "vllm_server", "vllm_server_base_url": ["http://h:1"], **options}
     policy = make_policy(**given)
     monkeypatch.setattr(
-        remote_engines, "unavailable_reason", (lambda _: None) if gpu else nccl.unavailable_reason
+        from_options, "unavailable_reason", (lambda _: None) if gpu else nccl.unavailable_reason
     )
-    settings = remote_engines.settings_of(policy, remote_engines.exported(policy))
+    settings, _ = from_options.settings_of(policy, Path("logs"))
     assert settings.server.transfers == transfers
     line = ["--weight-transfer-config", '{"backend": "nccl"}']
     assert (line[0] in settings.server.command()) == transfers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rloo.engines import EngineInputs, build_engine
+from rloo.engines.engine_registry import EngineInputs, build_engine
 from rloo.engines.vllm.client import ServerError
 from rloo.engines.vllm.router import NoServers
 from rloo.engines.weight_store import locked

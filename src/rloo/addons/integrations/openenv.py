@@ -19,12 +19,6 @@ from rloo.episodes.tool_executor import EpisodeLost
 _NOT_SAID = ("done", "reward", "metadata")
 
 
-def is_client(value: Any) -> bool:
-    """Whether it is a client of OpenEnv: it, or what it inherits from, is of that package."""
-    packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
-    return "openenv" in packages and hasattr(value, "connect")
-
-
 class OpenEnvironment:
     """An environment around a `client`. Classes of `kind_of` have tools besides. `reward` is the
     sum of what the steps of the episode gave, `done` whether the last one has ended it."""

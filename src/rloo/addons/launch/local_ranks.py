@@ -14,16 +14,12 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import psutil
-
 from rloo.algorithm.stop_signals import FOLLOW_UP_SECONDS
 from rloo.config.config import RLOOConfig
-from rloo.config.launcher_env import restart_count
 from rloo.distributed.child_process import (
     ChildProcess,
     describe_status,
@@ -33,6 +29,7 @@ from rloo.distributed.child_process import (
 from rloo.distributed.platform_info import num_processors
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.distributed.standard_streams import say
+from rloo.trainer.rank_output import OUTPUT
 
 BAD_INPUT = 2
 # Seconds that ranks are given to end: those that a signal has told to save, those that are left
@@ -41,8 +38,6 @@ SAVING, LEFT, AT_ONCE = 1800.0, 120.0, 5.0
 SHOWN_LINES = 20
 # Ranks for each processor.
 MOST = 8
-# The variable that tells a rank where its output goes until the run has a folder.
-OUTPUT = "RLOO_RANK_OUTPUT"
 
 
 def launch(
@@ -88,42 +83,6 @@ def launch(
                 break
             _say(f"the run starts again ({attempt + 1} of max_restarts {config.max_restarts})")
     return status
-
-
-def redirect_output(path: Path) -> None:
-    """Append to the file `path` what this process prints from now on, and before it what it has
-    printed so far where the launcher keeps that. Makes the file's folder. Raises OSError."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    path.parent.mkdir(exist_ok=True)
-    early = Path(os.environ[OUTPUT]) if OUTPUT in os.environ else None
-    with path.open("ab", buffering=0) as log:
-        if early is not None and not early.is_symlink():
-            log.write(early.read_bytes())
-            link = early.with_suffix(".link")  # so that the launcher finds what was printed last
-            link.symlink_to(path.absolute())
-            link.replace(early)
-        for number in (1, 2):
-            os.dup2(log.fileno(), number)
-    with suppress(AttributeError):  # a script may have put something else in its place
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def restarted(config: RLOOConfig) -> RLOOConfig:
-    """The options of a rank: where its launcher, torchrun or ours, has started the run again, it
-    goes on by itself, at a checkpoint of its own if there is one."""
-    if restart_count() == 0:
-        return config
-    from rloo.trainer.checkpoint import list_checkpoints  # needs torch
-
-    began = psutil.Process(os.getppid()).create_time()
-    made = [path for _, path in list_checkpoints(Path(config.output_dir))]
-    own = any(path.stat().st_mtime >= began for path in made)
-    # Until it has saved something, what it was told to overwrite or to resume from holds, and the
-    # refusal of a folder with another run's checkpoints.
-    if own or not (made or config.resume_from_checkpoint or config.overwrite_output_dir):
-        return replace(config, resume_from_checkpoint="auto", overwrite_output_dir=False)
-    return config
 
 
 class _Ranks:

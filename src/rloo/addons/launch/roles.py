@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rloo.addons.launch.cluster import Cluster
 from rloo.addons.launch.local_ranks import this_program
 from rloo.config.config import RLOOConfig
+from rloo.config.engine_spec import engine_spec
 from rloo.config.parsing import given_names, parse_command_line
 
 RLOO = "python -m rloo"
@@ -139,7 +140,7 @@ def _trainers_nodes(cluster: Cluster) -> int:
 
 
 def _is_vllm(config: RLOOConfig) -> bool:
-    return config.rollout_engine.startswith("vllm")
+    return engine_spec(config.rollout_engine).options == "vllm"
 
 
 def _role(

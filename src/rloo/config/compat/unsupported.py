@@ -205,7 +205,7 @@ def refuse(name: str, value: Any, among: Mapping[str, Any]) -> None:
     if any(_is_same(name, value, allowed) for allowed in accepted):
         return
     uses_vllm = str(among.get("use_vllm", False)).lower() not in FALSE_WORDS
-    if name.startswith("vllm_") and not uses_vllm and "rollout_engine" not in among:
+    if name.partition("_")[0] == "vllm" and not uses_vllm and "rollout_engine" not in among:
         warnings.warn(f"{name} is {value!r}, which has no effect: use_vllm is false", stacklevel=2)
         return
     raise ValueError(f"{name} is {value!r}; {_PRESET_OF.get((name, value), reason)}")

@@ -15,10 +15,10 @@ from rloo.addons.report.doctor.run_record import (
     excerpts,
     longer_by,
     says_nothing,
-    written,
 )
 from rloo.tracking.before_after import FEWEST, BeforeAfter
 from rloo.tracking.console import percent
+from rloo.tracking.finding import text_of_content
 from rloo.tracking.metrics import deviation
 
 # Tokens, the end included, of what says nothing; and the part of its length that is left.
@@ -137,7 +137,7 @@ def _silent(run: RecordedRun) -> RuleResult | None:
         seen,
         "look at the end of a recorded prompt: it may close the turn that the model is to speak "
         "in, or hold its end token; with a chat model make messages of the prompts",
-        examples=excerpts([written(row.get("prompt")) for row in run.recorded(last=False)]),
+        examples=excerpts([text_of_content(row.get("prompt")) for row in run.recorded(last=False)]),
     )
 
 

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rloo.addons.report.doctor.run_record import LONGEST, written
+from rloo.addons.report.doctor.run_record import LONGEST
 from rloo.algorithm.state import TrainerComponents
-from rloo.config.file_checks import context_of
 from rloo.data.images import tokenizer_of, without_images
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.tokenization import ProcessingClass
 from rloo.rewards import RewardSet
+from rloo.tracking.finding import text_of_content
 from rloo.tracking.guarded import Note, attempt
 from rloo.trainer.evaluate import Sets
+from rloo.trainer.prompt_lengths import longest_completion, prompts_of
 from rloo.types import Message, Prompt, Text
 
 # Prompts whose last words are tried as a completion, and how many words at most.
@@ -34,7 +35,7 @@ _WORD, _ANSWER = "rloo", "oolr"
 def facts_of(parts: TrainerComponents, sets: Sets) -> dict[str, Any]:
     """The facts of a run; `sets` are its evaluation sets. The prompts of a stream are not known. A
     fact that cannot be found is missing, and a note of the run says why."""
-    source, policy = _prompts_of(parts), parts.policy
+    source, policy = prompts_of(parts), parts.policy
     if source is None:
         return {}
 
@@ -49,18 +50,6 @@ def facts_of(parts: TrainerComponents, sets: Sets) -> dict[str, Any]:
     known = {name: fact for name, fact in counted.items() if fact is not None}
     nothing: dict[str, Any] = {}
     return known | attempt("how the chat template is used", template, nothing, note)
-
-
-def longest_completion(parts: TrainerComponents) -> int | None:
-    """The most tokens that a completion can have after the longest prompt, in the model's context;
-    None where one of both is not known."""
-    source, context = _prompts_of(parts), context_of(parts.policy.model.config.get_text_config())
-    return None if source is None or context is None else context - max(source.lengths, default=0)
-
-
-def _prompts_of(parts: TrainerComponents) -> PromptDataset | None:
-    source = getattr(parts.rollouts, "prompts", None)
-    return source if isinstance(source, PromptDataset) else None
 
 
 def facts_of_error(error: BaseException, note: Note) -> dict[str, Any]:
@@ -79,7 +68,7 @@ def _of_error(error: BaseException) -> dict[str, Any]:
 
 def _shared(source: PromptDataset, sets: Sets) -> dict[str, tuple[int, int, str]]:
     return {
-        name: (len(shared), len(prompts), written(shared[0].content))
+        name: (len(shared), len(prompts), text_of_content(shared[0].content))
         for name, prompts in sets.items()
         if (shared := source.shared_with(prompts))
     }
@@ -189,7 +178,7 @@ def answered_prompts(
     tried = [
         (prompt, " ".join(words[-count:]))
         for prompt in prompts[:_TRIED_PROMPTS]
-        if (words := written(prompt.content).split())
+        if (words := text_of_content(prompt.content).split())
         for count in range(1, min(len(words), _TRIED_WORDS) + 1)
     ]
     if not tried:
@@ -212,5 +201,5 @@ def answered_prompts(
         if score is not None and score >= threshold
     ]
     earned = {prompt.id: prompt for prompt in passed}
-    example = written(next(iter(earned.values())).content) if earned else ""
+    example = text_of_content(next(iter(earned.values())).content) if earned else ""
     return len(earned), len({prompt.id for prompt, _ in tried}), example

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import LONGEST, Finding, RecordedRun
+from rloo.addons.report.doctor.run_record import LONGEST, RecordedRun
 from rloo.config.config import RLOOConfig
+from rloo.tracking.finding import Finding
 from rloo.tracking.jsonl import CONFIG, METRICS
 from rloo.tracking.run_reader import RunFolder, read_folder, read_summary
 from rloo.tracking.summary_text import summary_text, training_of
@@ -94,15 +95,6 @@ def report(folder: Path) -> Iterator[str]:
     yield from summary_text(summary_of(folder, run) | known).split("\n")
     yield from describe(findings)
     yield from (f"note: {fault}" for fault in found.faults)
-
-
-def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
-    """Findings as lines under a verdict, which begins with the first one that voids a run."""
-    void = next((finding for finding in findings if finding.voids), None)
-    for finding in findings:
-        yield f"Change: {finding.change}." if finding is void else finding.line
-    if findings:
-        yield f"More about it: rloo doctor {folder}"
 
 
 def describe(findings: list[Finding]) -> Iterator[str]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from rloo.addons.report.doctor.dataset_stats import answered_prompts, facts_of
 from rloo.addons.report.doctor.doctor_command import describe, read_run
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import Finding, RecordedRun
+from rloo.addons.report.doctor.run_record import RecordedRun
 from rloo.algorithm.oom_retry import fit_token_budget
 from rloo.algorithm.rollout import SyncRolloutGenerator
 from rloo.algorithm.train import begin_step, train_on_rollout
 from rloo.config.config import RLOOConfig, in_one_process
+from rloo.tracking.finding import Finding
 from rloo.tracking.guarded import attempt
 from rloo.trainer.trainer import RLOOTrainer
 

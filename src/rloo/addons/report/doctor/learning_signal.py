@@ -23,10 +23,10 @@ from rloo.addons.report.doctor.run_record import (
     largest_reward,
     longer_by,
     mean,
-    written,
 )
 from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import percent
+from rloo.tracking.finding import text_of_content
 from rloo.tracking.metrics import Z
 
 # Groups and completions, below which all of them may be alike by chance.
@@ -191,7 +191,7 @@ def _partly_missing(run: RecordedRun) -> RuleResult | None:
                     f"completions, the first of step {part[0]['step']}",
                     "find out from an unscored completion why; a failure to answer is a reward of "
                     "0, not None",
-                    examples=excerpts([written(row["completion"]) for row in missed]),
+                    examples=excerpts([text_of_content(row["completion"]) for row in missed]),
                 )
     return None
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rloo.addons.report.doctor.rules import diagnose
-from rloo.addons.report.doctor.run_record import LONGEST, Finding, RecordedRun
+from rloo.addons.report.doctor.run_record import LONGEST, RecordedRun
 from rloo.tracking.before_after import WINDOW_ROLLOUTS
+from rloo.tracking.finding import Finding
 from rloo.tracking.guarded import Note, attempt, warn
 
 # Rollouts and completions before which nothing is said of a run that goes on.

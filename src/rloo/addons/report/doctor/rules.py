@@ -13,7 +13,8 @@ from rloo.addons.report.doctor import (
     training_rules,
 )
 from rloo.addons.report.doctor.causes import EXPLAINS, causes_of
-from rloo.addons.report.doctor.run_record import Finding, RecordedRun, Rule, RuleResult
+from rloo.addons.report.doctor.run_record import RecordedRun, Rule, RuleResult
+from rloo.tracking.finding import Finding
 from rloo.tracking.guarded import Note, attempt, warn
 
 _ALL = {

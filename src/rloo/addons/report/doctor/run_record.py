@@ -19,6 +19,7 @@ from rloo.tracking.before_after import (
     since_first,
     windows,
 )
+from rloo.tracking.finding import text_of_content
 from rloo.tracking.metric_registry import HealthyRange, find
 
 Row = Mapping[str, float]
@@ -122,7 +123,7 @@ class RecordedRun:
 
     def texts(self, *, last: bool) -> list[str]:
         """Recorded completions of the last rollouts, or of the first ones."""
-        return [written(row["completion"]) for row in self.recorded(last=last)]
+        return [text_of_content(row["completion"]) for row in self.recorded(last=last)]
 
     def recorded(self, *, last: bool) -> list[Mapping[str, Any]]:
         """Rows of completions.jsonl of the last rollouts, or of the first ones."""
@@ -167,27 +168,6 @@ class Rule:
     voids: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A rule that holds for a run."""
-
-    name: str
-    title: str
-    evidence: str
-    why: str
-    change: str
-    command: str
-    examples: Sequence[str]
-    voids: bool
-    # What the command changes.
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def line(self) -> str:
-        """It in one line, for an alarm."""
-        return f"{self.title}: {self.evidence}. Change: {self.change}."
-
-
 def mean(rows: Sequence[Row], name: str) -> float:
     """The mean of a metric over the rows that have it; NaN without any."""
     values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
@@ -210,14 +190,6 @@ def functions(rows: Sequence[Row]) -> list[str]:
     """The reward functions that rows tell of."""
     names = dict.fromkeys(n for row in rows for n in row if n.startswith("rewards/"))
     return [n.removeprefix("rewards/").removesuffix("/mean") for n in names if n.endswith("/mean")]
-
-
-def written(content: Any) -> str:
-    """A prompt or a completion, a text or messages, as one text."""
-    if isinstance(content, str):
-        return content
-    parts = [message.get("content") for message in content or []]
-    return "\n".join(p if isinstance(p, str) else str(p) for p in parts)
 
 
 def says_nothing(run: RecordedRun) -> str:

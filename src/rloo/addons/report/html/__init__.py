@@ -5,6 +5,7 @@
 What is shown of a run's texts is data: nothing here or in `page.js` makes markup of it.
 """
 
-from rloo.addons.report.html.document import PAGE, write_page
+from rloo.addons.report.html.document import write_page
+from rloo.tracking.jsonl import PAGE
 
 __all__ = ["PAGE", "write_page"]

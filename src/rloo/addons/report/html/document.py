@@ -17,7 +17,6 @@ from rloo.distributed.standard_streams import inert
 from rloo.tracking.jsonl import strict, write_text
 from rloo.tracking.run_reader import read_begun
 
-PAGE = "report.html"
 SCRIPTS = ("dom.js", "chart.js", "samples.js", "page.js")
 STYLE = "page.css"
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rloo.addons.report.html.document import PAGE, data_of, write_page
+from rloo.addons.report.html.document import data_of, write_page
 from rloo.addons.report.html.server import HOST, server_of
+from rloo.algorithm.stop_signals import StopSignals
 from rloo.distributed.standard_streams import say
+from rloo.tracking.jsonl import PAGE
 
 USAGE = "rloo report FOLDER [FOLDER ...] [--output FILE] [--follow [--port N]]"
 
 
-def report(arguments: Sequence[str]) -> int:
+def report(arguments: Sequence[str], signals: StopSignals) -> int:
     """Write the report of one run into its folder, of several here or to `--output`; with
     `--follow` serve it until Ctrl-C. Raises ValueError for arguments that are none of its own."""
     folders, options = _parse(arguments)

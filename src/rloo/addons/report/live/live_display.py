@@ -163,24 +163,3 @@ def region_of(console: Console) -> TerminalDisplay | NotebookDisplay | None:
     if console.is_jupyter:
         return NotebookDisplay(console)
     return TerminalDisplay(console) if console.is_interactive else None
-
-
-class _Output(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich's own would end the run
-
-
-def make_console() -> Console:
-    """Standard output. Colours that are forced (FORCE_COLOR) do not make a terminal of a pipe."""
-    console = _Output()
-    try:
-        moves = console.file.isatty()
-    except (AttributeError, ValueError):
-        moves = False
-    console.is_interactive = console.is_interactive and moves
-    return console
-
-
-def nowhere() -> Console:
-    """A console that shows nothing, anywhere."""
-    return Console(quiet=True, force_terminal=False, force_interactive=False, force_jupyter=False)

@@ -1,0 +1,64 @@
+"""The doctor as an observer: alarms while a run goes on, findings at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from rloo.addons.report.doctor.doctor_command import findings_of
+from rloo.addons.report.doctor.live_rules import LiveDoctor
+from rloo.tracking.finding import Finding
+from rloo.tracking.guarded import attempt
+from rloo.tracking.jsonl import ALARMS, COMPLETIONS, METRICS
+from rloo.tracking.observer import ObservedRun, Observer, Row
+
+
+class DoctorObserver(Observer):
+    """Judges a run by the doctor's rules."""
+
+    def __init__(self, run: ObservedRun) -> None:
+        super().__init__(run)
+        self._watch = LiveDoctor(run.config.to_dict(), run.note)
+
+    def on_resume(self, files: Mapping[str, Sequence[Row]]) -> None:
+        """Take the rows, and do not repeat the alarms."""
+        for row in files[METRICS]:
+            self._watch.add(row)
+        self._watch.add_completions(files[COMPLETIONS])
+        self._watch.told |= {row["finding"]["name"] for row in files[ALARMS]}
+
+    def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
+        """Judge what can be counted before the first step."""
+        from rloo.addons.report.doctor.dataset_stats import facts_of
+
+        self._examine(facts_of(parts, sets))
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Judge the run so far."""
+        self._watch.add({"step": step, **metrics})
+        self._tell(step)
+
+    def on_completions(self, step: int, rows: Sequence[Row]) -> None:
+        """Take the rows; the next step judges them."""
+        self._watch.add_completions(rows)
+
+    def on_error(self, error: BaseException) -> None:
+        """Judge why the run ends."""
+        from rloo.addons.report.doctor.dataset_stats import facts_of_error
+
+        self._examine(facts_of_error(error, self.run.note))
+
+    def on_finish(self, summary: Mapping[str, Any]) -> Sequence[Finding]:
+        """What is wrong by all files of the run."""
+        read = partial(findings_of, self.run.folder, self.run.config, summary)
+        return attempt("what was wrong with the run", read, [], self.run.note)
+
+    def _examine(self, facts: Mapping[str, Any]) -> None:
+        if facts:
+            self._watch.facts = {**self._watch.facts, **facts}
+            self._tell(0)
+
+    def _tell(self, step: int) -> None:
+        for finding in self._watch.news():
+            self.run.found(step, finding)

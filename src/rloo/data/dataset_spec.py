@@ -1,0 +1,44 @@
+"""Datasets that are made by a program: `NAME:WHAT` as a dataset's name, such as `gym:gcd`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rloo import plugins
+
+
+def _nothing(name: str, options: Any) -> None:
+    return None
+
+
+def _as_it_is(source: Any, options: Any) -> Any:
+    return source
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """What makes the rows of `NAME:WHAT`. All three are given the run's options, an `RLOOConfig`.
+
+    `load(name, split, options)` returns a `datasets.Dataset` or a list of rows. It raises
+    ValueError for a name or a split that it does not have. `check(name, options)` raises ValueError
+    for what can be told before torch is loaded. `arrange(source, options)` may give the prompts
+    that are trained on another sampler (`PromptDataset.set_sampler`), and returns them.
+    """
+
+    load: Callable[[str, str, Any], Any]
+    check: Callable[[str, Any], None] = _nothing
+    arrange: Callable[[Any, Any], Any] = _as_it_is
+
+
+def dataset_spec(name: Any) -> DatasetSpec | None:
+    """What makes the dataset of that name; None for files, folders, hub ids and rows. Raises
+    ValueError where its add-on is not there."""
+    if not isinstance(name, str) or ":" not in name:
+        return None
+    first = name.partition(":")[0]
+    if first not in plugins.names("datasets"):
+        return None
+    found: DatasetSpec = plugins.load("datasets", first)
+    return found

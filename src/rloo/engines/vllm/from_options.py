@@ -1,0 +1,148 @@
+"""What a run's options say of servers of vLLM."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from rloo.config.config import RLOOConfig
+from rloo.config.vllm_options import servers_dtype, tolerance_of
+from rloo.data.tasks import resolve_model
+from rloo.distributed.standard_streams import say
+from rloo.engines.vllm.nccl import unavailable_reason
+from rloo.engines.vllm.server_process import HERE, ServerConfig, guarded_environment, require_key
+from rloo.engines.vllm.vllm_engine import VLLMSettings
+from rloo.model.export import PolicyExport, tied_outputs
+from rloo.model.policy import Policy
+
+
+def serving_of(
+    config: RLOOConfig,
+    model: str,
+    lora_rank: int | None = None,
+    *,
+    tied: bool = False,
+    sleeps: bool = False,
+) -> ServerConfig:
+    """How a server of `model` is started for a run of these options. See `ServerConfig`."""
+    return ServerConfig(
+        model,
+        dtype=servers_dtype(config),
+        max_model_length=config.vllm_max_model_length,
+        tensor_parallel_size=config.vllm_tensor_parallel_size,
+        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        model_impl=config.vllm_model_impl,
+        lora_rank=lora_rank,
+        sleeps=sleeps,
+        trust_remote_code=config.trust_remote_code,
+        tied=tied,
+        tells=config.partial_rollouts,
+        arguments=tuple(config.vllm_serve_args or ()),
+        executable=tuple(config.vllm_executable),
+    )
+
+
+def exported(policy: Policy) -> PolicyExport:
+    """The policy as servers take it."""
+    config = policy.config
+    dtype = getattr(torch, servers_dtype(config))
+    return PolicyExport(
+        policy, dtype, merge=bool(config.vllm_merge_adapter), untie=must_untie(policy)
+    )
+
+
+def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
+    """How `rloo vllm-serve` starts a server of the model `name` for runs that are elsewhere.
+    Raises OSError for one whose configuration is not to be had."""
+    model = resolve_model(name)
+    known = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
+    tied = known.get_text_config().tie_word_embeddings and not torch.cuda.is_available()
+    rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
+    return serving_of(config, model, rank, tied=tied, sleeps=sleeps)
+
+
+def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
+    """Have this process become a server of `model`, after its line was printed. It listens where
+    `vllm_server_host` says, if that is `named` or no default, and else on this machine alone.
+    Raises ValueError where others could reach it without a key."""
+    host = config.vllm_server_host
+    host = host if named or host != RLOOConfig().vllm_server_host else HERE
+    require_key(host)
+    serving, port = serving_alone(config, model).guarded(), config.vllm_server_port
+    environment = guarded_environment()
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    command = serving.command(host, port)
+    say(f"{settings} {shlex.join(command)}")
+    serving.require_program()
+    os.environ.update(environment)
+    os.execvp(command[0], command)
+
+
+def must_untie(policy: Policy) -> bool:
+    """Whether servers are told to take a tied matrix for two: on a CPU vLLM packs it once."""
+    return policy.device.type == "cpu" and bool(tied_outputs(policy.model))
+
+
+def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyExport]:
+    """How a run finds its servers, for how long it waits for them, and what they are given."""
+    config, source = policy.config, exported(policy)
+    size, given = config.vllm_tensor_parallel_size, config.vllm_devices
+    devices: list[str | None] = [None]
+    if given is not None:
+        devices = [",".join(given[at : at + size]) for at in range(0, len(given), size)]
+    model = config.model or "MODEL"
+    sleeps = config.vllm_enable_sleep_mode
+    if sleeps is None:
+        shares = config.rollout_engine == "vllm" and config.vllm_devices is None
+        sleeps = shares and policy.device.type == "cuda" and not config.max_staleness
+    rank = source.adapter_rank
+    if config.partial_rollouts and rank is not None:
+        raise ValueError(
+            "partial_rollouts is true and an adapter travels alone; a completion goes on with the "
+            "adapter by whose name it was begun (partial_rollouts, or vllm_merge_adapter true)"
+        )
+    transfers = config.vllm_weight_transfer != "files"
+    reason = _why_by_files(policy, rank) if transfers else None
+    if reason is not None and config.vllm_weight_transfer == "nccl":
+        policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
+    serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps)
+    serving = replace(serving, transfers=transfers and reason is None)
+    longest = max(config.max_completion_length, config.eval_max_completion_length or 0)
+    elsewhere = config.rollout_engine == "vllm_server" or config.vllm_weights_dir
+    weights = weights_folder(config) if elsewhere else None
+    settings = VLLMSettings(
+        serving,
+        urls=tuple(config.vllm_server_base_url or ()),
+        devices=tuple(devices),
+        deadline=config.vllm_request_timeout,
+        start_deadline=config.vllm_server_timeout,
+        restarts=config.vllm_restarts,
+        tolerance=tolerance_of(config),
+        needed=longest + (config.max_prompt_length or 1),
+        partial=config.partial_rollouts,
+        # vLLM loses adapters with the weights that level 2 drops.
+        sleep_level=(2 if rank is None else 1) if sleeps else None,
+        weights_folder=weights,
+        log_folder=log_folder,
+    )
+    return settings, source
+
+
+def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
+    """Why weights cannot go over NCCL, None where they may."""
+    config = policy.config
+    if lora_rank is not None:
+        return "an adapter travels as the files that vLLM loads"
+    if config.rollout_engine == "vllm" and config.vllm_devices is None:
+        return "the servers have the trainer's own GPU (vllm_devices)"
+    return unavailable_reason(policy.device)
+
+
+def weights_folder(config: RLOOConfig) -> Path:
+    """Where weights are written for processes on other machines."""
+    return Path(config.vllm_weights_dir or config.output_dir).absolute()

@@ -1,0 +1,23 @@
+"""`rloo vllm-serve`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rloo import quickly
+from rloo.config.parsing import given_names, parse_command_line
+from rloo.data.tasks import EMBEDDED_FILE
+
+
+def serve(arguments: list[str], signals: Any) -> int:
+    """Become a server of vLLM as a run with these options needs it."""
+    # A run of `rloo launch` has servers of what its file comes to.
+    of_run = "config" in given_names(arguments)
+    config = parse_command_line(arguments, str(EMBEDDED_FILE) if of_run else None)
+    if config.model is None:
+        raise ValueError("vllm-serve needs the model that is to be served (--model)")
+    with signals.ending(), quickly():
+        from rloo.engines.vllm import from_options
+
+    from_options.serve(config, config.model, named="vllm_server_host" in given_names(arguments))
+    return 0  # it has become the server

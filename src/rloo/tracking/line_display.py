@@ -1,0 +1,168 @@
+"""Where a run is shown as plain lines: on any output, and what a view on a terminal is built on."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from textwrap import TextWrapper
+from typing import Any
+
+import psutil
+from rich.console import Console, RenderableType
+
+from rloo.tracking.console import Row, flow, write_line
+from rloo.tracking.progress_line import ProgressLine, progress_line
+from rloo.types import Group
+
+SECONDS_BETWEEN_LINES = 10.0
+_INDENT = 2
+
+
+class LineDisplay:
+    """Prints lines. Printing that fails (terminal or reader are gone, the stream is closed) ends
+    the printing, not the run. A step costs 3 us where no line is due.
+
+    A subclass that shows a view where something `moves` overrides `is_live`, `sample`, `stop` and
+    the methods with an underscore.
+    """
+
+    # The last step of which a completion was printed.
+    sampled_at = 0
+
+    def __init__(
+        self, console: Console | None, *, max_steps: int, silent: bool, moves: bool = True
+    ) -> None:
+        self.console = nowhere() if silent else console or make_console()
+        self._max_steps = max_steps
+        self._progress: Callable[..., ProgressLine] | None = None
+        self._said = -math.inf
+        self._began: float | None = None
+        self._spent = 0.0
+        self._device = "cpu"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a view is shown, and not only lines."""
+        return False
+
+    def start(self, facts: Mapping[str, str], device: str) -> None:
+        """Print the facts of a run on `device`, whose memory is shown later."""
+        self._device = device
+        indent = max(map(len, facts)) + 2
+        width = max(2 * indent, self.console.width) if self.is_live else sys.maxsize
+        wrapper = TextWrapper(
+            width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+        )
+        for name, fact in facts.items():
+            for line in wrapper.wrap(f"{name:{indent}}{fact}"):
+                self.say(line)
+
+    def say(self, text: str, style: str = "", *, prose: bool = False) -> None:
+        """Print a line; see `write_line`."""
+        with self._printing():
+            write_line(self.console, text, style, prose=prose)
+
+    def tell(self, phrases: Sequence[str], style: str = "") -> None:
+        """Print phrases in one line, or on a terminal in as many as they need."""
+        width = self.console.width if self.is_live else sys.maxsize
+        for line in flow(phrases, width, _INDENT):
+            self.say(line, style)
+
+    def show(self, content: RenderableType) -> None:
+        """Print a table."""
+        with self._printing():
+            self.console.print(content)
+
+    def alarm(self, text: str, why: str = "", change: str = "") -> None:
+        """Print an alarm in colour, why it matters, and the change to try."""
+        self.say(f"alarm: {text}", "bold red", prose=True)
+        if why:
+            self.say(f"why: {why}", "yellow", prose=True)
+        if change:
+            self.say(f"try: {change}", "yellow")
+
+    def remember(self, step: int, metrics: Row) -> None:
+        """Take a step's metrics into what a view draws."""
+
+    def evaluated(self, step: int, metrics: Mapping[str, Any], dataset: str = "") -> None:
+        """Take an evaluation into what a view draws."""
+
+    def step(self, step: int, *, scored: Sequence[Row], recent: Sequence[Row], due: bool) -> None:
+        """Show the state after a step: a line where one is `due`, and also after 10 s."""
+        now = time.monotonic()
+        self._progress = partial(
+            progress_line,
+            step,
+            self._max_steps,
+            scored=scored,
+            recent=recent,
+            waiting=self._waiting(now, recent[-1]),
+        )
+        self._show_step(now, self._progress, due=due)
+
+    def sample(self, step: int, group: Group) -> None:
+        """Print a completion of `group` above a view, where one is shown."""
+
+    def stop(self) -> None:
+        """Leave the last state of a view where it is, and give the terminal back."""
+
+    def _show_step(self, now: float, progress: Callable[..., ProgressLine], *, due: bool) -> None:
+        if due or now - self._said >= SECONDS_BETWEEN_LINES:
+            line = progress(memory=self._memory()).line()
+            self._said = now
+            self.say(line)
+
+    def _end_view(self) -> None:
+        """Take a view away because printing has failed."""
+
+    def _memory(self) -> str:
+        """What this process occupies, or on CUDA the most that torch has held."""
+        from rloo.model.token_budget import gigabytes
+
+        if self._device.startswith("cuda"):
+            most = sys.modules["torch"].cuda.max_memory_allocated(self._device)
+            return f"at most {gigabytes(most)}"
+        return gigabytes(psutil.Process().memory_info().rss)
+
+    def _waiting(self, now: float, metrics: Row) -> float:
+        """Time since the first step of this session, over that of the steps themselves."""
+        if self._began is None:
+            self._began = now
+            return 1.0
+        self._spent += metrics.get("step_time", 0.0)
+        return max(1.0, (now - self._began) / self._spent) if self._spent > 0 else 1.0
+
+    @contextmanager
+    def _printing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if isinstance(error, ValueError) and not getattr(self.console.file, "closed", False):
+                raise
+            self.console = nowhere()
+            self._end_view()
+
+
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich's own would end the run
+
+
+def make_console() -> Console:
+    """Standard output. Colours that are forced (FORCE_COLOR) do not make a terminal of a pipe."""
+    console = _Output()
+    try:
+        moves = console.file.isatty()
+    except (AttributeError, ValueError):
+        moves = False
+    console.is_interactive = console.is_interactive and moves
+    return console
+
+
+def nowhere() -> Console:
+    """A console that shows nothing, anywhere."""
+    return Console(quiet=True, force_terminal=False, force_interactive=False, force_jupyter=False)
