@@ -36,13 +36,11 @@ MEASURED: dict[str, Seconds] = {
 }
 # Of the functions that exchange something, what it is.
 KINDS = {
-    "completions_of_all": "completions: tokens, log-probs",
-    "_with_tokens": "completions: tokens that were not sent with the rest",
-    "bring": "completions: tokens of those beyond gather_limit",
+    "all_gather_completions": "completions: tokens, log-probs",
     "score": "rewards, texts, what they log",
     "update": "sums of the loss and metrics",
     "_from_own_pass": "log-probs and KL of a pass before the first step",
-    "of_all": "credit that a first step has seen",
+    "all_gather_by_key": "credit that a first step has seen",
     "sum_gradients": "gradients",
     "send": "what callbacks ask for",
     "record": "metrics of the step",

@@ -233,7 +233,7 @@ def speak(engine: NativeEngine, length: int, *, keep: bool) -> list[float]:
             seconds.append(time.process_time() - began)
             every = zip(rows, numbers, said, strict=True)
             spoken = [
-                (row, k, c.token_ids + tokens(TURN))
+                (row, k, [*c.token_ids, *tokens(TURN)])
                 for row, own, group in every
                 for k, c in zip(own, group, strict=True)
             ]

@@ -64,7 +64,7 @@ def show(name: str, seconds: float, profiler: Any) -> None:
 
 def main(shape: str = "qwen3-0.6b", tokens: str = "64") -> None:
     """Make the steps and print."""
-    from rloo.algorithm import train
+    from rloo.algorithm import stages
     from rloo.engines.native.native_engine import NativeEngine
 
     model = shapes.make_random_model(shape, "cuda")
@@ -76,7 +76,7 @@ def main(shape: str = "qwen3-0.6b", tokens: str = "64") -> None:
         return [float(ids[0] % 7) for ids in completion_ids]
 
     NativeEngine.sample = watched("sampling", NativeEngine.sample)  # type: ignore[method-assign]
-    train.update_with_oom_retry = watched("update", train.update_with_oom_retry)
+    stages.update = watched("update", stages.update)
     with tempfile.TemporaryDirectory() as folder:
         args = RLOOConfig(
             str(Path(folder, "run")),

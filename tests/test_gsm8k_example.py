@@ -11,7 +11,7 @@ import transformers
 
 import rloo
 from rloo import RLOOTrainer
-from rloo.algorithm.advantages import LossContext
+from rloo.algorithm.loss_context import LossContext
 from rloo.cli import main
 from rloo.config.batch_sizes import batches_of
 from rloo.config.parsing import parse_command_line

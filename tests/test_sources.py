@@ -23,9 +23,9 @@ MAX_FILE_LINES, MAX_CONCEPT_LINES = 400, 500
 REASON = re.compile(r"# Over 400 lines: \w+")
 MAX_PARAMETERS = 6
 # The files of algorithm/ that tell the method, to be read in one sitting.
-METHOD = ("train", "rollout", "reward_shaping", "advantages", "update", "loss")
-MAX_METHOD_LINES = 1200
-MAX_METHOD_FILE_LINES = 275
+METHOD = ("train", "rollout", "baselines", "estimators", "advantages", "loss", "update")
+MAX_METHOD_LINES = 1000
+MAX_METHOD_FILE_LINES = 250
 MAX_POLICY_METHODS = 12
 # A move of the code pays for each of them: the numbers may fall, not rise.
 MAX_PRIVATE_NAMES_IN_TESTS = 199

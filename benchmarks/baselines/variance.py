@@ -24,7 +24,8 @@ from torch import Tensor
 from benchmarks.baselines.arms import PLAIN, Task
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm.advantages import LossContext, compute_advantages
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.rank_rollout import RewardScorer
 from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.rollout import SyncRolloutGenerator

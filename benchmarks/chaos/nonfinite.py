@@ -120,7 +120,7 @@ PLACES: dict[str, tuple[str, str, int, Callable[..., Any]]] = {
     "hidden states": ("transformers:Qwen3Model", "forward", 6, in_result(in_hidden)),
     "log-probs of the sampler": (ENGINE, "_draw", 2, in_result(in_drawn)),
     "reference": ("rloo.model.policy:Policy", "reference_logprobs", 2, in_result(nan)),
-    "advantages": ("rloo.algorithm.advantages:LossContext", "advantages", 2, in_result(nan)),
+    "advantages": ("rloo.algorithm.loss_context:LossContext", "advantages", 2, in_result(nan)),
     "ratio": ("rloo.algorithm.loss", "ratio_of", 2, in_result(nan)),
     "loss": (STEPPER, "backward", 2, in_loss),
     "gradient before the guard": (STEPPER, "step", 2, in_gradient),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 T = TypeVar("T")
@@ -46,23 +47,6 @@ class Prompt:
         return self.id + (self.epoch << 40)
 
 
-@dataclass(frozen=True)
-class RemoteTokens(Sequence[Any]):
-    """What another process has of a completion for each of its tokens: here, their number and the
-    sum of what they have are known."""
-
-    length: int
-    total: float = 0.0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: Any) -> Any:
-        raise LookupError(
-            "another process has this completion (rloo.algorithm.completion_exchange.fetch_tokens)"
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Episode:
     """What happened in a completion of several turns: the messages that follow the prompt, how
@@ -95,20 +79,21 @@ class Completion:
     `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
     string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
     temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
-    was sampled from. Both are natural logarithms, one per token. `owner_rank` is the process that
-    alone has them, None where all do; the others have `RemoteTokens` in place of each list.
-    `weight_versions` are those of the weights that sampled its tokens, in order, each with how
-    many; empty where all are of the rollout's. An `episode` has tokens that no engine sampled, what
-    tools said: `trained` is False for these, and their log-probs are 0."""
+    was sampled from. Both are natural logarithms, one per token. `weight_versions` are those of the
+    weights that sampled its tokens, in order, each with how many; empty where all are of the
+    rollout's. An `episode` has tokens that no engine sampled, what tools said: `trained` is False
+    for these, and their log-probs are 0. Lists are converted by `store_as_arrays`."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     finish: FinishReason
-    policy_logprobs: list[float]
-    behavior_logprobs: list[float]
-    owner_rank: int | None = None
+    policy_logprobs: Sequence[float]
+    behavior_logprobs: Sequence[float]
     weight_versions: WeightVersions = ()
     trained: tuple[bool, ...] | None = None
     episode: Episode | None = None
+
+    def __post_init__(self) -> None:
+        store_as_arrays(self)
 
     @property
     def num_trained(self) -> int:
@@ -173,23 +158,26 @@ class Sample:
 
     `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
     it. `trained` tells for each token whether the policy learns from it, or only reads it as what a
-    tool or a user said; None: from all. `owner_rank`, `weight_versions`: see `Completion`.
+    tool or a user said; None: from all. `weight_versions` are as in
+    `Completion`, and lists are converted as there.
     """
 
     key: tuple[int, int]
     place: int
     prompt_ids: list[int]
-    token_ids: list[int]
-    policy_logprobs: list[float]
+    token_ids: Sequence[int]
+    policy_logprobs: Sequence[float]
     reward: float
     truncated: bool
     # Log-probs under the distribution that was sampled from; None if equal to `policy_logprobs`.
-    behavior_logprobs: list[float] | None = None
+    behavior_logprobs: Sequence[float] | None = None
     # See `Prompt.pixels`.
     pixels: Callable[[], dict[str, Any]] | None = None
     trained: tuple[bool, ...] | None = None
-    owner_rank: int | None = None
     weight_versions: WeightVersions = ()
+
+    def __post_init__(self) -> None:
+        store_as_arrays(self)
 
     @property
     def num_trained(self) -> int:
@@ -201,13 +189,26 @@ class Sample:
         return of_trained(values, self.trained)
 
 
+def store_as_arrays(of: Completion | Sample) -> None:
+    """Convert the token ids to an array of 32-bit integers, and the log-probs to arrays of doubles:
+    20 bytes a token, 12 where both log-probs are one object. A list of floats takes 32 bytes."""
+    policy, behavior = of.policy_logprobs, of.behavior_logprobs
+    logprobs = _array("d", policy)
+    if behavior is not None:
+        behavior = logprobs if behavior is policy else _array("d", behavior)
+    object.__setattr__(of, "token_ids", _array("i", of.token_ids))
+    object.__setattr__(of, "policy_logprobs", logprobs)
+    object.__setattr__(of, "behavior_logprobs", behavior)
+
+
+def _array(kind: Literal["i", "d"], values: Sequence[Any]) -> array[Any]:
+    return values if isinstance(values, array) else array(kind, values)
+
+
 def of_trained(values: Sequence[T], trained: tuple[bool, ...] | None) -> Sequence[T]:
-    """Those of `values`, one a token, where `trained` is true; None: all. Of what another process
-    has the sum stays, since values of other tokens are 0."""
+    """Those of `values`, one a token, where `trained` is true; None: all."""
     if trained is None:
         return values
-    if isinstance(values, RemoteTokens):
-        return replace(values, length=sum(trained))
     return [value for value, kept in zip(values, trained, strict=True) if kept]
 
 

@@ -10,14 +10,10 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.baselines import leave_one_out
+from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import load_estimator
-from rloo.algorithm.estimators import (
-    EstimatorInput,
-    composed,
-    grpo,
-    reinforce_pp,
-    rloo,
-)
+from rloo.algorithm.estimators import composed, grpo, reinforce_pp, rloo
 from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
@@ -126,6 +122,21 @@ def test_what_is_named_is_what_its_options_compose(kl):
             found, expected = estimator(returns), composed(returns, form)
             assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12), estimator
             assert estimator is reinforce_pp or torch.equal(found, expected)
+
+
+def test_the_default_is_rloo_itself_and_rloo_is_leave_one_out():
+    """With equal bits, `composed` with default options computes the same."""
+    assert load_estimator(RLOOConfig()).compute is rloo
+    for level in ("sequence", "token"):
+        config = RLOOConfig(importance_sampling_level=level)
+        for seed in range(30):
+            returns = make_returns(seed)
+            expected = composed(returns, EstimatorConfig())
+            assert torch.equal(rloo(returns), expected)
+            assert torch.equal(leave_one_out(returns.return_N, returns.group_N), expected)
+            wanted = returns.per_token(expected) if level == "token" else expected
+            assert torch.equal(advantages(returns, config), wanted)
+    assert load_estimator(RLOOConfig(std_level="group")).compute is not rloo
 
 
 # -- a user's own ----------------------------------------------------------------------------------

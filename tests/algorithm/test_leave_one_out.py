@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from rloo.algorithm.baselines import inverse_std, subtract_baseline, whiten
+from rloo.algorithm.baselines import inverse_std, leave_one_out, subtract_baseline, whiten
 
 NAN = math.nan
 
@@ -35,6 +35,23 @@ def test_leave_one_out_by_hand():
     assert one_group(1, 0) == [1, -1]
     assert one_group(1, 1, 1, 0, 0, 0, 0, 0)[0] == pytest.approx(5 / 7)
     assert one_group(1, 1, 1, 0, 0, 0, 0, 0)[3] == pytest.approx(-3 / 7)
+
+
+def test_leave_one_out_alone_is_the_default_baseline_to_the_last_bit():
+    generator = torch.Generator().manual_seed(0)
+    for size in (0, 1, 2, 50):
+        for dtype in (torch.float32, torch.float64):
+            rewards = torch.randn(size, generator=generator, dtype=dtype)
+            groups = torch.randint(0, 12, (size,), generator=generator)
+            found = leave_one_out(rewards, groups)
+            assert torch.equal(found, subtract_baseline(rewards, groups)) and found.dtype is dtype
+    assert leave_one_out(tensor(1, 2, 3, 7), torch.tensor([0, 0, 0, 1])).tolist() == [
+        -1.5,
+        0,
+        1.5,
+        0,
+    ]
+    assert leave_one_out(tensor(*[0.1] * 7), torch.zeros(7).long()).tolist() == [0.0] * 7
 
 
 def test_missing_reward_leaves_the_baseline_of_its_siblings():

@@ -5,15 +5,14 @@ import pytest
 import torch
 
 from rloo.algorithm.loss import (
-    Completions,
     PolicyLossConfig,
     importance_weights,
     kl_estimate,
     loss_denominator,
     policy_loss,
     ratio_of,
-    reward_to_go,
 )
+from rloo.algorithm.ragged import Completions, reward_to_go
 
 
 def tensor(*values: float) -> torch.Tensor:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from rloo.algorithm.reward_shaping import make_training_samples
-from rloo.algorithm.update import minibatches
+from rloo.algorithm.state import minibatches
 from rloo.algorithm.update_metrics import imbalance
 from rloo.config.batch_sizes import BatchSizes
 from rloo.model.micro_batch import deal, exceeds, make_sample, pack, pad, split

@@ -7,7 +7,8 @@ import torch
 from rloo.algorithm.advantages import FusedAdvantages, PrecomputedAdvantages, compute_advantages
 from rloo.algorithm.rank_rollout import RewardScorer
 from rloo.algorithm.reward_shaping import make_training_samples
-from rloo.algorithm.update import micro_batch_loss, minibatches, update
+from rloo.algorithm.state import minibatches
+from rloo.algorithm.update import micro_batch_loss, update
 from rloo.config.batch_sizes import batches_of
 from rloo.distributed import World
 from rloo.rewards import RewardSet

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rloo.algorithm.advantages import token_penalty
-from rloo.algorithm.estimators import EstimatorInput
+from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS, PAPER, estimator_config_of

@@ -11,7 +11,7 @@ from support.processes import BETWEEN, CASES, DIVIDED, ENDS, RESUMED, run
 
 pytestmark = pytest.mark.slow
 
-# Where tokens are needed elsewhere: to score a group, to train it, in later steps and files.
+# Another rank needs the tokens: to score a group, to train it, in later steps and files.
 FAR = (*HARDEST, "ranked in its group", "two passes", BETWEEN, *environments.FAR)
 SOME = (*HARDEST, "LoRA", "over the batch")
 
@@ -64,7 +64,7 @@ def test_several_processes_end_as_one(made, parallel, processes):
 
 
 @pytest.mark.parametrize("where", ("far-2", "far-fsdp2-2"))
-def test_tokens_that_stay_where_they_were_sampled_change_nothing(made, where):
+def test_a_retired_limit_of_what_all_processes_have_changes_nothing(made, where):
     require_equal(made / "alone", made / where)
 
 

@@ -147,7 +147,7 @@ def test_caches_of_16_bits_hold_them_and_are_near_the_trainers_autocast():
         for buffers in (cache._keys, cache._values, cache._prompt_keys, cache._prompt_values):
             assert {buffer.dtype for buffer in buffers.values()} == {torch.bfloat16}
     for completion in group:
-        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids, use_cache=False).logits[0, 11:-1].float()
         expected = logits.log_softmax(-1).gather(1, ids[0, 12:, None])[:, 0]

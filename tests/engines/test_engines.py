@@ -42,7 +42,7 @@ def take_ids(groups: list[list[Completion]]) -> list[list[list[int]]]:
 @torch.no_grad()
 def score(model, prompt: Prompt, completion: Completion) -> torch.Tensor:
     """Log-probs (T, V) of each next token by one plain forward, without any cache."""
-    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
     logits = model(input_ids=ids, use_cache=False).logits[0]
     return logits[len(prompt.token_ids) - 1 : -1].float().log_softmax(-1)
 
@@ -231,8 +231,8 @@ def test_greedy_equals_transformers_greedy(engine):
                 max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
             ),
         )
-        assert completion.token_ids == expected[0, len(prompt.token_ids) :].tolist()
-        assert completion.behavior_logprobs == [0.0] * 10
+        assert list(completion.token_ids) == expected[0, len(prompt.token_ids) :].tolist()
+        assert list(completion.behavior_logprobs) == [0.0] * 10
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -26,7 +26,7 @@ def make_engine(name: str):
 def go_on(engine, prompts, whole: list[list[Completion]], cuts, sampling) -> list[Completion]:
     """What is drawn behind the first tokens of each completion, all at once."""
     rows = [
-        replace(prompt, token_ids=prompt.token_ids + c.token_ids[:cut], offset=cut)
+        replace(prompt, token_ids=[*prompt.token_ids, *c.token_ids[:cut]], offset=cut)
         for prompt, group in zip(prompts, whole, strict=True)
         for c, cut in zip(group, cuts, strict=True)
     ]

@@ -255,7 +255,7 @@ def test_completions_end_where_a_stop_string_or_a_stop_token_comes_first():
         (tokens, zeros, zeros, torch.tensor([2, 3, 4, 5])), (2,), [4] * 4
     )
 
-    assert [c.token_ids for c in completions] == [[5, 6], [5, 2], [5, 6, 7, 8], [5, 6, 7, 8]]
+    assert [list(c.token_ids) for c in completions] == [[5, 6], [5, 2], [5, 6, 7, 8], [5, 6, 7, 8]]
     assert [c.finish for c in completions] == ["stop", "stop", "stop", "length"]
 
 

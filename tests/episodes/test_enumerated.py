@@ -24,7 +24,7 @@ class Episodes(Production):
 
     @cached_property
     def completions(self):
-        return [episode.token_ids for episode in self.episodes]
+        return [list(episode.token_ids) for episode in self.episodes]
 
     def logprobs(self, model, prompt):
         found = []

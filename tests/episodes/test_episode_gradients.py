@@ -63,7 +63,7 @@ def by_hand(group: Group, beta: float) -> dict[str, torch.Tensor]:
     policy = make_policy_of(make_policy_config(num_prompts=1, beta=beta))
 
     def logprobs(model, completion) -> torch.Tensor:
-        ids = torch.tensor([group.prompt.token_ids + completion.token_ids])
+        ids = torch.tensor([[*group.prompt.token_ids, *completion.token_ids]])
         begin = len(group.prompt.token_ids)
         all_of_them = model(ids, use_cache=False).logits[0, begin - 1 : -1].log_softmax(-1)
         chosen = all_of_them.gather(1, ids[0, begin:, None])[:, 0]

@@ -174,7 +174,7 @@ def test_engines_go_on_behind_answers_as_the_model_itself_would(name):
     assert sum(episode.episode.turns > 1 for episode in episodes) >= 3
     assert alone[0][0].token_ids == groups[1][2].token_ids  # whatever else is in the batch
     for episode in episodes:
-        ids = torch.tensor([prompt.token_ids + episode.token_ids])
+        ids = torch.tensor([[*prompt.token_ids, *episode.token_ids]])
         with torch.no_grad():
             logits = model(ids).logits[0, begin - 1 : -1].log_softmax(-1)
         expected = logits.gather(1, ids[0, begin:, None])[:, 0]

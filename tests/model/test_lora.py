@@ -117,7 +117,7 @@ def test_engines_sample_with_the_adapter(kind, engine):
     sampling = Sampling(max_tokens=6, stop_token_ids=(), temperature=TEMPERATURE)
     for prompt, group in zip(prompts, sampler.sample(prompts, 3, sampling, 0), strict=True):
         for completion in group:
-            ids = torch.tensor([prompt.token_ids + completion.token_ids])
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
             with torch.no_grad():
                 adapted = policy.model(ids, use_cache=False).logits[0, 2:-1] / TEMPERATURE
                 with policy.adapter.as_reference():

@@ -47,7 +47,7 @@ def test_entropy_is_that_of_the_tempered_distribution():
     model, samples = make_model("qwen3"), make_samples(2, 2)
     policy = make_policy(model)
     entropy = policy.logprobs(policy.batch(samples))[1]
-    ids = torch.tensor([samples[0].prompt_ids + samples[0].token_ids])
+    ids = torch.tensor([[*samples[0].prompt_ids, *samples[0].token_ids]])
     logits = model(ids).logits[0, len(samples[0].prompt_ids) - 1 : -1] / TEMPERATURE
     expected = torch.distributions.Categorical(logits=logits).entropy()
     assert torch.allclose(entropy[: len(expected)], expected, atol=1e-5)

@@ -155,7 +155,7 @@ def test_engines_sample_from_the_policy(folder, kind, engine):
     sampling = Sampling(max_tokens=6, stop_token_ids=(), temperature=TEMPERATURE)
     ((*group,),) = sampler.sample([prompt], 3, sampling, 0)
     for completion in group:
-        ids = torch.tensor([prompt.token_ids + completion.token_ids])
+        ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
         with torch.no_grad():
             logits = policy.model(ids, use_cache=False).logits[0, 2:-1] / TEMPERATURE
         expected = logits.log_softmax(-1).gather(-1, ids[0, 3:, None])[:, 0]

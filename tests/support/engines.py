@@ -30,7 +30,7 @@ def make_prompts(lengths=LENGTHS) -> list[Prompt]:
 
 def expected_logprobs(model, prompt: Prompt, completion: Completion) -> torch.Tensor:
     """Of the completion's tokens (T,), by a plain forward pass of the module."""
-    ids = torch.tensor([prompt.token_ids + completion.token_ids])
+    ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
     with torch.no_grad():
         model.set_attn_implementation("eager")
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1]

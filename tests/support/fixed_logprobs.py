@@ -106,6 +106,9 @@ class GivenPolicy:
         self.current = rollout.old
         self.stepper = self  # which has `backward` and `step`
 
+    def before_reduce(self, credit):
+        pass
+
     def sum_gradients(self):
         pass
 

@@ -34,7 +34,7 @@ def one_by_one(model, samples) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     parts = []
     for sample in samples:
-        ids = torch.tensor([sample.prompt_ids + sample.token_ids])
+        ids = torch.tensor([[*sample.prompt_ids, *sample.token_ids]])
         logprobs = (model(ids, use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
         start = len(sample.prompt_ids) - 1
         parts.append(logprobs[start:-1].gather(1, ids[0, start + 1 :, None])[:, 0])

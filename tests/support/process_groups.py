@@ -25,17 +25,14 @@ class Line:
     def __init__(self, lines: Lines, rank: int) -> None:
         self.lines, self.rank = lines, rank
 
-    def all_to_all_object(self, values):
+    def all_gather_object(self, value):
         lines = self.lines
-        lines.sent[self.rank] = [encode(value) for value in values]
+        lines.sent[self.rank] = encode(value)
         lines.barrier.wait()
-        got = [sent[self.rank] for sent in lines.sent]
+        got = [*lines.sent]
         lines.received[self.rank] += sum(map(len, got))
         lines.barrier.wait()
         return [decode(part) for part in got]
-
-    def all_gather_object(self, value):
-        return self.all_to_all_object([value] * len(self.lines.sent))
 
 
 def of_each(size, work):
@@ -43,9 +40,7 @@ def of_each(size, work):
         return list(pool.map(work, range(size)))
 
 
-def make_worlds(size: int, limit: int = 2**28) -> tuple[Lines, list[World]]:
+def make_worlds(size: int) -> tuple[Lines, list[World]]:
     lines = Lines(size)
     device = torch.device("cpu")
-    return lines, [
-        World(device, rank, size, lines.of(rank), gather_limit=limit) for rank in range(size)
-    ]
+    return lines, [World(device, rank, size, lines.of(rank)) for rank in range(size)]

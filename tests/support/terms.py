@@ -2,8 +2,8 @@
 
 import torch
 
-from rloo.algorithm.advantages import LossContext
-from rloo.algorithm.estimators import EstimatorInput
+from rloo.algorithm.estimator_input import EstimatorInput
+from rloo.algorithm.loss_context import LossContext
 from rloo.config.batch_sizes import batches_of
 from rloo.types import Rollout
 

@@ -14,7 +14,7 @@ import transformers
 from datasets import Dataset
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.algorithm import oom_retry
+from rloo.algorithm import stages
 from rloo.types import Completion
 from support.models import CONFIGS, make_model
 from support.text import make_tokenizer
@@ -46,13 +46,13 @@ def recorded(reward):
 def train_recording_updates(trainer, monkeypatch):
     """The samples of each optimizer step."""
     steps = []
-    original = oom_retry.update
+    original = stages.update
 
     def recording(policy, samples, *arguments, **options):
         steps.append(list(samples))
         return original(policy, samples, *arguments, **options)
 
-    monkeypatch.setattr(oom_retry, "update", recording)
+    monkeypatch.setattr(stages, "update", recording)
     trainer.train()
     return steps
 

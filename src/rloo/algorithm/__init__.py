@@ -1,1 +1,1 @@
-"""The method. Read in this order: train, rollout, advantages, update, objective."""
+"""The method. Read: train, rollout, baselines, estimators, advantages, loss, update."""

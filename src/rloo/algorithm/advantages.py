@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rloo.algorithm import loss
-from rloo.algorithm.completion_exchange import owner_ranks_of, with_own_tokens
-from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
-from rloo.algorithm.estimators import EstimatorInput
+from rloo.algorithm.estimator_input import EstimatorInput
+from rloo.algorithm.kl_estimate import kl_estimate
+from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.update_metrics import (
     MetricSums,
     MetricTotals,
@@ -28,8 +26,6 @@ from rloo.algorithm.update_metrics import (
     recorded_sum,
     to_cpu,
 )
-from rloo.config.batch_sizes import BatchSizes
-from rloo.config.config import RLOOConfig
 from rloo.model.micro_batch import MicroBatch, deal, exceeds
 from rloo.model.offload import send
 from rloo.model.policy import Policy
@@ -38,68 +34,14 @@ from rloo.types import Sample
 Key = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class LossContext:
-    """The inputs of a rollout's loss: the options, the batch arithmetic, and `beta`, the present KL
-    coefficient (which `kl_kwargs.target` adapts)."""
-
-    config: RLOOConfig
-    batches: BatchSizes
-    beta: float
-
-    @property
-    def kl_in_reward(self) -> bool:
-        """Whether advantages depend on the reference."""
-        return self.beta != 0 and not self.kl_in_loss
-
-    @property
-    def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term of its own."""
-        return self.beta != 0 and self.config.kl_placement == "loss"
-
-    @cached_property
-    def estimator(self) -> LoadedEstimator:
-        """Looked up once, since it may be a user's. Raises ValueError as `chosen_estimator`."""
-        return load_estimator(self.config)
-
-    def watched(self, truncated_N: Tensor) -> Tensor:
-        """bool (N,): which completions the metrics kl and entropy are means over. All, but where
-        those masked as truncated pay no KL (as in TRL), these are left out."""
-        pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
-        return ~truncated_N | (pay or not self.config.mask_truncated_completions)
-
-    def advantages(self, returns: EstimatorInput, *, all_scored: bool = False) -> Tensor:
-        """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated and for
-        those without a reward (NaN), which no estimator sees, unless `all_scored`. Groups are
-        whole. Raises ValueError for an estimator that fails or returns what is no advantage."""
-        level, scored_N = self.config.importance_sampling_level, ~returns.reward_N.isnan()
-        if not all_scored and not scored_N.all():
-            scored = scored_N[returns.sequence_T] if level == "token" else scored_N
-            found = torch.zeros(scored.shape, dtype=torch.float64, device=scored.device)
-            if scored.any():
-                found[scored] = self.advantages(returns.select(scored_N))
-            return found
-        values = self.estimator(returns)
-        masked = returns.truncated_N & self.config.mask_truncated_completions
-        if level == "token":
-            values, masked = returns.per_token(values), masked[returns.sequence_T]
-        elif len(values) != returns.num_completions:
-            raise ValueError(
-                f"{self.estimator} returned one advantage for each of {len(values)} tokens, and "
-                f"importance_sampling_level is {level}, one ratio for all tokens of a completion "
-                "(importance_sampling_level token)"
-            )
-        return torch.where(masked, 0.0, values)
-
-
 @dataclass(slots=True, kw_only=True)
 class _OldLogprobs:
-    """Log-probs that completions had when they were first seen, and metrics of that. `owner_ranks`:
-    of each completion whose log-probs one process alone has, that process."""
+    """Log-probs that completions had when they were first seen, and metrics of that; `is_shared`
+    once every process has all of them."""
 
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
-    owner_ranks: dict[Key, int] = field(default_factory=dict)
+    is_shared: bool = False
 
     def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
         """(T,): the log-probs that each completion had when it was first seen."""
@@ -157,10 +99,7 @@ class FusedAdvantages(_OldLogprobs):
         """What was seen in passing, with the KL among the first step's `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
         return PrecomputedAdvantages(
-            self.by_completion,
-            old_logprobs=self.old_logprobs,
-            stats=stats,
-            owner_ranks=self.owner_ranks,
+            self.by_completion, old_logprobs=self.old_logprobs, stats=stats, is_shared=True
         )
 
 
@@ -189,8 +128,6 @@ def _from_own_pass(
     samples: Sequence[Sample], policy: Policy, terms: LossContext
 ) -> PrecomputedAdvantages:
     dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
-    dealt = with_own_tokens(dealt, policy.world)
-    holders = owner_ranks_of(dealt)
     old: dict[Key, Tensor] = {}
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], MetricTotals]:
@@ -209,7 +146,7 @@ def _from_own_pass(
                 watched_T = watched_N[batch.sequence_T]
                 kl = recorded_sum(logprobs - reference, watched_T)
                 gather(sums, {"kl": kl, "tokens": watched_T.sum(), "sequences": watched_N.sum()})
-        return {} if holders else old, to_cpu(penalties), read(sums)
+        return old, to_cpu(penalties), read(sums)
 
     with policy.in_step():
         parts = policy.world.run_on_all_ranks(compute)
@@ -223,7 +160,7 @@ def _from_own_pass(
         tokens, sequences = (max(sums.get(of, 0.0), 1.0) for of in ("tokens", "sequences"))
         stats = {"kl": sums.get("kl", 0.0) / tokens, "kl/sequence": sums.get("kl", 0.0) / sequences}
     known = _sample_advantages(samples, penalties, terms)
-    return PrecomputedAdvantages(known, old_logprobs=old, stats=stats, owner_ranks=holders)
+    return PrecomputedAdvantages(known, old_logprobs=old, stats=stats)
 
 
 def batch_advantages(
@@ -239,13 +176,9 @@ def batch_advantages(
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Tensor:
     """The KL penalty of each token: beta times its KL estimate, (T,), float64, detached."""
-    estimate = loss.kl_estimate(
-        logprobs.detach().double(),
-        reference.double(),
-        estimator=terms.config.kl_estimator,
-        clip=terms.config.kl_options.clip,
-    )
-    return terms.beta * estimate
+    config, both = terms.config, (logprobs.detach().double(), reference.double())
+    clip = config.kl_options.clip
+    return terms.beta * kl_estimate(*both, estimator=config.kl_estimator, clip=clip)
 
 
 def _sample_advantages(

@@ -19,14 +19,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol, cast
 
-from rloo.algorithm.rank_rollout import (
-    Called,
-    RewardScorer,
-    all_gather_completions,
-    arguments_of,
-    column_names,
-)
+from rloo.algorithm.rank_rollout import RankRollout, RewardScorer, all_gather_completions
+from rloo.algorithm.reward_scoring import Called, arguments_of, column_names
 from rloo.algorithm.rollout import SyncRolloutGenerator
+from rloo.config.config import RLOOConfig
+from rloo.distributed import World
 from rloo.distributed.platform_info import num_processors
 from rloo.distributed.worker_pool import chain_future, wait_result
 from rloo.engines.counter_rng import noise_key
@@ -69,7 +66,7 @@ class _PendingRollout:
 
 
 @dataclass(slots=True)
-class AsyncRolloutGenerator(SyncRolloutGenerator):
+class AsyncRolloutGenerator(RankRollout):
     """Rollouts that an engine in another process samples, each with weights of at most
     `max_staleness` rollouts before those that it trains. Reward functions are called in processes
     of their own, the main one's `scorers`; where that cannot be, `why_here` says why, and they are
@@ -152,7 +149,7 @@ class AsyncRolloutGenerator(SyncRolloutGenerator):
         with self.clock.phase("sample"):
             drawn = [wait_result(each) for each in begun.sampled]
             count = self.config.num_generations
-            sampled = all_gather_completions(drawn, begun.prompts, count, self.sampling, self.world)
+            sampled = all_gather_completions(drawn, begun.prompts, count, self.world)
         with self.clock.phase("reward"):
             called = None if self.why_here else [wait_result(each) for each in begun.scored]
             waited = time.monotonic() - came
@@ -295,8 +292,11 @@ def _then(
     chain_future(scored, begun, lambda called: called)
 
 
-def make_rollouts(*parts: Any) -> SyncRolloutGenerator:
+def make_rollouts(config: RLOOConfig, world: World, *parts: Any) -> SyncRolloutGenerator:
     """Rollouts made of the parts of `SyncRolloutGenerator`, in their order: beside training where
-    its engine samples in another process and the options ask for it."""
-    rollouts = SyncRolloutGenerator(*parts)
-    return AsyncRolloutGenerator(*parts) if rollouts.config.samples_beside else rollouts
+    the engine samples in another process and the options ask for it."""
+    if config.samples_beside:
+        return AsyncRolloutGenerator(config, *parts, world=world)
+    if world.collectives is None:
+        return SyncRolloutGenerator(config, *parts)
+    return RankRollout(config, *parts, world=world)

@@ -1,7 +1,8 @@
-"""Values less a mean and over a deviation, by group or over all: what estimators are made of.
+"""The leave-one-out baseline, then other means and deviations: the parts of the estimators.
 
 Values are (E,), completions or tokens; `group` maps each to its group, on a GPU to a number below
-E. A missing value is NaN. All functions keep the dtype of their inputs, float64 included.
+E. All functions keep the dtype of their inputs, float64 included. A missing value is NaN;
+`leave_one_out` is for rewards of which none is missing.
 """
 
 from __future__ import annotations
@@ -11,9 +12,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rloo.algorithm.loss import sum_by
+from rloo.algorithm.ragged import sum_by
 
 Level = Literal["none", "group", "batch"]
+
+
+def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
+    """The advantage of each completion: its reward minus the mean of the K - 1 other rewards of its
+    group,
+
+        A_i = r_i - 1 / (K - 1) * sum of r_j over j != i
+
+    (Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024,
+    arXiv 2402.14740, section 3). Exactly 0 in a group of equal rewards, and for a group of one."""
+    lowest = _group_min(rewards, group)[group]
+    above = rewards - lowest
+    total = _group_sum(above, group)[group]
+    others = _group_sum(torch.ones_like(rewards), group)[group] - 1
+    advantages = above - (total - above) / others.clamp(min=1)
+    return torch.where(others > 0, advantages, 0.0)
 
 
 def subtract_baseline(
@@ -60,20 +77,26 @@ def whiten(values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool =
     return _subtract_mean(values, whole, leave_one_out=False) * factor
 
 
-def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+def _num_groups(index: Tensor) -> int:
+    """At least the number of groups; on a GPU the number of values, so as not to wait for it."""
     size = index.numel()
-    if size and index.device.type == "cpu":  # a GPU would have to be waited for
-        size = int(index.max()) + 1
-    return sum_by(values, index, size)
+    return int(index.max()) + 1 if size and index.device.type == "cpu" else size
+
+
+def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+    return sum_by(values, index, _num_groups(index))
+
+
+def _group_min(values: Tensor, index: Tensor) -> Tensor:
+    lowest = values.new_full((_num_groups(index),), torch.inf)
+    return lowest.scatter_reduce(0, index, values, "amin")
 
 
 def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
     """Values less their bin's mean. NaN is left out and becomes 0, as does a value alone in it."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
-    floor = torch.full_like(counts, torch.inf).scatter_reduce(
-        0, index, torch.where(valid, values, torch.inf), "amin"
-    )
+    floor = _group_min(torch.where(valid, values, torch.inf), index)
     relative = torch.where(valid, values - floor[index], 0.0)
     totals = _group_sum(relative, index)[index]
     counts = counts[index]

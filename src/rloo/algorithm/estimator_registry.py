@@ -1,7 +1,5 @@
-"""The estimator that the options choose: found, given what it may look at, and its result checked.
-
-Those of the package are trusted, a user's is not; every refusal names the user's file and line.
-"""
+"""The estimator that the options name. The package's estimators are called directly; a user's is
+called with checks of its result, and each error names the user's file and line."""
 
 from __future__ import annotations
 
@@ -16,34 +14,37 @@ import torch
 from torch import Tensor
 
 from rloo import plugins
-from rloo.algorithm.estimators import ESTIMATORS, Estimator, EstimatorInput, composed
+from rloo.algorithm.estimators import ESTIMATORS, Estimator, EstimatorInput, composed, rloo
 from rloo.config.config import RLOOConfig
-from rloo.config.estimator_config import estimator_config_of
+from rloo.config.estimator_config import PAPER, estimator_config_of
 from rloo.config.user_functions import load_function
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEstimator:
-    """An estimator with its arguments. `over_rollout` says whether it is given the whole rollout or
-    one group at a time, `smallest_group` how many scored completions a group must have to count."""
+    """An estimator with its arguments. `over_rollout`: it takes the whole rollout at once, not one
+    group. `smallest_group`: the fewest scored completions of a group that counts."""
 
     name: str
     function: Estimator
     over_rollout: bool
     smallest_group: int
 
-    def __call__(self, returns: EstimatorInput) -> Tensor:
-        """Advantages, (N,) or (T,). Raises ValueError if a user's function or its result fails."""
-        if self.name in ESTIMATORS:
-            return self.function(returns)
+    @property
+    def compute(self) -> Estimator:
+        """The function from returns to advantages, (N,) or (T,). A user's function raises
+        ValueError if it or its result fails."""
+        return self.function if self.name in ESTIMATORS else self._compute_checked
+
+    def __str__(self) -> str:
+        return f"the estimator {self.name}{_place(self.function)}"
+
+    def _compute_checked(self, returns: EstimatorInput) -> Tensor:
         parts = [returns] if self.over_rollout else returns.groups()
         found = [self._checked(part) for part in parts]
         if sum(map(len, found)) != returns.num_completions:
             found = [part.per_token(values) for values, part in zip(found, parts, strict=True)]
         return torch.cat(found)
-
-    def __str__(self) -> str:
-        return f"the estimator {self.name}{_place(self.function)}"
 
     def _checked(self, returns: EstimatorInput) -> Tensor:
         try:
@@ -78,18 +79,19 @@ class LoadedEstimator:
 
 
 def load_estimator(config: RLOOConfig) -> LoadedEstimator:
-    """The estimator of `config`. Raises ValueError for a function that is not there, arguments that
-    it does not take, and groups that are too small for it."""
+    """The estimator of `config`: by default `rloo`, which is `composed` with default options.
+    Raises ValueError for a function that is not there, arguments that it does not take, and groups
+    that are too small for it."""
     name, arguments = config.estimator, config.estimator_kwargs or {}
     if name == "composed":
         form = estimator_config_of(config)
-        return LoadedEstimator(
-            name, partial(composed, form=form), form.over_rollout, form.smallest_group
-        )
-    function = ESTIMATORS.get(name)
-    if function is None and name in plugins.names("estimators"):
+        chosen = rloo if form == PAPER else partial(composed, form=form)
+        return LoadedEstimator(name, chosen, form.over_rollout, form.smallest_group)
+    if name in ESTIMATORS:
+        function = ESTIMATORS[name]
+    elif name in plugins.names("estimators"):
         function = plugins.load("estimators", name)
-    if function is None:
+    else:
         function = load_function(name, "estimator")
     _check_arguments(name, function, arguments)
     scope = getattr(function, "scope", "group")

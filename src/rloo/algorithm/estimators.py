@@ -8,96 +8,15 @@ micro-batches. What is here and looks at groups takes all of them at once, which
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rloo.algorithm.baselines import Level, inverse_std, subtract_baseline, whiten
-from rloo.algorithm.loss import reward_to_go, sum_by
+from rloo.algorithm.baselines import Level, inverse_std, leave_one_out, subtract_baseline, whiten
+from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.config.estimator_config import PAPER, EstimatorConfig
-
-
-@dataclass(frozen=True, slots=True)
-class EstimatorInput:
-    """The scored completions of one group, or of a whole rollout: N of them, of T tokens in all.
-
-    They lie one after another, group by group; the tensors are float64, without gradients.
-    `reward_N` are rewards as they are after clipping and scaling, without KL; none is missing.
-    `penalty_T` is what each token pays, beta times its KL estimate in nats: 0 where the KL is not
-    in the reward. `sequence_T` says to which completion a token belongs, `group_N` to which group a
-    completion (on a GPU these are numbered from 0); `truncated_N` whether it hit the length limit.
-    """
-
-    reward_N: Tensor
-    penalty_T: Tensor
-    sequence_T: Tensor
-    group_N: Tensor
-    truncated_N: Tensor
-
-    @property
-    def num_completions(self) -> int:
-        """N."""
-        return len(self.reward_N)
-
-    @property
-    def length_N(self) -> Tensor:
-        """Tokens of each completion."""
-        return sum_by(torch.ones_like(self.penalty_T), self.sequence_T, self.num_completions)
-
-    @property
-    def penalty_N(self) -> Tensor:
-        """What each completion pays."""
-        return sum_by(self.penalty_T, self.sequence_T, self.num_completions)
-
-    @property
-    def return_N(self) -> Tensor:
-        """Reward less penalty, the paper's R."""
-        return self.reward_N - self.penalty_N
-
-    @property
-    def penalty_to_go_T(self) -> Tensor:
-        """What each token pays for itself and all later tokens of its completion."""
-        return reward_to_go(self.penalty_T, self.sequence_T, self.num_completions)
-
-    def per_token(self, values: Tensor) -> Tensor:
-        """Values of completions, or already of tokens, as values of tokens."""
-        # If the sizes are equal, every completion is a single token.
-        return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
-
-    def select(self, kept_N: Tensor) -> EstimatorInput:
-        """Those of the completions that are to be kept, bool (N,)."""
-        kept_T = kept_N[self.sequence_T]
-        return EstimatorInput(
-            self.reward_N[kept_N],
-            self.penalty_T[kept_T],
-            (kept_N.cumsum(0) - 1)[self.sequence_T[kept_T]],
-            self.group_N[kept_N].unique_consecutive(return_inverse=True)[1],
-            self.truncated_N[kept_N],
-        )
-
-    def groups(self) -> list[EstimatorInput]:
-        """Each group alone."""
-        return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())
-
-    def split(self, sizes: list[int]) -> list[EstimatorInput]:
-        """Parts of so many completions, with tensors of their own; groups are whole in them."""
-        lengths = self.length_N.long().split(sizes)
-        penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
-        columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]
-        parts = zip(penalties, lengths, *columns, strict=True)
-        return [
-            EstimatorInput(
-                reward.clone(),
-                penalty.clone(),
-                torch.arange(len(length), device=length.device).repeat_interleave(length),
-                group - group[0],
-                truncated.clone(),
-            )
-            for penalty, length, reward, group, truncated in parts
-        ]
-
 
 Estimator = Callable[..., Tensor]
 E = TypeVar("E", bound=Callable[..., Any])
@@ -111,8 +30,8 @@ def batch_scope(function: E) -> E:
 
 def rloo(returns: EstimatorInput) -> Tensor:
     """Each return less the mean of the others of its group: REINFORCE Leave-One-Out (Ahmadian et
-    al. 2024, arXiv 2402.14740, equations 5 to 9)."""
-    return subtract_baseline(returns.return_N, returns.group_N)
+    al. 2024, arXiv 2402.14740, equations 5 to 9). The default."""
+    return leave_one_out(returns.return_N, returns.group_N)
 
 
 def grpo(returns: EstimatorInput, epsilon: float = 1e-4) -> Tensor:

@@ -18,60 +18,90 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from rloo.algorithm.kl_estimate import kl_estimate, ratio_of
+from rloo.algorithm.ragged import Completions, sum_by
+from rloo.config.config import RLOOConfig
+
 RatioLevel = Literal["sequence", "sequence_mean", "token"]
 Aggregation = Literal["sequence", "sequence_token_mean", "token_mean", "constant"]
 WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-# exp(20) is 5e8, far outside every clipping range and well within float32. Without a bound a ratio
-# could overflow to infinity, and infinity times an advantage of 0 is NaN.
-MAX_LOG_RATIO = 20.0
+
+class LossInputs(NamedTuple):
+    """The inputs of the loss of a micro-batch. `logprobs` and `entropy` (T,) have gradients;
+    `advantages` are (N,) or (T,). `old` is as in `policy_loss`; `behavior` are the log-probs under
+    the distribution that was sampled from."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    advantages: Tensor
+    old: Tensor
+    behavior: Tensor
+    reference: Tensor | None
+    truncated_N: Tensor
+    completions: Completions
 
 
-def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sum `values` (T,) into `size` bins: bin `index[t]` receives `values[t]`."""
-    return values.new_zeros(size).index_add(0, index, values)
+def loss(
+    inputs: LossInputs, config: RLOOConfig, beta: float, denominator: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch over `loss_denominator`, to be minimised, and sums for the metrics:
+    the clipped surrogate, with weights that correct for another sampler, plus `beta` times the KL
+    where that is in the loss, less the entropy bonus."""
+    weights, sums = _correction(inputs, config)
+    form, (logprobs, _, advantages, old, *_) = PolicyLossConfig.of(config), inputs
+    result = policy_loss(logprobs, old, advantages, inputs.completions, form, weights)
+    others: Tensor | float = 0.0
+    if has_other_terms(config, beta):
+        others_T = _other_terms(inputs, config, beta)
+        others = aggregate(others_T, inputs.completions, config.loss_aggregation)
+    sums |= {"clipped_low": result.clipped_low.sum(), "clipped_high": result.clipped_high.sum()}
+    return result.loss / denominator + others / denominator, sums
 
 
-def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp(log_ratio), with the log-ratio bounded by MAX_LOG_RATIO."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+def has_other_terms(config: RLOOConfig, beta: float) -> bool:
+    """Whether the loss has terms that do not vanish when the advantage is 0."""
+    return (beta != 0 and config.kl_placement == "loss") or config.entropy_coef != 0
 
 
-def kl_estimate(
-    policy_T: Tensor, reference_T: Tensor, *, estimator: str = "k1", clip: float | None = None
-) -> Tensor:
-    """An estimate of KL(policy || reference) for each sampled token, in nats: (T,).
-
-    With x = log policy - log reference, k1 is x, k2 is x^2 / 2 and k3 is exp(-x) - 1 + x (Schulman
-    2020). All are differentiable; `clip` bounds them on both sides. Raises ValueError for an
-    unknown name.
-    """
-    estimate = x = policy_T - reference_T
-    if estimator == "k2":
-        estimate = x**2 / 2
-    elif estimator == "k3":
-        # x is bounded in both terms: otherwise the linear one would pull away from the reference.
-        x = x.clamp(min=-MAX_LOG_RATIO)
-        # expm1 keeps the digits that exp(-x) - 1 loses for small x.
-        estimate = torch.expm1(-x) + x
-    elif estimator != "k1":
-        raise ValueError(f"kl_estimator is {estimator!r}; it must be k1, k2 or k3")
-    return estimate if clip is None else estimate.clamp(-clip, clip)
+def _other_terms(inputs: LossInputs, config: RLOOConfig, beta: float) -> Tensor:
+    """The KL in the loss and the entropy bonus, (T,); masked as truncated, a token has neither."""
+    logprobs, total_T = inputs.logprobs, torch.zeros_like(inputs.logprobs)
+    if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
+        total_T = total_T - config.entropy_coef * inputs.entropy
+    if beta != 0 and config.kl_placement == "loss":
+        assert inputs.reference is not None
+        estimator, clip = config.kl_estimator, config.kl_options.clip
+        kl = kl_estimate(logprobs, inputs.reference, estimator=estimator, clip=clip)
+        if config.use_bias_correction_kl:
+            kl = kl * ratio_of(logprobs - inputs.old)
+        total_T = total_T + beta * kl
+    if config.mask_truncated_completions:
+        masked_T = inputs.truncated_N[inputs.completions.sequence_T]
+        total_T = torch.where(masked_T, 0.0, total_T)
+    return total_T
 
 
-def reward_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
-    """The sum of each token's value and the values of all later tokens of its completion: (T,).
-    Completions lie one after another, with their tokens in order."""
-    summed = values_T.double().cumsum(0)
-    ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
-    return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)
-
-
-class Completions(NamedTuple):
-    """Which of the `size` completions of a micro-batch each token belongs to: (T,)."""
-
-    sequence_T: Tensor
-    size: int
+def _correction(inputs: LossInputs, config: RLOOConfig) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """The weights of the off-policy correction, if any, and their sums."""
+    mode = config.rollout_importance_sampling_mode
+    if mode is None or mode == "off":
+        return None, {}
+    weights = importance_weights(
+        inputs.old - inputs.behavior,
+        inputs.completions,
+        mode=mode,
+        upper=config.rollout_importance_sampling_threshold,
+        lower=config.rollout_importance_sampling_min,
+    )
+    one_T = torch.ones_like(weights)
+    each_N = sum_by(weights, *inputs.completions) / sum_by(one_T, *inputs.completions)
+    return weights, {
+        "weight": weights.sum(),
+        "completion_weight": each_N.sum(),
+        "completion_weight_squares": (each_N**2).sum(),
+        "sampling/importance_sampling_ratio/max": weights.max(),
+    }
 
 
 def importance_weights(
@@ -109,6 +139,17 @@ class PolicyLossConfig:
     epsilon_low: float = 0.2
     epsilon_high: float = 0.2
     delta: float | None = None
+
+    @classmethod
+    def of(cls, config: RLOOConfig) -> PolicyLossConfig:
+        """The form that the options describe."""
+        return cls(
+            ratio_level=config.importance_sampling_level,
+            aggregation=config.loss_aggregation,
+            epsilon_low=config.epsilon,
+            epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+            delta=config.delta,
+        )
 
 
 PAPER = PolicyLossConfig()

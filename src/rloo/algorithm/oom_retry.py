@@ -4,16 +4,13 @@ lowered before the first sample, or once while training."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby, islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from rloo.algorithm.advantages import Advantages, compute_advantages
-from rloo.algorithm.completion_exchange import all_gather_by_key, fetch_old_logprobs, fetch_tokens
 from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
-from rloo.algorithm.update import update
 from rloo.distributed.process_group import AllOutOfMemory
 from rloo.model.memory_estimate import count_tokens
 from rloo.model.micro_batch import make_sample, pack
@@ -65,7 +62,6 @@ def verify_packed_forward(
     packed = policy.packed
     groups = groupby(samples, key=lambda sample: sample.key[0])
     few = [s for _, members in groups for s in islice(members, 2)][:4]
-    few = fetch_tokens([few] * parts.world.size, parts.world)
     _settle_packing(parts, partial(policy.check_forward, few))
     if policy.packed != packed:  # other sizes fit now
         fit_token_budget(parts, state)
@@ -79,68 +75,34 @@ def _settle_packing(parts: TrainerComponents, trial: Callable[[], object]) -> No
     parts.policy.packed = not parts.world.any_rank(not parts.policy.packed)
 
 
-def advantages_with_oom_retry(
-    parts: TrainerComponents, state: TrainState, samples: Sequence[Sample]
-) -> Advantages:
-    """The credit of a rollout, with smaller micro-batches where memory did not suffice."""
+def with_oom_retry(
+    stage: Callable[..., T], before_retry: Callable[..., object] = lambda *_: None
+) -> Callable[..., T]:
+    """`stage`, which takes components, state and some inputs, the samples last. Where memory does
+    not suffice, it is tried again with half the token budget: once in a run. `before_retry` is
+    called with the same arguments. Raises torch.OutOfMemoryError the second time, and if the
+    weights may have changed."""
 
-    def work() -> Advantages:
-        with parts.clock.phase("credit"):
-            return compute_advantages(samples, parts.policy, state.loss_context(parts))
+    @wraps(stage)
+    def retrying(parts: TrainerComponents, state: TrainState, *inputs: Any) -> T:
+        try:
+            return stage(parts, state, *inputs)
+        except torch.OutOfMemoryError as error:
+            _require_first(parts, state, error)
+        # Here the error no longer refers to the frames, and so to the memory that they allocated.
+        _halve_budget(parts, state, inputs[-1])
+        before_retry(parts, state, *inputs)
+        return stage(parts, state, *inputs)
 
-    return _retry_on_oom(parts, state, samples, work) or work()
+    return retrying
 
 
-def update_with_oom_retry(
-    parts: TrainerComponents, state: TrainState, hand: ActiveRollout, minibatch: Sequence[Sample]
-) -> dict[str, float]:
-    """One optimizer step on a part of the rollout's samples, again with smaller micro-batches
-    where memory did not suffice; then the credit is assigned for these, too, unless the weights
-    have moved since it was. Keeps the credit for the steps that follow; returns the metrics."""
-    first_of_several = hand.steps_done == 0 and parts.batches.steps_per_rollout > 1
-
-    def before_step() -> None:
-        if first_of_several:  # the others need all that any process has seen in passing
-            credit, world = hand.credit, parts.world
-            if credit.owner_ranks:  # the main process saves them, perhaps when nobody answers
-                to_main = [hand.samples if rank == 0 else [] for rank in range(world.size)]
-                brought = fetch_tokens(to_main, world)
-                hand.samples = brought if world.is_main else hand.samples
-                fetch_old_logprobs(credit.old_logprobs, credit.owner_ranks, to_main, world)
-            else:
-                credit.old_logprobs = all_gather_by_key(credit.old_logprobs, world)
-            credit.by_completion = (
-                all_gather_by_key(credit.by_completion, world)
-                if credit.from_update
-                else credit.by_completion
-            )
-        parts.stop.hold()
-
-    if parts.policy.divides:
-        with parts.policy.in_step():
-            parts.stop.hold()  # all processes make this step, or none does
-
-    def work() -> dict[str, float]:
-        with parts.clock.phase("update"):
-            return update(
-                parts.policy, minibatch, hand.credit, state.loss_context(parts), before_step
-            )
-
-    optimizer = parts.policy.stepper.optimizer
-    watch = optimizer.register_step_pre_hook(
-        lambda *_: setattr(state, "weights_ahead_of_record", True)
-    )
-    try:
-        metrics = _retry_on_oom(parts, state, minibatch, work)
-        if metrics is None:
-            if hand.steps_done == 0:
-                hand.credit = advantages_with_oom_retry(parts, state, hand.samples)
-            metrics = work()
-    finally:
-        watch.remove()
-    if first_of_several:
-        hand.credit = hand.credit.after_first_step(metrics)
-    return metrics
+def recompute_advantages(
+    parts: TrainerComponents, state: TrainState, active: ActiveRollout, *_: object
+) -> None:
+    """Compute the advantages of a rollout anew, unless the weights have moved since they were."""
+    if active.steps_done == 0:
+        active.credit = parts.compute_advantages(parts, state, active.samples)
 
 
 def report_notes(parts: TrainerComponents) -> None:
@@ -150,33 +112,28 @@ def report_notes(parts: TrainerComponents) -> None:
             parts.monitor.note(note)
 
 
-def _retry_on_oom(
-    parts: TrainerComponents, state: TrainState, samples: Sequence[Sample], work: Callable[[], T]
-) -> T | None:
-    """Run `work` on `samples`. Where memory does not suffice, halve the token budget, clear the
-    gradients and return None, so that the caller tries again: once in a run. Raises
-    torch.OutOfMemoryError the second time, and if the weights may have changed."""
+def _require_first(
+    parts: TrainerComponents, state: TrainState, error: torch.OutOfMemoryError
+) -> None:
+    alone = parts.world.collectives is not None and not isinstance(error, AllOutOfMemory)
+    again = any(change["cause"] == "update" for change in state.budget_changes)
+    if alone or again or state.weights_ahead_of_record:
+        error.add_note(
+            "the token budget was lowered before and is not lowered again; lower "
+            "max_tokens_per_micro_batch or max_completion_length, or turn on "
+            "gradient_checkpointing"
+        )
+        raise error
+
+
+def _halve_budget(parts: TrainerComponents, state: TrainState, samples: Sequence[Sample]) -> None:
     policy = parts.policy
-    try:
-        return work()
-    except torch.OutOfMemoryError as error:
-        alone = parts.world.collectives is not None and not isinstance(error, AllOutOfMemory)
-        again = any(change["cause"] == "update" for change in state.budget_changes)
-        if alone or again or state.weights_ahead_of_record:
-            error.add_note(
-                "the token budget was lowered before and is not lowered again; lower "
-                "max_tokens_per_micro_batch or max_completion_length, or turn on "
-                "gradient_checkpointing"
-            )
-            raise
-    # Here the error no longer refers to the frames, and so to the memory that they allocated.
     policy.stepper.clear()
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()
     size = max(1, min(policy.max_tokens, count_tokens(policy, samples)) // 2)
     _lower_budget(parts, state, size, "memory did not suffice for an update", cause="update")
     report_notes(parts)
-    return None
 
 
 def _lower_budget(

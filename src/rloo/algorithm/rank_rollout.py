@@ -1,22 +1,31 @@
-"""Sampling and scoring by all processes: each does an equal part, and all get the whole."""
+"""Rollouts of several processes: each samples and scores an equal part, and all get the whole.
+`RankRollout` is the generator of one process with these two stages replaced."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from typing import Any
 
 import transformers
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rloo.algorithm.completion_exchange import completion_headers, fetch_tokens, remote_completions
+from rloo.algorithm.reward_scoring import (
+    Called,
+    begun_prompts,
+    call_rewards,
+    column_names,
+    make_groups,
+)
+from rloo.algorithm.rollout import SyncRolloutGenerator
 from rloo.distributed import World
 from rloo.engines.counter_rng import noise_key
 from rloo.engines.serialization import pack, unpack
 from rloo.episodes.consistency import beginnings_of, require_alike, with_prompt
-from rloo.rewards import RewardSet, Scores
+from rloo.rewards import RewardSet
 from rloo.rewards.reward_function import RewardLog
 from rloo.rewards.reward_set import RawScores
 from rloo.tracking.jsonl import strict
@@ -27,12 +36,9 @@ from rloo.types import (
     Group,
     Prompt,
     Sampling,
-    Text,
-    text_of,
 )
 
-# Of a token: its number and its log-prob.
-_TOKEN_BYTES = 8
+Key = tuple[int, int]
 
 
 def generate_on_ranks(
@@ -57,7 +63,7 @@ def generate_on_ranks(
     drawn = engine.sample(
         [prompts[index] for index in here], [numbers[index] for index in here], sampling, noise
     )
-    return all_gather_completions(drawn, prompts, count, sampling, world)
+    return all_gather_completions(drawn, prompts, count, world)
 
 
 def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: World) -> range:
@@ -79,11 +85,7 @@ def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
 
 
 def all_gather_completions(
-    drawn: list[list[Completion]],
-    prompts: Sequence[Prompt],
-    count: int,
-    sampling: Sampling,
-    world: World,
+    drawn: list[list[Completion]], prompts: Sequence[Prompt], count: int, world: World
 ) -> list[list[Completion]]:
     """The `count` completions of each prompt, where this process has drawn a part, in their order.
     Raises ValueError where the processes have drawn for other prompts, or where the episodes of a
@@ -92,12 +94,8 @@ def all_gather_completions(
         return drawn
     drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
     own = [completion for group in drawn for completion in group]
-    most = len(prompts) * count * sampling.max_tokens * _TOKEN_BYTES
-    small = most <= world.gather_limit
     began = beginnings_of(own, prompts)
-    parts = world.all_gather_object(
-        (drew, began, _is_bound_to_process(own), pack(own) if small else completion_headers(own))
-    )
+    parts = world.all_gather_object((drew, began, _is_bound_to_process(own), pack(own)))
     for rank, (other, *_) in enumerate(parts):
         if other != drew:
             raise ValueError(
@@ -105,9 +103,8 @@ def all_gather_completions(
                 "same rows in the same order (train_dataset, eval_dataset, shuffle_dataset)"
             )
     begun = require_alike([began for _, began, _, _ in parts], own, prompts, world)
-    told = [part for *_, part in parts]
-    known = [unpack(p) if small else remote_completions(p, rank) for rank, p in enumerate(told)]
-    by_rank = _with_tokens(known, own, world, small=small)
+    by_rank = [unpack(packed) for *_, packed in parts]
+    by_rank[world.rank] = own
     if any(stays for _, _, stays, _ in parts):
         by_rank = [[_of_rank(c, rank) for c in some] for rank, some in enumerate(by_rank)]
     flat = iter([completion for some in by_rank for completion in some])
@@ -117,16 +114,12 @@ def all_gather_completions(
     ]
 
 
-def _with_tokens(
-    known: list[list[Completion]], own: list[Completion], world: World, *, small: bool
-) -> list[list[Completion]]:
-    """The completions of each process, this one's as they are: of the others, what is `known`, with
-    tokens where all have them (`small`), or where all tokens are of `gather_limit` bytes."""
-    tokens = sum(len(c.token_ids) for part in known for c in part)
-    if not small and tokens * _TOKEN_BYTES <= world.gather_limit:
-        known, small = [unpack(part) for part in world.all_gather_object(pack(own))], True
-    here = own if small else [replace(completion, owner_rank=world.rank) for completion in own]
-    return [*known[: world.rank], here, *known[world.rank + 1 :]]
+def all_gather_by_key(values: dict[Key, Tensor], world: World) -> dict[Key, Tensor]:
+    """The tensors that any process has, by the keys of their completions, on this one's device."""
+    if world.collectives is None:
+        return values
+    parts = world.all_gather_object({key: value.cpu() for key, value in values.items()})
+    return {key: value.to(world.device) for part in parts for key, value in part.items()}
 
 
 def _is_bound_to_process(own: Sequence[Completion]) -> bool:
@@ -138,6 +131,25 @@ def _is_bound_to_process(own: Sequence[Completion]) -> bool:
 def _of_rank(completion: Completion, rank: int) -> Completion:
     assert completion.episode is not None
     return replace(completion, episode=replace(completion.episode, rank=rank))
+
+
+@dataclass(slots=True)
+class RankRollout(SyncRolloutGenerator):
+    """A generator of rollouts whose completions are sampled and scored by all processes."""
+
+    world: World = field(kw_only=True)
+
+    def generate(self, prompts: Sequence[Prompt], noise: int) -> list[list[Completion]]:
+        """As one process would; each samples a part."""
+        count = self.config.num_generations
+        return generate_on_ranks(self.engine, prompts, count, self.sampling, noise, self.world)
+
+    def score(
+        self, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], noise: int
+    ) -> tuple[list[Group], dict[str, float]]:
+        """As one process would; each scores a part."""
+        scorer = RewardScorer(self.rewards, self.tokenizer, self.world, self.trainer, noise)
+        return scorer.score(prompts, sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,33 +175,29 @@ class RewardScorer:
         """Score all completions of a rollout, with one call of each reward function, unless the
         main process has `called` them for each group; return the groups and the metrics that
         rewards logged. `learn`: see `RewardSet.score`."""
-        prompts = [_begun(*both) for both in zip(prompts, sampled, strict=True)]
-        world, names = self.world, column_names(prompts)
+        prompts = begun_prompts(prompts, sampled)
+        world = self.world
         flat = [completion for some in sampled for completion in some]
         shares = self._shares(sampled)
         if called is not None:
             shares = [range(len(flat) if rank == 0 else 0) for rank in range(world.size)]
         _reseed(self.noise, prompts, world)
-        own = iter(fetch_tokens([[flat[i] for i in share] for share in shares], world))
         number_of = [number for number, some in enumerate(sampled) for _ in some]
         groups = [
-            (prompts[number], [next(own) for _ in places])
+            (prompts[number], [flat[place] for place in places])
             for number, places in groupby(shares[world.rank], key=number_of.__getitem__)
         ]
-        done = self._call(groups, names) if called is None else list(called)
-        texts = [text for some, _ in done for text in some]
-        raws = [raw for _, raw in done]
+        if called is None:
+            names = column_names(prompts)
+            called = call_rewards(groups, names, self.rewards, self.tokenizer, self.trainer_state)
+        texts = [text for some, _ in called for text in some]
+        raws = [raw for _, raw in called]
         if world.collectives is not None:
-            far = any(c.owner_rank is not None for completions in sampled for c in completions)
-            sent = world.all_gather_object(([] if far else texts, list(map(_scores_to_json, raws))))
+            sent = world.all_gather_object((texts, list(map(_scores_to_json, raws))))
             raws = [_scores_from_json(raw) for _, part in sent for raw in part]
-            if far:  # who writes them needs them
-                sent = world.all_to_all_object(
-                    [(texts if rank == 0 else [], []) for rank in range(world.size)]
-                )
             texts = [text for part, _ in sent for text in part]
         scores = self.rewards.combine(raws, learn=learn)
-        return _groups(prompts, sampled, texts, scores), scores.metrics
+        return make_groups(prompts, sampled, texts, scores), scores.metrics
 
     def _shares(self, sampled: Sequence[Sequence[Completion]]) -> list[Sequence[int]]:
         """The places of the completions that each process judges, in their order."""
@@ -203,102 +211,6 @@ class RewardScorer:
         groups = [self.world.share(len(sampled), rank) for rank in ranks]
         begin = [0, *accumulate(map(len, sampled))]
         return [range(begin[some.start], begin[some.stop]) for some in groups]
-
-    def _call(self, groups: Sequence[Sampled], names: Sequence[str]) -> list[Called]:
-        """The texts of some groups, and what the reward functions say, in one call for all but
-        failed episodes, which they do not see."""
-        if not groups:
-            return []
-        prompts, texts, ids, columns = arguments_of(groups, names, self.tokenizer)
-        if "environments" not in self.rewards.offered:  # the next episodes may have them by now
-            columns.pop("environments", None)
-        flat = [completion for _, completions in groups for completion in completions]
-        places = [n for n, c in enumerate(flat) if c.episode is None or c.episode.failed is None]
-        if len(places) == len(flat):
-            return [(texts, self.rewards.call(prompts, texts, ids, columns, self.trainer_state))]
-        if not places:
-            return [(texts, RawScores(len(flat), dict.fromkeys(self.rewards.names), {}))]
-
-        def some(values: list[Any]) -> list[Any]:
-            return [values[place] for place in places]
-
-        named = {name: some(values) for name, values in columns.items()}
-        raw = self.rewards.call(some(prompts), some(texts), some(ids), named, self.trainer_state)
-        return [(texts, raw.among(places, len(flat)))]
-
-
-# A prompt with its completions; the texts of some, and what the reward functions say of them.
-Sampled = tuple[Prompt, Sequence[Completion]]
-Called = tuple[list[Text], RawScores]
-
-
-def column_names(prompts: Sequence[Prompt]) -> list[str]:
-    """The dataset columns that some of these prompts have."""
-    return list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
-
-
-def arguments_of(
-    groups: Sequence[Sampled],
-    names: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[Text], list[Text], list[list[int]], dict[str, list[Any]]]:
-    """What `RewardSet.call` takes for some groups, with the columns `names`, but for the trainer's
-    state."""
-    repeated = [prompt for prompt, completions in groups for _ in completions]
-    flat = [completion for _, completions in groups for completion in completions]
-    decoded = tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
-    texts: list[Text] = [
-        (c.episode and c.episode.messages) or _as_text(p, text)
-        for p, c, text in zip(repeated, flat, decoded, strict=True)
-    ]
-    columns = {name: [p.columns.get(name) for p in repeated] for name in names}
-    given = dict.fromkeys(name for c in flat if c.episode for name in c.episode.columns)
-    for name in given:
-        columns[name] = [c.episode.columns.get(name) if c.episode else None for c in flat]
-    environments = [c.episode and c.episode.environment for c in flat]
-    if any(environment is not None for environment in environments):
-        columns["environments"] = environments
-    return [p.content for p in repeated], texts, [c.token_ids for c in flat], columns
-
-
-def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
-    """The prompt as its episodes began with it: where an environment has added to it, it has done
-    so in all of them alike, but for those that have failed."""
-    begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
-    return next(begun, prompt)
-
-
-def _groups(
-    prompts: Sequence[Prompt],
-    sampled: Sequence[Sequence[Completion]],
-    texts: Sequence[Text],
-    scores: Scores,
-) -> list[Group]:
-    groups, start = [], 0
-    for prompt, completions in zip(prompts, sampled, strict=True):
-        part = slice(start, start + len(completions))
-        groups.append(
-            Group(
-                prompt=prompt,
-                completions=list(completions),
-                texts=list(texts[part]),
-                rewards=scores.totals[part],
-                scores={name: values[part] for name, values in scores.by_function.items()},
-                extras={name: values[part] for name, values in scores.extras.items()},
-            )
-        )
-        start += len(completions)
-    return groups
-
-
-def _as_text(prompt: Prompt, text: str) -> Text:
-    """As rewards see it and as in TRL: a string for a string, else an assistant message."""
-    if isinstance(prompt.content, str):
-        return text
-    last = prompt.content[-1]
-    if last["role"] == "assistant":  # the completion continues this message
-        text = text_of(last["content"]) + text
-    return [{"role": "assistant", "content": text}]
 
 
 def _scores_to_json(raw: RawScores) -> Any:

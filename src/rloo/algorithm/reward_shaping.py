@@ -59,7 +59,6 @@ def _samples(
             reward=math.nan if reward is None else reward,
             truncated=completion.finish == "length",
             behavior_logprobs=completion.behavior_logprobs,
-            owner_rank=completion.owner_rank,
             pixels=group.prompt.pixels,
             trained=completion.trained,
         )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rloo.algorithm.rank_rollout import RewardScorer, generate_on_ranks
+from rloo.algorithm.reward_scoring import score_completions
 from rloo.algorithm.reward_shaping import has_reward_variance
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.data.iterable_dataset import IterablePromptDataset, Prompts
-from rloo.distributed import World
 from rloo.engines.counter_rng import noise_key
 from rloo.rewards import RewardSet
 from rloo.tracking.metrics import (
@@ -23,7 +23,7 @@ from rloo.tracking.metrics import (
     task_metrics,
 )
 from rloo.tracking.profiler import PhaseTimer
-from rloo.types import Engine, Group, Rollout, Sampling, of_trained
+from rloo.types import Completion, Engine, Group, Prompt, Rollout, Sampling, of_trained
 
 
 @dataclass(slots=True)
@@ -33,7 +33,6 @@ class SyncRolloutGenerator:
     the next rollout's first optimizer step, which its noise is a function of."""
 
     config: RLOOConfig
-    world: World
     batches: BatchSizes
     engine: Engine
     prompts: Prompts
@@ -102,17 +101,10 @@ class SyncRolloutGenerator:
         metrics |= task_metrics(everything, self.config.eval_options.pass_threshold)
         metrics |= logged | speed | self._stats()
         if not self.sampling.filtered:  # else of what an update computes
-            metrics |= sampled_entropy(
-                of_trained(c.policy_logprobs, c.trained) for c in completions
-            )
-        return Rollout(
-            groups,
-            metrics,
-            num_tokens=sampled + read,
-            version=self.engine.version,
-            position=self.state_dict(),
-            epoch=self.epoch,
-        )
+            logprobs = (of_trained(c.policy_logprobs, c.trained) for c in completions)
+            metrics |= sampled_entropy(logprobs)
+        tokens, version = sampled + read, self.engine.version
+        return Rollout(groups, metrics, tokens, version, self.state_dict(), self.epoch)
 
     def _seconds(self) -> float:
         """How long sampling has taken."""
@@ -126,13 +118,19 @@ class SyncRolloutGenerator:
         """Draw prompts, sample and score completions; return groups and the rewards' metrics."""
         prompts = self.prompts.next(num_prompts)
         noise = noise_key(self.config.seed, "train", self.step)
-        count = self.config.num_generations
         with self.clock.phase("sample"):
-            sampled = generate_on_ranks(
-                self.engine, prompts, count, self.sampling, noise, self.world
-            )
-        judge = RewardScorer(self.rewards, self.tokenizer, self.world, self.trainer, noise)
+            sampled = self.generate(prompts, noise)
         with self.clock.phase("reward"):
-            groups, logged = judge.score(prompts, sampled)
+            groups, logged = self.score(prompts, sampled, noise)
         self.prompts.update(groups)
         return groups, logged
+
+    def generate(self, prompts: Sequence[Prompt], noise: int) -> list[list[Completion]]:
+        """The completions of each prompt."""
+        return self.engine.sample(prompts, self.config.num_generations, self.sampling, noise)
+
+    def score(
+        self, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], noise: int
+    ) -> tuple[list[Group], dict[str, float]]:
+        """The groups with their rewards, and the metrics that rewards logged."""
+        return score_completions(self.rewards, self.tokenizer, prompts, sampled, self.trainer)

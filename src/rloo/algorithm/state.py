@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from rloo.algorithm.advantages import Advantages, LossContext, PrecomputedAdvantages
+from rloo.algorithm.advantages import Advantages, PrecomputedAdvantages
 from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
@@ -33,7 +37,18 @@ PENDING = {
 }
 # The fields of Sample that a checkpoint has, and their names there.
 _SAVED_AS = {f.name: f.name for f in fields(Sample) if f.name != "pixels"}
-_SAVED_AS |= {"owner_rank": "home", "weight_versions": "versions"}
+_SAVED_AS |= {"weight_versions": "versions"}
+
+
+def minibatches(samples: Sequence[Sample], batches: BatchSizes) -> Iterator[list[Sample]]:
+    """Divide the rollout into optimizer steps of `completions_per_step`, `num_iterations` times:
+    by place in the rollout, so that a completion that could not be scored moves no other."""
+    parts: dict[int, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(sample.place // batches.completions_per_step, []).append(sample)
+    for _ in range(batches.num_iterations):
+        for part in range(batches.parts_per_rollout):
+            yield list(parts.get(part, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +66,11 @@ class TrainerComponents:
     events: Events
     clock: PhaseTimer
     stop: StopSignals
+    # The stages of `rloo.algorithm.stages`, wrapped.
+    compute_advantages: Callable[[TrainerComponents, TrainState, Sequence[Sample]], Advantages]
+    update: Callable[
+        [TrainerComponents, TrainState, ActiveRollout, Sequence[Sample]], dict[str, float]
+    ]
 
 
 @dataclass(slots=True)
@@ -62,6 +82,10 @@ class ActiveRollout:
     credit: Advantages
     steps_done: int = 0
 
+    def remaining_minibatches(self, batches: BatchSizes) -> Iterator[list[Sample]]:
+        """The samples of each optimizer step that is not made yet."""
+        return islice(minibatches(self.samples, batches), self.steps_done, None)
+
     def state_dict(self) -> dict[str, Any]:
         """What its other steps need, once the first has been made, in plain values and tensors."""
         assert isinstance(self.credit, PrecomputedAdvantages)
@@ -71,7 +95,9 @@ class ActiveRollout:
             "epoch": self.rollout.epoch,
             "version": self.rollout.version,
             "samples": [
-                {saved: getattr(s, name) for name, saved in _SAVED_AS.items()} for s in self.samples
+                {saved: _plain(getattr(s, name)) for name, saved in _SAVED_AS.items()}
+                | {"home": None}
+                for s in self.samples
             ],
             "pixels": {group: pixels_of() for group, pixels_of in pixels.items()},
             "known": list(self.credit.by_completion.items()),
@@ -84,7 +110,9 @@ class ActiveRollout:
         """The inverse of `state_dict`; `position` is where the data goes on after the rollout."""
         rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
         known, old = dict(saved["known"]), dict(saved["old_logprobs"])
-        credit = PrecomputedAdvantages(known, old_logprobs=old, stats=saved["stats"])
+        credit = PrecomputedAdvantages(
+            known, old_logprobs=old, stats=saved["stats"], is_shared=True
+        )
         images: dict[Any, Any] = {
             group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
         }
@@ -93,6 +121,10 @@ class ActiveRollout:
             for s in saved["samples"]
         ]
         return cls(rollout, samples, credit, saved["done"])
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, array) else value
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from rloo.algorithm.state import ActiveRollout
 from rloo.config.config import RLOOConfig
 from rloo.data.images import without_images
 from rloo.tracking.sample_text import counts_of
-from rloo.types import RemoteTokens, Sample
+from rloo.types import Sample
 
 NUM_GROUPS = 2
 NUM_COMPLETIONS = 16
@@ -64,8 +64,6 @@ def _seen(
     if (known := hand.credit.by_completion.get(sample.key)) is not None:
         values = known.tolist()
         found["advantage"] = values[0] if len(values) == 1 else _of_all(values, sample)
-    if isinstance(sample.token_ids, RemoteTokens):
-        return found
     found["tokens"] = _ends(pieces(sample.token_ids, tokenizer))
     if sample.trained is not None:
         found["trained"] = _ends([int(kept) for kept in sample.trained])

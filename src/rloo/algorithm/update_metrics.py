@@ -8,8 +8,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from rloo.algorithm.loss import LossInputs
 from rloo.config.config import RLOOConfig
-from rloo.model.micro_batch import count_input_tokens
+from rloo.model.micro_batch import MicroBatch, count_input_tokens
 from rloo.types import Sample
 
 T = TypeVar("T")
@@ -59,6 +60,25 @@ def to_cpu(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
 def recorded_sum(values_T: Tensor, watched_T: Tensor) -> Tensor:
     """The sum over the tokens that are watched, whose number no one has to know."""
     return torch.where(watched_T, values_T, 0.0).sum()
+
+
+def add_micro_batch(
+    sums: MetricSums, batch: MicroBatch, inputs: LossInputs, watched_N: Tensor
+) -> None:
+    """Add the sums of a micro-batch besides its loss. `watched_N`: see `LossContext.watched`."""
+    now, watched_T = inputs.logprobs.detach(), watched_N[batch.sequence_T]
+    if inputs.reference is not None:
+        sums["kl"] = recorded_sum(now - inputs.reference, watched_T)
+    mismatch = (now - batch.policy_T).abs()
+    sums |= {
+        "entropy": recorded_sum(inputs.entropy.detach(), watched_T),
+        "tokens": float(len(now)),
+        "sequences": float(batch.size),
+        "watched_tokens": watched_T.sum(),
+        "watched_sequences": watched_N.sum(),
+        "mismatch": mismatch.sum(),
+        "mismatch/max": mismatch.max(),
+    }
 
 
 def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:

@@ -95,19 +95,6 @@ class Collectives:
         values = [decode(bytes(p[:n].numpy())) for p, n in zip(parts, lengths, strict=True)]
         return [*values[: self._rank], value, *values[self._rank + 1 :]]
 
-    def all_to_all_object(self, values: Sequence[T]) -> list[T]:
-        """See `World.all_to_all_object`."""
-        sent = [encode(value) for value in values]
-        sizes = torch.tensor([len(each) for each in sent])
-        counts = torch.empty_like(sizes)
-        self._wait(dist.all_to_all_single, counts, sizes)
-        all_sent = torch.frombuffer(bytearray(b"".join(sent)), dtype=torch.uint8)
-        lengths = counts.tolist()
-        got = torch.empty(sum(lengths), dtype=torch.uint8)
-        self._wait(dist.all_to_all_single, got, all_sent, lengths, sizes.tolist())
-        self.received += len(got)
-        return [decode(bytes(part.numpy())) for part in got.split(lengths)]
-
     def all_reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """See `World.all_reduce_gradients`."""
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)

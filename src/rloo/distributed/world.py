@@ -24,9 +24,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class World:
     """Process `rank` of `size`, which computes on `device`; `collectives` lead to the others,
-    `device_groups` where weights are divided. Completions of more bytes than `gather_limit` stay
-    with those that have sampled them. To the `worker_registry` of the main process come workers
-    that others have started.
+    `device_groups` where weights are divided. To the `worker_registry` of the main process come
+    workers that others have started.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result; one alone gets what it gave. All raise
@@ -39,7 +38,6 @@ class World:
     size: int = 1
     collectives: Collectives | None = None
     device_groups: DeviceMesh | None = None
-    gather_limit: int = 2**28
     worker_registry: WorkerRegistry | None = None
 
     @property
@@ -56,13 +54,6 @@ class World:
     def all_gather_object(self, value: T) -> list[T]:
         """The value of every process, in the order of ranks."""
         return [value] if self.collectives is None else self.collectives.all_gather_object(value)
-
-    def all_to_all_object(self, values: Sequence[T]) -> list[T]:
-        """Give every process the value that is meant for it, in the order of ranks; return what
-        each has for this one."""
-        return (
-            list(values) if self.collectives is None else self.collectives.all_to_all_object(values)
-        )
 
     def broadcast_object(self, value: T) -> T:
         """The value of the main process. That needs no answer: where another is gone, what it is
@@ -196,14 +187,13 @@ def make_world(
     use_cpu: bool,
     timeout: float = 1800.0,
     divides: bool = False,
-    gather_limit: int = 2**28,
     workers: str | None = None,
 ) -> World:
     """This process among those that the launcher started, on the device of `device_here`.
     `timeout`: seconds that a process waits for the others. `divides`: whether weights are divided
-    among them, be it one alone. `gather_limit`: see `World`. `workers`: the folder where workers
-    that others start find the main process, None where there are none."""
-    world = _connected(use_cpu, timeout, divides, gather_limit)
+    among them, be it one alone. `workers`: the folder where workers that others start find
+    the main process, None where there are none."""
+    world = _connected(use_cpu, timeout, divides)
     if workers is None or not world.is_main:
         return world
     from rloo.distributed.worker_registry import WorkerRegistry
@@ -212,7 +202,7 @@ def make_world(
     return replace(world, worker_registry=WorkerRegistry(Path(workers).absolute(), host))
 
 
-def _connected(use_cpu: bool, timeout: float, divides: bool, gather_limit: int) -> World:
+def _connected(use_cpu: bool, timeout: float, divides: bool) -> World:
     import torch
 
     device = device_here(use_cpu=use_cpu)
@@ -237,4 +227,4 @@ def _connected(use_cpu: bool, timeout: float, divides: bool, gather_limit: int) 
         return World(device, device_groups=device_groups(device, timeout))
     links = connect(rank, size, timeout, device, watched=divides)
     lines = device_groups(device, timeout) if divides else None
-    return World(device, rank, size, links, lines, gather_limit)
+    return World(device, rank, size, links, lines)

@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import cycle, groupby
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rloo.types import Completion, Episode, FinishReason, Sample
+from rloo.types import Completion, Episode, FinishReason
 
 
-def pack(completions: Sequence[Completion] | Sequence[Sample]) -> dict[str, Any]:
+def pack(completions: Sequence[Completion]) -> dict[str, Any]:
     """N completions of T tokens in all as tensors (N,) and (T,), to the last bit. `behavior` is
     None where it equals `policy`, `versions` where none is known. Of an episode, what can be
     sent."""
     known = any(c.weight_versions for c in completions)
-    same = all(c.behavior_logprobs == c.policy_logprobs for c in completions)
-    behavior = [x for c in completions for x in c.behavior_logprobs or ()]
+    same = all(
+        c.behavior_logprobs is c.policy_logprobs or c.behavior_logprobs == c.policy_logprobs
+        for c in completions
+    )
     return {
         "length": torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int32),
-        "stopped": torch.tensor([_stopped(c) for c in completions], dtype=torch.bool),
-        "token": torch.tensor([t for c in completions for t in c.token_ids], dtype=torch.int32),
-        "policy": _floats([x for c in completions for x in c.policy_logprobs]),
-        "behavior": None if same else _floats(behavior),
+        "stopped": torch.tensor([c.finish == "stop" for c in completions], dtype=torch.bool),
+        "token": _join("i", [c.token_ids for c in completions]),
+        "policy": _floats([c.policy_logprobs for c in completions]),
+        "behavior": None if same else _floats([c.behavior_logprobs for c in completions]),
         "versions": [c.weight_versions for c in completions] if known else None,
         **pack_episodes(completions),
     }
 
 
-def pack_episodes(
-    completions: Sequence[Completion] | Sequence[Sample], *, messages: bool = True
-) -> dict[str, Any]:
-    """Which tokens are trained, and what happened in each of N episodes, with `messages` or not;
-    None where all tokens are, and where none is an episode."""
+def pack_episodes(completions: Sequence[Completion]) -> dict[str, Any]:
+    """Which tokens are trained, and what happened in each of N episodes; None where all tokens are,
+    and where none is an episode."""
     trained = [None if c.trained is None else _runs(c.trained) for c in completions]
-    episodes = [_plain(getattr(c, "episode", None), messages) for c in completions]
+    episodes = [_plain(c.episode) for c in completions]
     return {
         "trained": trained if any(runs is not None for runs in trained) else None,
         "episodes": episodes if any(episode is not None for episode in episodes) else None,
@@ -57,8 +59,10 @@ def unpack_episodes(
 
 def unpack(packed: dict[str, Any]) -> list[Completion]:
     """The inverse of `pack`."""
-    lengths, tokens, policy = (packed[name].tolist() for name in ("length", "token", "policy"))
-    behavior = policy if packed["behavior"] is None else packed["behavior"].tolist()
+    lengths, tokens = packed["length"].tolist(), _array_of("i", packed["token"])
+    policy = _array_of("d", packed["policy"].double())
+    same = packed["behavior"] is None
+    behavior = policy if same else _array_of("d", packed["behavior"].double())
     versions = packed["versions"] or [()] * len(lengths)
     completions, end = [], 0
     episodes = unpack_episodes(packed, len(lengths))
@@ -66,9 +70,10 @@ def unpack(packed: dict[str, Any]) -> list[Completion]:
     for length, stopped, of, (trained, episode) in rows:
         part, end = slice(end, end + length), end + length
         finish: FinishReason = "stop" if stopped else "length"
+        logprobs = policy[part]
         completions.append(
             Completion(
-                tokens[part], finish, policy[part], behavior[part],
+                tokens[part], finish, logprobs, logprobs if same else behavior[part],
                 weight_versions=of, trained=trained, episode=episode,
             )
         )  # fmt: skip
@@ -85,23 +90,28 @@ def _of_runs(runs: Sequence[int]) -> tuple[bool, ...]:
     return tuple(kept for kept, length in zip(cycle((True, False)), runs) for _ in range(length))
 
 
-def _plain(episode: Episode | None, messages: bool) -> tuple[Any, ...] | None:
+def _plain(episode: Episode | None) -> tuple[Any, ...] | None:
     """The first fields of an episode: the others are of the process that played it."""
     if episode is None:
         return None
-    said = episode.messages if messages else None
     counts = episode.turns, episode.calls, episode.errors, episode.seconds, episode.failed
-    return (said, *counts, None, None, episode.start)
+    return (episode.messages, *counts, None, None, episode.start)
 
 
-def _stopped(completion: Completion | Sample) -> bool:
-    if isinstance(completion, Sample):
-        return not completion.truncated
-    return completion.finish == "stop"
+def _join(kind: str, parts: Sequence[Sequence[Any]]) -> Tensor:
+    """The values of all arrays as one tensor."""
+    whole = array(kind)
+    for part in parts:
+        whole.extend(part)
+    return torch.from_numpy(np.array(whole))
 
 
-def _floats(values: list[float]) -> Tensor:
+def _array_of(kind: str, values: Tensor) -> array[Any]:
+    return array(kind, values.numpy().tobytes())
+
+
+def _floats(parts: Sequence[Sequence[float]]) -> Tensor:
     """In half the bytes where nothing is lost by it."""
-    whole = torch.tensor(values, dtype=torch.float64)
+    whole = _join("d", parts)
     half = whole.float()
     return half if torch.equal(half.double(), whole) else whole

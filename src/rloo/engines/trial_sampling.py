@@ -35,7 +35,8 @@ def worst_error(
     with in_inference_mode(model):
         for prompt, group in zip(prompts, groups, strict=True):
             for completion in group:
-                ids = torch.tensor([prompt.token_ids + completion.token_ids], device=model.device)
+                tokens = [*prompt.token_ids, *completion.token_ids]
+                ids = torch.tensor([tokens], device=model.device)
                 count = len(completion.token_ids)
                 logits = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1].float()
                 expected = gather_logprobs(logits, ids[0, -count:])

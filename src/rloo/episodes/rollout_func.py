@@ -22,6 +22,7 @@ from rloo.types import (
     Prompt,
     Sampling,
     Weights,
+    WeightVersions,
 )
 
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
@@ -31,6 +32,23 @@ FAILED = "failed"
 _OF_TOKENS = (*NEEDED, MASK, FAILED, "logprob_token_ids")
 # A prompt, and the number of one of its completions.
 _Row = tuple[Prompt, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """One completion as a user's function sees it: its tokens and log-probs are lists."""
+
+    token_ids: list[int]
+    finish: FinishReason
+    policy_logprobs: list[float]
+    behavior_logprobs: list[float]
+    weight_versions: WeightVersions = ()
+
+    @classmethod
+    def of(cls, c: Completion) -> SampledTurn:
+        """The view of a completion."""
+        policy, behavior = list(c.policy_logprobs), list(c.behavior_logprobs)
+        return cls(list(c.token_ids), c.finish, policy, behavior, c.weight_versions)
 
 
 class RolloutFuncEngine:
@@ -63,7 +81,7 @@ class RolloutFuncEngine:
         """Those of the inner engine."""
         return self._inner.stats()
 
-    def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[Completion]:
+    def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[SampledTurn]:
         """One completion of each row of tokens, with the present weights and sampling options, of
         at most `max_tokens` (None: those of a whole completion). Where there are as many rows as
         the function was given prompts, noise is keyed by these, in whichever process, else by the
@@ -84,7 +102,7 @@ class RolloutFuncEngine:
         numbers = [range(number, number + 1) for _, number in own]
         return self._sample(prompts, numbers, sampling, noise)
 
-    def go_on(self, rows: Sequence[Prompt]) -> list[Completion]:
+    def go_on(self, rows: Sequence[Prompt]) -> list[SampledTurn]:
         """The next turn of each row, whose `id` is the place of its prompt among those that the
         function was given, and whose last `offset` tokens are its completion's so far. These places
         and offsets key the draws, in whatever order rows are sampled. See `turn`."""
@@ -95,11 +113,13 @@ class RolloutFuncEngine:
 
     def _sample(
         self, prompts: Sequence[Prompt], numbers: NumSamples, sampling: Sampling, noise: int
-    ) -> list[Completion]:
+    ) -> list[SampledTurn]:
         """A completion of each; prompts that are equal are computed once."""
         known: dict[Any, Prompt] = {}
         rows = [known.setdefault((p.noise_id, p.offset, *p.token_ids), p) for p in prompts]
-        return [turn for (turn,) in self._inner.sample(rows, numbers, sampling, noise)]
+        return [
+            SampledTurn.of(turn) for (turn,) in self._inner.sample(rows, numbers, sampling, noise)
+        ]
 
     def _called(self) -> tuple[Sampling, int, list[_Row]]:
         if self._now is None:

@@ -153,7 +153,7 @@ def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> M
     """One row per completion, prompt included, padded on the right to the longest row. A prompt's
     images are repeated for each of its rows."""
     ordered = _in_order(samples)
-    rows = [s.prompt_ids + s.token_ids[:-1] for s in ordered]
+    rows = [[*s.prompt_ids, *s.token_ids[:-1]] for s in ordered]
     width = max(len(row) for row in rows)
     pixels = [(sample.key[0], sample.pixels) for sample in ordered]
     source = [

@@ -55,6 +55,8 @@ class PolicyOptimizer:
         self.parked = (
             ParkedState(optimizer, world.device) if "optimizer" in config.offload else None
         )
+        # Called with the advantages after the last backward pass of a step.
+        self.before_reduce: Callable[[Any], object] = lambda _: None
         # Callbacks; the first may change the gradients.
         self.before_step: Callable[[], object] = lambda: None
         self.after_step: Callable[[], object] = lambda: None

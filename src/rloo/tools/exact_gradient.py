@@ -12,9 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator
-from rloo.algorithm.estimators import EstimatorInput
-from rloo.algorithm.loss import sum_by
+from rloo.algorithm.ragged import sum_by
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
@@ -115,7 +115,7 @@ def measure(
     )
     rollouts = returns.split([size * num_prompts] * len(drawn))
     parts = rollouts if estimator.over_rollout else [returns]
-    advantage_T = torch.cat([part.per_token(estimator(part)) for part in parts])
+    advantage_T = torch.cat([part.per_token(estimator.compute(part)) for part in parts])
     found = []
     for place, bandit in enumerate(bandits):
         # Of each completion's tokens at this prompt: grad log p times advantage.

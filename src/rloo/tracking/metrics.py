@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from rloo.tracking.metric_registry import of_steps
-from rloo.types import Episode, Group, RemoteTokens
+from rloo.types import Episode, Group
 
 # 97.5 % point of the normal distribution: half the width of a 95 % interval, in standard errors.
 Z = 1.959963984540054
@@ -161,8 +161,7 @@ def sampled_entropy(logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
     values: list[float] = []
     count = 0
     for of_completion in logprobs:
-        far = isinstance(of_completion, RemoteTokens)
-        values += [of_completion.total] if far else of_completion  # type: ignore[attr-defined]
+        values += of_completion
         count += len(of_completion)
     return {"entropy": -math.fsum(values) / count} if count else {}
 

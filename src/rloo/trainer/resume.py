@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,7 @@ def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) 
     }
     hand = None
     if state.active_rollout is not None:
-        samples = [replace(s, owner_rank=None) for s in state.active_rollout.samples]
-        hand = replace(state.active_rollout, samples=samples).state_dict()
+        hand = state.active_rollout.state_dict()
     return Checkpoint(state.step, optimizer, scheduler, capture_rng(), trainer_state, hand)
 
 

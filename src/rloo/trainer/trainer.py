@@ -16,6 +16,8 @@ from transformers.trainer_utils import TrainOutput
 from rloo.algorithm.async_rollout import make_rollouts
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.oom_retry import recompute_advantages, with_oom_retry
+from rloo.algorithm.stages import advantages_stage, before_reduce, update_stage
 from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.batch_sizes import batches_of
@@ -389,9 +391,12 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
             args, world, batches, engine, source, self.rewards, sampling, tokenizer, self.state,
             clock,
         )  # fmt: skip
+        stop = StopSignals(usr1_saves=args.on_sigusr1 == "save")
+        policy.stepper.before_reduce = partial(before_reduce, world, batches, stop)
         parts = TrainerComponents(
             args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock,
-            StopSignals(usr1_saves=args.on_sigusr1 == "save"),
+            stop, with_oom_retry(advantages_stage),
+            with_oom_retry(update_stage, recompute_advantages),
         )  # fmt: skip
         state = TrainState(self.state, self.control, KLController(args.beta), rollouts.state_dict())
         return parts, state

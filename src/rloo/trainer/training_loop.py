@@ -11,8 +11,9 @@ import torch
 
 from rloo.algorithm.oom_retry import fit_token_budget
 from rloo.algorithm.state import TrainerComponents, TrainState
+from rloo.algorithm.step_record import begin_step, finish_step, note_pending_work
 from rloo.algorithm.stop_signals import ForcedInterrupt, Stopped
-from rloo.algorithm.train import begin_step, finish_step, note_pending_work, train_on_rollout
+from rloo.algorithm.train import train_on_rollout
 from rloo.config.compat.deepspeed_config import division_named
 from rloo.config.compat.trl_compatible_options import LENGTH
 from rloo.config.config import RLOOConfig

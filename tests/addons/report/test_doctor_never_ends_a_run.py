@@ -99,7 +99,7 @@ def test_nothing_that_is_told_at_the_end_ends_a_run(tmp_path, monkeypatch):
 
     for name in ("findings_of", "training_of", "verdict"):
         monkeypatch.setattr(monitor, name, broken)
-    monkeypatch.setattr("rloo.algorithm.train.detailed", broken)
+    monkeypatch.setattr("rloo.algorithm.step_record.detailed", broken)
     monkeypatch.setattr("rloo.addons.report.doctor.live_rules.diagnose", broken)
     monkeypatch.setattr("rloo.addons.report.doctor.dataset_stats.of_template", broken)
     trainer = make_trainer(make_config(tmp_path, max_steps=2))

@@ -7,13 +7,13 @@ import warnings
 
 import pytest
 import yaml
-from rloo.config.parsing import parse_command_line
 
 from rloo.config.compat import retired
 from rloo.config.compat.retired import by_entry, explain, resolved_form
 from rloo.config.config import RLOOConfig
 from rloo.config.kwargs_options import KWARGS, keys_of
 from rloo.config.options import OPTIONS
+from rloo.config.parsing import parse_command_line
 from rloo.config.show import render_all, render_option
 
 GYM = {"dataset": "gym:gcd"}

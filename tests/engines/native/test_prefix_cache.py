@@ -61,7 +61,7 @@ def play(
             drawn.append({(p.id, k): c for (p, _, k), c in zip(rows, said, strict=True)})
             going = []
             for (prompt, row, k), c in zip(rows, said, strict=True):
-                own = row.token_ids[len(prompt.token_ids) :] + c.token_ids
+                own = [*row.token_ids[len(prompt.token_ids) :], *c.token_ids]
                 own = own + answer(prompt, k, turn)
                 if (prompt.id + k + turn) % 4 and len(own) < SAMPLING.max_tokens:
                     tokens = prompt.token_ids + own
@@ -193,7 +193,7 @@ def test_more_tokens_than_were_counted_are_computed_again():
     with engine.prefix_caching():
         ((c,),) = engine.sample([prompt], 1, Sampling(4, ()), 5)
         shapes = counting(engine)
-        row = replace(prompt, token_ids=prompt.token_ids + c.token_ids[:2], offset=2)
+        row = replace(prompt, token_ids=[*prompt.token_ids, *c.token_ids[:2]], offset=2)
         for max_tokens in (4, 5):
             engine.sample([row], 1, Sampling(max_tokens, ()), 5)
     assert [width for _, width in shapes] == [1, 1, 22, 1, 1]

@@ -45,7 +45,7 @@ def test_a_hybrid_model_falls_back_with_one_line(name):
     together = engine.sample(prompts, 2, sampling, noise=1)
     for prompt, group in zip(prompts, together, strict=True):
         for completion in group:
-            ids = torch.tensor([prompt.token_ids + completion.token_ids])
+            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
             with torch.no_grad():
                 logits = model.eval()(input_ids=ids, use_cache=False).logits[0, -6:-1]
             expected = logits.log_softmax(-1).gather(1, ids[0, -5:, None])[:, 0]

@@ -55,7 +55,7 @@ def play(made, policy, samples=8, before=lambda engine, servers: None, **setting
 
 def own_logprobs(model, prompt, episode) -> torch.Tensor:
     """Of all tokens of an episode, alone."""
-    ids = torch.tensor([prompt.token_ids + episode.token_ids])
+    ids = torch.tensor([[*prompt.token_ids, *episode.token_ids]])
     begin = len(prompt.token_ids)
     logits = model(ids, use_cache=False).logits[0, begin - 1 : -1] / TEMPERATURE
     return logits.log_softmax(-1).gather(1, ids[0, begin:, None])[:, 0]
@@ -85,7 +85,7 @@ def test_a_turn_sends_all_tokens_so_far_and_asks_for_as_many_as_may_follow(made,
     first, later = asked[:8], asked[8:]
     assert [ids for ids, _ in first] == [prompt.token_ids] * 8
     assert len(later) == sum(e.episode.turns - 1 for e in episodes)
-    whole = prompt.token_ids + longest.token_ids
+    whole = [*prompt.token_ids, *longest.token_ids]
     sent = {tuple(ids): how for ids, how in later}
     starts = [n for n in range(1, len(whole)) if tuple(whole[:n]) in sent]
     begins = [

@@ -14,7 +14,8 @@ from statistics import fmean
 import numpy as np
 
 from rloo.addons.planner.stopwatch import Stopwatch, line
-from rloo.algorithm.advantages import LossContext, compute_advantages
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.update import update
@@ -159,9 +160,10 @@ def _learn(
     whole_groups, iterations = credit.from_update, terms.batches.num_iterations
     updates, steps = [], []
     computed: list[float] = []
+    policy.stepper.before_reduce = lambda _: computed.append(watch.now())
     for _ in range(min(2, iterations)):
         begun = watch.now()
-        metrics = update(policy, samples, credit, terms, lambda: computed.append(watch.now()))
+        metrics = update(policy, samples, credit, terms)
         updates.append(computed[-1] - begun)
         steps.append(watch.now() - computed[-1])
         credit = credit.after_first_step(metrics)

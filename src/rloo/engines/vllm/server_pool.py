@@ -152,7 +152,9 @@ class ServerPool:
         how = greedy(Sampling(PROBE_TOKENS, ()), PROBE_TOKENS)
         request = CompletionRequest(Prompt(0, self.prompt, ""), range(1), how, 0)
         (completion,) = await self._ask(member, request)
-        return LogprobProbe(self.prompt, completion.token_ids, completion.policy_logprobs)
+        return LogprobProbe(
+            self.prompt, list(completion.token_ids), list(completion.policy_logprobs)
+        )
 
     def oldest_in_use(self) -> int:
         """The oldest version whose folder a server may still read."""

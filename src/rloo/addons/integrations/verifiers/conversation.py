@@ -15,7 +15,8 @@ from typing import Any
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.episodes.renderer import ChatTemplate, Renderer
 from rloo.episodes.renderer_check import find_renderer
-from rloo.types import Completion, Message, sound
+from rloo.episodes.rollout_func import SampledTurn
+from rloo.types import Message, sound
 
 Schemas = Sequence[Mapping[str, Any]] | None
 
@@ -93,7 +94,7 @@ class IncrementalRenderer:
         rollout.trained += [0] * len(tokens)
         rollout.logprobs += [0.0] * len(tokens)
 
-    def hear(self, rollout: Conversation, turn: Completion, tools: Schemas) -> Message:
+    def hear(self, rollout: Conversation, turn: SampledTurn, tools: Schemas) -> Message:
         """Append a turn of the model's. Returns it as a message."""
         dialect = self._dialect(tools)
         text = dialect.template.decode(turn.token_ids)

@@ -26,9 +26,9 @@ from rloo.addons.integrations.verifiers.conversation import (
     IncrementalRenderer,
     plain,
 )
-from rloo.episodes.rollout_func import FAILED, MASK
+from rloo.episodes.rollout_func import FAILED, MASK, SampledTurn
 from rloo.rewards.async_functions import LoopThread
-from rloo.types import Completion, Message, Prompt
+from rloo.types import Message, Prompt
 
 # Seconds within which another rollout may ask, so that both are sampled together.
 _GATHERS = 0.02
@@ -115,12 +115,12 @@ class _Asked:
 
     row: Prompt
     loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[Completion]
+    answer: asyncio.Future[SampledTurn]
 
-    def tell(self, turn: Completion) -> None:
+    def tell(self, turn: SampledTurn) -> None:
         self.loop.call_soon_threadsafe(self._tell, turn)
 
-    def _tell(self, turn: Completion) -> None:
+    def _tell(self, turn: SampledTurn) -> None:
         if not self.answer.done():  # where the environment has not given up waiting
             self.answer.set_result(turn)
 
@@ -161,7 +161,7 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
         loop = asyncio.get_running_loop()
         begin = [*rollout.prompt_ids, *rollout.token_ids]
         row = Prompt(rollout.number, begin, "", offset=len(rollout.token_ids))
-        waits: asyncio.Future[Completion] = loop.create_future()
+        waits: asyncio.Future[SampledTurn] = loop.create_future()
         self._asked.put(_Asked(row, loop, waits))
         turn = await waits
         return _response(rollout, turn, self._speech.hear(rollout, turn, tools), len(begin))
@@ -199,7 +199,7 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
         """Nothing is open."""
 
 
-def _response(rollout: Conversation, turn: Completion, message: Message, begun: int) -> Response:
+def _response(rollout: Conversation, turn: SampledTurn, message: Message, begun: int) -> Response:
     """A turn of so many tokens and their `begun` ones before, as `verifiers` has it."""
     length = len(turn.token_ids)
     tokens = ResponseTokens(

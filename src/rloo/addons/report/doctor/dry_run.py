@@ -15,7 +15,8 @@ from rloo.addons.report.doctor.rules import diagnose
 from rloo.addons.report.doctor.run_record import RecordedRun
 from rloo.algorithm.oom_retry import fit_token_budget
 from rloo.algorithm.rollout import SyncRolloutGenerator
-from rloo.algorithm.train import begin_step, train_on_rollout
+from rloo.algorithm.step_record import begin_step
+from rloo.algorithm.train import train_on_rollout
 from rloo.config.config import RLOOConfig, in_one_process
 from rloo.tracking.finding import Finding
 from rloo.tracking.guarded import attempt

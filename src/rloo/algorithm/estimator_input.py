@@ -1,0 +1,90 @@
+"""The scored completions that an estimator may look at, as flat tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm.ragged import reward_to_go, sum_by
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorInput:
+    """The scored completions of one group, or of a whole rollout: N of them, of T tokens in all.
+
+    They lie one after another, group by group; the tensors are float64, without gradients.
+    `reward_N` are rewards as they are after clipping and scaling, without KL; none is missing.
+    `penalty_T` is what each token pays, beta times its KL estimate in nats: 0 where the KL is not
+    in the reward. `sequence_T` says to which completion a token belongs, `group_N` to which group a
+    completion (on a GPU these are numbered from 0); `truncated_N` whether it hit the length limit.
+    """
+
+    reward_N: Tensor
+    penalty_T: Tensor
+    sequence_T: Tensor
+    group_N: Tensor
+    truncated_N: Tensor
+
+    @property
+    def num_completions(self) -> int:
+        """N."""
+        return len(self.reward_N)
+
+    @property
+    def length_N(self) -> Tensor:
+        """Tokens of each completion."""
+        return sum_by(torch.ones_like(self.penalty_T), self.sequence_T, self.num_completions)
+
+    @property
+    def penalty_N(self) -> Tensor:
+        """What each completion pays."""
+        return sum_by(self.penalty_T, self.sequence_T, self.num_completions)
+
+    @property
+    def return_N(self) -> Tensor:
+        """Reward less penalty, the paper's R."""
+        return self.reward_N - self.penalty_N
+
+    @property
+    def penalty_to_go_T(self) -> Tensor:
+        """What each token pays for itself and all later tokens of its completion."""
+        return reward_to_go(self.penalty_T, self.sequence_T, self.num_completions)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Values of completions, or already of tokens, as values of tokens."""
+        # If the sizes are equal, every completion is a single token.
+        return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
+
+    def select(self, kept_N: Tensor) -> EstimatorInput:
+        """Those of the completions that are to be kept, bool (N,)."""
+        kept_T = kept_N[self.sequence_T]
+        return EstimatorInput(
+            self.reward_N[kept_N],
+            self.penalty_T[kept_T],
+            (kept_N.cumsum(0) - 1)[self.sequence_T[kept_T]],
+            self.group_N[kept_N].unique_consecutive(return_inverse=True)[1],
+            self.truncated_N[kept_N],
+        )
+
+    def groups(self) -> list[EstimatorInput]:
+        """Each group alone."""
+        return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())
+
+    def split(self, sizes: list[int]) -> list[EstimatorInput]:
+        """Parts of so many completions, with tensors of their own; groups are whole in them."""
+        lengths = self.length_N.long().split(sizes)
+        penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
+        columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]
+        parts = zip(penalties, lengths, *columns, strict=True)
+        return [
+            EstimatorInput(
+                reward.clone(),
+                penalty.clone(),
+                torch.arange(len(length), device=length.device).repeat_interleave(length),
+                group - group[0],
+                truncated.clone(),
+            )
+            for penalty, length, reward, group, truncated in parts
+        ]

@@ -1,0 +1,28 @@
+"""Sums over ragged sequences that lie flat, one after another."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Completions(NamedTuple):
+    """Which of the `size` completions of a micro-batch each token belongs to: (T,)."""
+
+    sequence_T: Tensor
+    size: int
+
+
+def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
+    """Sum `values` (T,) into `size` bins: bin `index[t]` receives `values[t]`."""
+    return values.new_zeros(size).index_add(0, index, values)
+
+
+def reward_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
+    """The sum of each token's value and the values of all later tokens of its completion: (T,).
+    Completions lie one after another, with their tokens in order."""
+    summed = values_T.double().cumsum(0)
+    ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
+    return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)

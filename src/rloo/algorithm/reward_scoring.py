@@ -1,0 +1,140 @@
+"""Scoring by one process: completions to texts, to the calls of the reward functions, to groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from rloo.rewards import RewardSet, Scores
+from rloo.rewards.reward_set import RawScores
+from rloo.types import Completion, Group, Prompt, Text, text_of
+
+# A prompt with its completions; the texts of some, and what the reward functions say of them.
+Sampled = tuple[Prompt, Sequence[Completion]]
+Called = tuple[list[Text], RawScores]
+
+
+def score_completions(
+    rewards: RewardSet,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    sampled: Sequence[Sequence[Completion]],
+    trainer_state: Any = None,
+) -> tuple[list[Group], dict[str, float]]:
+    """Score all completions of a rollout, with one call of each reward function; return the groups
+    and the metrics that rewards logged."""
+    prompts = begun_prompts(prompts, sampled)
+    groups = list(zip(prompts, sampled, strict=True))
+    done = call_rewards(groups, column_names(prompts), rewards, tokenizer, trainer_state)
+    scores = rewards.combine([raw for _, raw in done])
+    texts = [text for some, _ in done for text in some]
+    return make_groups(prompts, sampled, texts, scores), scores.metrics
+
+
+def call_rewards(
+    groups: Sequence[Sampled],
+    names: Sequence[str],
+    rewards: RewardSet,
+    tokenizer: PreTrainedTokenizerBase,
+    trainer_state: Any,
+) -> list[Called]:
+    """The texts of some groups, and what the reward functions say, in one call for all but
+    failed episodes, which they do not see."""
+    if not groups:
+        return []
+    prompts, texts, ids, columns = arguments_of(groups, names, tokenizer)
+    if "environments" not in rewards.offered:  # the next episodes may have them by now
+        columns.pop("environments", None)
+    flat = [completion for _, completions in groups for completion in completions]
+    places = [n for n, c in enumerate(flat) if c.episode is None or c.episode.failed is None]
+    if len(places) == len(flat):
+        return [(texts, rewards.call(prompts, texts, ids, columns, trainer_state))]
+    if not places:
+        return [(texts, RawScores(len(flat), dict.fromkeys(rewards.names), {}))]
+
+    def some(values: list[Any]) -> list[Any]:
+        return [values[place] for place in places]
+
+    named = {name: some(values) for name, values in columns.items()}
+    raw = rewards.call(some(prompts), some(texts), some(ids), named, trainer_state)
+    return [(texts, raw.among(places, len(flat)))]
+
+
+def column_names(prompts: Sequence[Prompt]) -> list[str]:
+    """The dataset columns that some of these prompts have."""
+    return list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+
+
+def arguments_of(
+    groups: Sequence[Sampled],
+    names: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[list[Text], list[Text], list[list[int]], dict[str, list[Any]]]:
+    """What `RewardSet.call` takes for some groups, with the columns `names`, but for the trainer's
+    state."""
+    repeated = [prompt for prompt, completions in groups for _ in completions]
+    flat = [completion for _, completions in groups for completion in completions]
+    ids = [list(c.token_ids) for c in flat]  # reward functions take lists, as in TRL
+    decoded = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts: list[Text] = [
+        (c.episode and c.episode.messages) or _as_text(p, text)
+        for p, c, text in zip(repeated, flat, decoded, strict=True)
+    ]
+    columns = {name: [p.columns.get(name) for p in repeated] for name in names}
+    given = dict.fromkeys(name for c in flat if c.episode for name in c.episode.columns)
+    for name in given:
+        columns[name] = [c.episode.columns.get(name) if c.episode else None for c in flat]
+    environments = [c.episode and c.episode.environment for c in flat]
+    if any(environment is not None for environment in environments):
+        columns["environments"] = environments
+    return [p.content for p in repeated], texts, ids, columns
+
+
+def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
+    """The prompt as its episodes began with it: where an environment has added to it, it has done
+    so in all of them alike, but for those that have failed."""
+    begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
+    return next(begun, prompt)
+
+
+def begun_prompts(
+    prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]]
+) -> list[Prompt]:
+    """The prompts as their episodes began with them."""
+    return [_begun(*both) for both in zip(prompts, sampled, strict=True)]
+
+
+def make_groups(
+    prompts: Sequence[Prompt],
+    sampled: Sequence[Sequence[Completion]],
+    texts: Sequence[Text],
+    scores: Scores,
+) -> list[Group]:
+    """The prompts with their completions, texts and scores."""
+    groups, start = [], 0
+    for prompt, completions in zip(prompts, sampled, strict=True):
+        part = slice(start, start + len(completions))
+        groups.append(
+            Group(
+                prompt=prompt,
+                completions=list(completions),
+                texts=list(texts[part]),
+                rewards=scores.totals[part],
+                scores={name: values[part] for name, values in scores.by_function.items()},
+                extras={name: values[part] for name, values in scores.extras.items()},
+            )
+        )
+        start += len(completions)
+    return groups
+
+
+def _as_text(prompt: Prompt, text: str) -> Text:
+    """As rewards see it and as in TRL: a string for a string, else an assistant message."""
+    if isinstance(prompt.content, str):
+        return text
+    last = prompt.content[-1]
+    if last["role"] == "assistant":  # the completion continues this message
+        text = text_of(last["content"]) + text
+    return [{"role": "assistant", "content": text}]

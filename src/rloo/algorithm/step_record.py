@@ -1,0 +1,116 @@
+"""The record of an optimizer step: counts, metrics, and what callbacks ask for."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from rloo.algorithm.reward_shaping import shaped_rewards
+from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
+from rloo.algorithm.token_records import detailed
+from rloo.config.estimator_config import running_decay_of
+from rloo.model.training_state import capture_rng
+
+MAX_REFUSED_STEPS = 3
+
+
+def begin_step(parts: TrainerComponents) -> None:
+    """Tell the callbacks that an optimizer step begins. What links have done before it, such as in
+    an evaluation or at the start, is no step's."""
+    parts.events.send("on_step_begin")
+    if (links := parts.world.collectives) is not None:
+        links.received, links.seconds = 0, 0.0
+
+
+def record(
+    parts: TrainerComponents, state: TrainState, hand: ActiveRollout, stats: dict[str, float]
+) -> None:
+    """Count an optimizer step, write it down, and ask the callbacks what is due. The first step on
+    a rollout makes it count, since all its advantages are known by then."""
+    first, config, adaptive, rollout = (
+        not hand.steps_done,
+        parts.config,
+        state.kl_controller,
+        hand.rollout,
+    )
+    if first:
+        decay = running_decay_of(config)
+        adaptive.update_reward_stats(shaped_rewards(rollout.groups, config), decay)
+        target = config.kl_options.target
+        adaptive.update_kl(stats.get("kl", target or 0.0), len(hand.samples), config)
+        stats = rollout.metrics | stats
+    if config.kl_options.target is not None:
+        stats["kl/coef"] = adaptive.used_beta
+    if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
+        parts.policy.reference.move(config.ref_model_mixup_alpha)
+    _count(parts, state, hand, refused=bool(stats.get("update/nonfinite")))
+    times = parts.clock.take()
+    lowered = [c["to"] for c in state.budget_changes if c["step"] == state.step]
+    if lowered:
+        stats["update/max_tokens"] = float(lowered[-1])
+    stats |= (
+        _of_links(parts)
+        | times
+        | {
+            "step_time": sum(times.values()),
+            "num_tokens": float(state.num_tokens),
+            "epoch": rollout.epoch,
+        }
+    )
+    stats = parts.world.broadcast_object(stats)  # all log the same, its times too
+    parts.monitor.step(state.step, stats)
+    if first:
+        parts.monitor.completions(state.step, rollout.groups)
+        tokenizer = parts.policy.tokenizer
+        parts.monitor.groups(state.step, partial(detailed, hand, config, tokenizer))
+    state.generators = capture_rng()
+    finish_step(parts, state, stats)
+    if state.refused_in_a_row >= MAX_REFUSED_STEPS:
+        raise FloatingPointError(
+            f"the gradient was not finite in {MAX_REFUSED_STEPS} steps in a row, the last one step "
+            f"{state.step}; no such step changed the weights (learning_rate, max_grad_norm)"
+        )
+
+
+def finish_step(
+    parts: TrainerComponents, state: TrainState, stats: dict[str, float] | None = None
+) -> None:
+    """Log a step's metrics, tell the callbacks that it ended, and note what they want. A run that
+    one of them ended tells them again when it goes on, without metrics (None)."""
+    state.step_open = True
+    parts.monitor.log(stats)
+    note_pending_work(state)
+    state.step_open, state.generators = False, capture_rng()
+
+
+def note_pending_work(state: TrainState) -> None:
+    """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
+    control = state.control
+    state.evaluation_pending |= control.should_evaluate and state.evaluated_at != state.step
+    state.save_pending |= control.should_save
+    if control.should_epoch_stop:
+        raise ValueError(
+            "a callback set should_epoch_stop; an epoch cannot end early, only training can "
+            "(should_training_stop)"
+        )
+
+
+def _of_links(parts: TrainerComponents) -> dict[str, float]:
+    """What all processes have told each other in this step, and how long this one has waited."""
+    links = parts.world.collectives
+    if links is None:
+        return {}
+    return {"rank/gathered_bytes": float(links.received), "rank/wait_time": links.seconds}
+
+
+def _count(
+    parts: TrainerComponents, state: TrainState, hand: ActiveRollout, *, refused: bool
+) -> None:
+    state.trainer.global_step += 1
+    state.weights_ahead_of_record = False
+    if not hand.steps_done:
+        state.position = hand.rollout.position
+        state.num_tokens += hand.rollout.num_tokens
+    hand.steps_done += 1
+    state.active_rollout = hand if hand.steps_done < parts.batches.steps_per_rollout else None
+    state.trainer.epoch = hand.rollout.epoch
+    state.refused_in_a_row = state.refused_in_a_row + 1 if refused else 0

@@ -1,0 +1,72 @@
+"""Every process has every completion, wherever it was sampled, and what was seen of it."""
+
+import pytest
+import torch
+
+from rloo.algorithm.rank_rollout import RewardScorer, all_gather_by_key, generate_on_ranks
+from rloo.distributed import World
+from rloo.rewards import RewardSet
+from rloo.types import Completion, EngineCapabilities, Prompt, Sampling
+from support.process_groups import make_worlds, of_each
+from support.text import make_tokenizer
+
+LONG = 5000
+PROMPTS = [Prompt(i, [i], "a") for i in range(2)]
+
+
+class Engine:
+    """Its completions are long, and no two are the same."""
+
+    capabilities = EngineCapabilities("long", False, False, exact_noise=True, filters=True)
+
+    def sample(self, prompts, numbers, sampling, noise):
+        return [
+            [
+                Completion([100 * prompt.id + n] * LONG, "stop", logs := [-1.0 - n] * LONG, logs)
+                for n in some
+            ]
+            for prompt, some in zip(prompts, numbers, strict=True)
+        ]
+
+
+def sampled(world: World) -> list[list[Completion]]:
+    return generate_on_ranks(Engine(), PROMPTS, 2, Sampling(LONG, (0,)), 0, world)
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 5))
+def test_every_process_has_every_completion_to_the_last_token(size):
+    alone = sampled(make_worlds(1)[1][0])
+    lines, worlds = make_worlds(size)
+    for rank, groups in enumerate(of_each(size, lambda rank: sampled(worlds[rank]))):
+        assert groups == alone
+        assert [c.token_ids[-1] for group in groups for c in group] == [0, 1, 100, 101]
+        # 8 bytes a token: its number and one log-prob, as float32 since nothing is lost by it.
+        assert 4 * LONG * 8 < lines.received[rank] < 4 * LONG * 8 + 5000 * size
+
+
+def test_every_process_scores_its_groups_and_has_the_texts_and_rewards_of_all():
+    def first_token(completion_ids, **_):
+        return [float(ids[0]) for ids in completion_ids]
+
+    _, worlds = make_worlds(2)
+
+    def work(rank):
+        scorer = RewardScorer(RewardSet([first_token]), make_tokenizer(), worlds[rank])
+        groups, _ = scorer.score(PROMPTS, sampled(worlds[rank]))
+        return [(group.texts, group.rewards) for group in groups]
+
+    here, there = of_each(2, work)
+    assert here == there and [rewards for _, rewards in here] == [[0.0, 1.0], [100.0, 101.0]]
+
+
+def test_what_one_process_has_seen_of_a_completion_all_have_afterwards():
+    _, worlds = make_worlds(2)
+
+    def work(rank):
+        keys = [(0, 2 * rank), (0, 2 * rank + 1)]
+        seen = {key: torch.full((LONG,), float(key[1])) for key in keys}
+        return {k: v[0].item() for k, v in all_gather_by_key(seen, worlds[rank]).items()}
+
+    assert of_each(2, work) == [{(0, n): float(n) for n in range(4)}] * 2
+    mine = {(0, 0): torch.zeros(1)}
+    assert all_gather_by_key(mine, World(torch.device("cpu"))) is mine
