@@ -197,7 +197,7 @@ def test_tests_are_in_the_order_of_their_way_to_the_module(places, tmp_path):
         "tests/core/test_sums_again.py": "",
         "tests/core/test_other.py": "",
         "tests/core/test_far.py": "from support import played",
-        "tests/support/environments.py": "import rloo\nrloo.Engine()",
+        "tests/support/played.py": "import rloo\nrloo.Engine()",
         "tests/test_beside.py": "from rloo.core import sums",
         "tests/test_named.py": "# rloo.core.sums",
         "tests/test_engine.py": "import rloo.run.engine",

@@ -68,10 +68,19 @@ def test_the_options_are_those_of_the_program(site):
     assert [name for name in option_types() if f"<code>{name}</code>" not in page] == []
 
 
-def test_each_subject_has_one_section_and_no_name_breaks(site):
+def test_each_tier_has_a_section_for_each_subject_and_no_name_breaks(site):
     page = (site / "reference" / "options.html").read_text(encoding="utf-8")
-    titles = re.findall(r"<h2 id=\"[^\"]*\">([^<]+)", page)
-    assert len(titles) == len(set(titles)) > 10
+    tiers = re.split(r"<h2 id=\"[^\"]*\">", page)[1:]
+    assert [text.partition(" options")[0] for text in tiers] == [
+        "Basic",
+        "Advanced",
+        "Expert",
+        "Retired",
+    ]
+    for text in tiers[:3]:
+        titles = re.findall(r"<h3 id=\"[^\"]*\">([^<]+)", text)
+        assert len(titles) == len(set(titles)) > 5
+    assert "<code>engine_kwargs.restarts</code>" in tiers[2]
     assert '"../stylesheets/names.css"' in page
     style = (site / "stylesheets" / "names.css").read_text(encoding="utf-8")
     assert "white-space: nowrap" in style

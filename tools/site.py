@@ -7,6 +7,7 @@ import re
 from html import escape
 from typing import Any
 
+from rloo.config.compat import retired
 from rloo.config.fields import TIERS, default_of
 from rloo.config.kwargs_options import KWARGS, keys_of
 from rloo.config.options import OPTIONS
@@ -54,7 +55,17 @@ def _options() -> str:
                 keys = keys_of(field.name) if field.name in KWARGS else {}
                 parts += [_row(f"{field.name}.{name}", key) for name, key in keys.items()]
             parts.append("")
+    parts.append(
+        "## Retired options\n\nThey are read for one release, with a warning that says what to "
+        "write.\n\n| option | now |\n|---|---|"
+    )
+    parts += [f"| `{name}` | {_now(name)} |" for name in retired.RETIRED]
     return "\n".join(parts)
+
+
+def _now(name: str) -> str:
+    place = retired.place_of(name)
+    return f"`{place}`" if place else escape(retired.explain(name))
 
 
 def _row(name: str, field: Any) -> str:

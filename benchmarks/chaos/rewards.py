@@ -27,11 +27,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rloo.rewards import RewardSet, load_reward, make_math
+from rloo.rewards import RewardSet, load_reward
 
 TIMEOUT = 2.0
 LATE = r"TimeoutError: the reward function '{name}' did not return within 2 s"
-ENDED = r"Timeout \(0:00:.*\)!(.|\n)*in {name}\n(.|\n)*in call_within_reward_timeout"
+ENDED = r"Timeout \(0:00:.*\)!(.|\n)*in {name}\n(.|\n)*in call_with_timeout"
 ENDED_ASYNC = r"Timeout \(0:00:.*\)!(.|\n)*in {name}\n"
 EXIT = r"NotAllowed: the reward function '{name}' raised exit\({code}\)"
 RAISED = r"raised by the reward function '{name}'"
@@ -297,7 +297,7 @@ def exits_when_loaded(completions):
 
 
 def signal_worker(number: int, whole: bool) -> list[float | None]:
-    reward = make_math(seconds=0.5)
+    reward = load_reward("math(seconds=0.5)")
     assert reward([r"\boxed{\sqrt{12}}"], answer=[r"2\sqrt{3}"]) == [1.0]
     assert reward._pool is not None
     (worker,) = reward._pool.pids

@@ -209,8 +209,8 @@ def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
     assert RLOOConfig(**summary["config"]) == replace(
         config,
         packing=True,
-        cpu_kwargs={"kernels": summary["config"]["cpu_kernels"], "onednn": []},
-        # too small a model for a measurement
+        # No oneDNN: the model is too small for a measurement.
+        cpu_kwargs={"kernels": summary["config"]["cpu_kwargs"]["kernels"], "onednn": []},
         rollout_engine="native",
         max_tokens_per_micro_batch=summary["config"]["max_tokens_per_micro_batch"],
     )

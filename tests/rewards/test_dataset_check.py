@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rloo.rewards import RewardSet, gsm8k_reward, load_reward, make_exact_match, make_math
+from rloo.rewards import RewardSet, load_reward
 from rloo.rewards.dataset_check import check_dataset
 
 
@@ -15,7 +15,7 @@ def tokenizer_with(*special):
 
 
 def test_references_that_cannot_be_read_are_told_with_their_rows():
-    rewards = RewardSet([make_math(), make_exact_match()])
+    rewards = RewardSet([load_reward("math"), load_reward("exact_match")])
     readable = ["42", r"\frac{1}{2}", "June 20", ["red", "blue"], None, "#### 7", r"\boxed{x}"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -28,14 +28,17 @@ def test_references_that_cannot_be_read_are_told_with_their_rows():
 
 
 def test_gsm8k_refuses_a_row_at_the_start():
-    rewards = RewardSet([gsm8k_reward])
+    rewards = RewardSet([load_reward("gsm8k")])
     check_dataset(rewards, {"answer": ["#### 1", ["2", "2.0"]]}, tokenizer_with())
     with pytest.raises(ValueError, match=r"row 1 of the dataset: the GSM8K answer is 'six'"):
         check_dataset(rewards, {"answer": ["1", "six"]}, tokenizer_with())
 
 
 def test_rows_without_a_reference_are_told_where_one_reward_judges_all():
-    alone, both = RewardSet([make_math()]), RewardSet([make_math(), gsm8k_reward])
+    alone, both = (
+        RewardSet([load_reward("math")]),
+        RewardSet([load_reward("math"), load_reward("gsm8k")]),
+    )
     said = "'math_reward' has no reference in 2 of 4 rows (row 1 first); their completions have no"
     with pytest.warns(UserWarning, match=re.escape(said)):
         check_dataset(alone, {"answer": ["1", None, "3", None]}, tokenizer_with())

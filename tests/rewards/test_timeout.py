@@ -412,7 +412,7 @@ def test_a_reward_that_takes_the_last_timer_and_catches_everything_is_ended_and_
         "    faulthandler.cancel_dump_traceback_later()\n"
         "    while True:\n        try:\n            time.sleep(0.01)\n"
         "        except BaseException:\n            pass\n"
-        "call_within_reward_timeout(0.1, hangs)\n"
+        "call_with_timeout(0.1, hangs)\n"
     )
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -24,6 +24,7 @@ from rloo.tracking.progress_line import progress_line
 from rloo.tracking.summary_text import summary_text
 from rloo.trainer.evaluate import flatten
 from rloo.types import Completion, Group, Prompt
+from support.addons import needs_addons
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[red]bold[/red] \u202eabc\x9b31m\r\ud800 :boom:"
 
@@ -215,6 +216,7 @@ def test_off_a_terminal_a_line_comes_at_every_log_or_after_ten_seconds(tmp_path,
     assert printed == ["step 1", "step 4", "step 6", "step 8", "step 9"]
 
 
+@needs_addons
 def test_on_a_terminal_the_state_is_live_and_the_cursor_comes_back(tmp_path):
     watcher, screen = make_monitor(tmp_path, terminal=True)
     watcher.step(1, make_metrics(0.5))
@@ -248,6 +250,7 @@ def test_an_alarm_is_among_the_notes_with_its_reason_and_the_change(tmp_path):
     ]
 
 
+@needs_addons
 def test_a_sample_comes_at_first_and_then_at_logs_at_most_one_in_five_steps(tmp_path):
     watcher, screen = make_monitor(tmp_path, terminal=True, logging_steps=2, max_steps=99)
     for step in range(1, 17, 3):  # rollouts of three steps

@@ -14,6 +14,9 @@ import pytest
 
 from rloo import cli
 
+# Its configuration has options that have another form now.
+pytestmark = pytest.mark.filterwarnings("ignore:.* is retired:FutureWarning")
+
 ARCHIVE = Path(__file__).parent / "data" / "run_of_2abd62f.tar.gz"
 MEASURED = ("time/", "tokens_per_second/", "memory/", "step_time")
 

@@ -17,11 +17,13 @@ def make(folder, **options):
 
 
 def recorded(trainer) -> bool:
-    return yaml.safe_load(Path(trainer.args.output_dir, "config.yaml").read_text())["cpu_kernels"]
+    return yaml.safe_load(Path(trainer.args.output_dir, "config.yaml").read_text())["cpu_kwargs"][
+        "kernels"
+    ]
 
 
 def told(trainer) -> list[str]:
-    return [note for note in trainer.policy.notes if "cpu_kernels" in note]
+    return [note for note in trainer.policy.notes if "cpu_kwargs.kernels" in note]
 
 
 @pytest.mark.skipif(
@@ -54,7 +56,7 @@ def test_a_run_without_stays_one_and_another_choice_is_told(tmp_path):
     again = make(tmp_path, cpu_kwargs={"kernels": True}, max_steps=3, resume_from_checkpoint="auto")
     again.train()
     assert recorded(again)
-    assert any("cpu_kernels False -> True" in note for note in told(again))
+    assert any("cpu_kwargs.kernels False -> True" in note for note in told(again))
 
 
 def test_without_a_compiler_torch_computes_and_it_is_told(tmp_path, monkeypatch):
@@ -62,6 +64,6 @@ def test_without_a_compiler_torch_computes_and_it_is_told(tmp_path, monkeypatch)
     trainer = make(tmp_path, max_steps=1)
     trainer.train()
     assert not recorded(trainer) and not kernels.in_use()
-    assert told(trainer) == [f"torch computes without kernels in C: {REASON} (cpu_kernels)"]
-    with pytest.raises(ValueError, match="cpu_kernels is true, but there is no C compiler"):
+    assert told(trainer) == [f"torch computes without kernels in C: {REASON} (cpu_kwargs.kernels)"]
+    with pytest.raises(ValueError, match="kernels is true, but there is no C compiler"):
         make(tmp_path, cpu_kwargs={"kernels": True}, max_steps=1, overwrite_output_dir=True).train()

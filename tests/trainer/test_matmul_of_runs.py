@@ -23,7 +23,7 @@ def test_what_was_chosen_is_recorded_and_stays(tmp_path, monkeypatch):
     first = make(tmp_path, cpu_kwargs={"onednn": None}, max_steps=1)
     first.train()
     recorded = yaml.safe_load(Path(first.args.output_dir, "config.yaml").read_text())
-    assert recorded["onednn"] == chosen
+    assert recorded["cpu_kwargs"]["onednn"] == chosen
     monkeypatch.setattr(cpu_matmul, "choose", lambda **_: ["forward"])
     resumed = make(
         tmp_path, cpu_kwargs={"onednn": None}, max_steps=2, resume_from_checkpoint="auto"
@@ -64,7 +64,7 @@ def test_a_small_model_is_not_measured_for(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_matmul, "choose", None)
     cpu_matmul.use(["packed"])  # by another run of this process
     trainer = make(tmp_path)
-    assert trainer.args.onednn is None and cpu_matmul.in_use() == []
+    assert trainer.args.cpu_options.onednn is None and cpu_matmul.in_use() == []
     monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", trainer.model.num_parameters())
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         make(tmp_path / "measured")
@@ -79,23 +79,25 @@ def test_where_16_bits_cannot_be_packed_a_note_says_so_and_they_are_not(tmp_path
     whole = cpu_matmul.pack
     monkeypatch.setattr(cpu_matmul, "pack", pack)
     monkeypatch.setattr(cpu_matmul, "can_pack", cpu_matmul.can_pack.__wrapped__)
-    options = {"cpu_kwargs": {"onednn": ["packed"]}, "rollout_dtype": "bfloat16", "max_steps": 1}
-    trainer = make(tmp_path / "torch", cpu_kwargs={"kernels": False}, **options)
+    in_torch, in_c = ({"onednn": ["packed"], "kernels": kernels} for kernels in (False, True))
+    options = {"rollout_dtype": "bfloat16", "max_steps": 1}
+    trainer = make(tmp_path / "torch", cpu_kwargs=in_torch, **options)
     trainer.train()
     assert any("packs no matrices in bfloat16" in note for note in trainer.policy.notes)
     in_float32 = make(
-        tmp_path / "32", cpu_kwargs={"kernels": False}, **options | {"rollout_dtype": "float32"}
+        tmp_path / "32", cpu_kwargs=in_torch, **options | {"rollout_dtype": "float32"}
     )
-    kernels = make(tmp_path / "kernels", cpu_kwargs={"kernels": True}, **options)
+    kernels = make(tmp_path / "kernels", cpu_kwargs=in_c, **options)
     for other in (in_float32, kernels):
         assert not any("packs no" in note for note in other.policy.notes)
 
 
 def test_without_onednn_a_note_says_that_mkl_computes(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpu_matmul, "fault", lambda: "this torch has no such products")
+    monkeypatch.setattr(cpu_matmul, "unavailable_reason", lambda: "this torch has no such products")
     notes = make(tmp_path / "asked", cpu_kwargs={"onednn": ["packed"]}).policy.notes
     assert (
-        "MKL computes all products, not oneDNN: this torch has no such products (onednn)" in notes
+        "MKL computes all products, not oneDNN: this torch has no such products (cpu_kwargs.onednn)"
+        in notes
     )
     assert cpu_matmul.in_use() == []
     monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", 0)

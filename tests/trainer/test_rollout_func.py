@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo import from_verifiers
+import rloo
 from rloo.types import Prompt
 from support.models import VOCAB_SIZE, make_model
 from support.rollouts import speak_twice
@@ -160,7 +160,7 @@ def test_longer_completions_than_asked_for_are_refused(tmp_path):
     ("options", "reason"),
     [
         ({"max_staleness": 1}, "there is a rollout_func and completions are sampled beside"),
-        ({"tool_kwargs": {"timeout": 5.0}}, "episode_timeout is 5.0 and there are no tools"),
+        ({"tool_kwargs": {"timeout": 5.0}}, "tool_kwargs is .* and there are no tools"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, options, reason):
@@ -182,4 +182,4 @@ def test_environments_of_verifiers_need_their_package(monkeypatch):
         sys.modules, "rloo.addons.integrations.verifiers.verifiers_environment", raising=False
     )
     with pytest.raises(ValueError, match=r"before 0\.4, .*: pip install 'verifiers<0\.4"):
-        from_verifiers(None)
+        rloo.from_verifiers(None)

@@ -49,8 +49,8 @@ def loss(
     the clipped surrogate, with weights that correct for another sampler, plus `beta` times the KL
     where that is in the loss, less the entropy bonus."""
     weights, sums = _correction(inputs, config)
-    form, (logprobs, _, advantages, old, *_) = PolicyLossConfig.of(config), inputs
-    result = policy_loss(logprobs, old, advantages, inputs.completions, form, weights)
+    form, old = PolicyLossConfig.of(config), inputs.old
+    result = policy_loss(inputs.logprobs, old, inputs.advantages, inputs.completions, form, weights)
     others: Tensor | float = 0.0
     if has_other_terms(config, beta):
         others_T = _other_terms(inputs, config, beta)

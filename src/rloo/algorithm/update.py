@@ -78,9 +78,7 @@ def update(
         return metrics | policy.stepper.skip()
     policy.stepper.sum_gradients()
     # A step on few effective samples is a small one (VCPO, arXiv 2602.17616).
-    scale = (
-        math.sqrt(metrics["sampling/effective_share"]) if config.async_options.ess_guard else 1.0
-    )
+    scale = math.sqrt(metrics["sampling/effective_share"] if config.async_options.ess_guard else 1)
     with policy.in_step():
         return metrics | policy.stepper.step(scale)
 

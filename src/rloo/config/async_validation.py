@@ -30,8 +30,7 @@ def check_beside(config: TrainingOptions) -> None:
 
 def _faults(config: TrainingOptions) -> Iterator[str]:
     stale, engine, beside = config.max_staleness, config.rollout_engine, config.async_options
-    mode = config.rollout_importance_sampling_mode
-    spec = engine_spec(engine)
+    mode, spec = config.rollout_importance_sampling_mode, engine_spec(engine)
     if mode == "off":
         yield (
             f"max_staleness is {stale} and rollout_importance_sampling_mode is off; what older "

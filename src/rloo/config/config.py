@@ -12,7 +12,9 @@ from typing import Any
 
 from rloo.config.async_validation import correction_of
 from rloo.config.compat.trl_compatible_options import (
-    LENGTH,
+    LENGTH as LENGTH,
+)
+from rloo.config.compat.trl_compatible_options import (
     AssignedOptions,
     TRLCompatibleOptions,
     cannot_change,

@@ -130,6 +130,50 @@ class ToolKwargs:
 # fmt: on
 
 
+class MappingsAsValues:
+    """A base of the options: `config.engine_options.restarts` is what `engine_kwargs` says of it,
+    or its default."""
+
+    @property
+    def engine_options(self) -> EngineKwargs:
+        """`engine_kwargs`"""
+        return EngineKwargs(**_given(self, "engine_kwargs"))
+
+    @property
+    def dataset_options(self) -> DatasetKwargs:
+        """`dataset_kwargs`"""
+        return DatasetKwargs(**_given(self, "dataset_kwargs"))
+
+    @property
+    def kl_options(self) -> KLKwargs:
+        """`kl_kwargs`"""
+        return KLKwargs(**_given(self, "kl_kwargs"))
+
+    @property
+    def eval_options(self) -> EvalKwargs:
+        """`eval_kwargs`"""
+        return EvalKwargs(**_given(self, "eval_kwargs"))
+
+    @property
+    def async_options(self) -> AsyncKwargs:
+        """`async_kwargs`"""
+        return AsyncKwargs(**_given(self, "async_kwargs"))
+
+    @property
+    def cpu_options(self) -> CpuKwargs:
+        """`cpu_kwargs`"""
+        return CpuKwargs(**_given(self, "cpu_kwargs"))
+
+    @property
+    def tool_options(self) -> ToolKwargs:
+        """`tool_kwargs`"""
+        return ToolKwargs(**_given(self, "tool_kwargs"))
+
+
+def _given(options: MappingsAsValues, name: str) -> dict[str, Any]:
+    return getattr(options, name) or {}
+
+
 # option -> the class of its keys
 KWARGS: dict[str, type[Any]] = {
     "engine_kwargs": EngineKwargs,

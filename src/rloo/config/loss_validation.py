@@ -60,8 +60,8 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
                 "set that or remove it"
             )
     kl = config.kl_options
-    horizon = ("horizon", kl.target is not None, "kl_kwargs.target")
-    yield from _without_effect(kl, (horizon,), {}, "kl_kwargs.")
+    control = (("horizon", kl.target is not None, "kl_kwargs.target"),)
+    yield from _without_effect(kl, control, {}, "kl_kwargs.")
 
 
 def _in_group(config: TrainingOptions) -> Iterator[str]:

@@ -9,15 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from rloo.config.fields import SHARED
-from rloo.config.kwargs_options import (
-    AsyncKwargs,
-    CpuKwargs,
-    DatasetKwargs,
-    EngineKwargs,
-    EvalKwargs,
-    KLKwargs,
-    ToolKwargs,
-)
+from rloo.config.kwargs_options import MappingsAsValues
 
 from rloo.config.option_groups import (  # isort: skip - one name a line is as long as a subject
     BATCHES, DATA, EVALUATION, HUB, KL, LOGGING, LORA, MACHINE, MEMORY, OBJECTIVE,
@@ -30,7 +22,7 @@ DEFAULT_BATCH, DEFAULT_GROUP = (8, 1), 2
 
 
 @dataclass(init=False, repr=False, eq=False, kw_only=True)
-class TrainingOptions:
+class TrainingOptions(MappingsAsValues):
     """The fields of `rloo.config.config.RLOOConfig`."""
 
     # fmt: off
@@ -441,35 +433,6 @@ class TrainingOptions:
     def compares_evaluations(self) -> bool:
         """Whether something follows from which evaluation was the best."""
         return self.load_best_model_at_end or self.save_strategy == "best"
-
-    # The mappings as values: `config.engine_options.restarts`.
-    @property
-    def engine_options(self) -> EngineKwargs:
-        return EngineKwargs(**(self.engine_kwargs or {}))
-
-    @property
-    def dataset_options(self) -> DatasetKwargs:
-        return DatasetKwargs(**(self.dataset_kwargs or {}))
-
-    @property
-    def kl_options(self) -> KLKwargs:
-        return KLKwargs(**(self.kl_kwargs or {}))
-
-    @property
-    def eval_options(self) -> EvalKwargs:
-        return EvalKwargs(**(self.eval_kwargs or {}))
-
-    @property
-    def async_options(self) -> AsyncKwargs:
-        return AsyncKwargs(**(self.async_kwargs or {}))
-
-    @property
-    def cpu_options(self) -> CpuKwargs:
-        return CpuKwargs(**(self.cpu_kwargs or {}))
-
-    @property
-    def tool_options(self) -> ToolKwargs:
-        return ToolKwargs(**(self.tool_kwargs or {}))
 
 
 OPTIONS = fields(TrainingOptions)

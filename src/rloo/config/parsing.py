@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import typing
+import warnings
 from typing import Any
 
 from rloo.config.compat import retired
@@ -254,6 +255,9 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]
         else:
             values = [text] if equals else _take(name, remaining)
         if name != "config":
+            given_as = key.removeprefix("--").replace("-", "_")
+            if retired.place_of_entry(given_as) != given_as:
+                warnings.warn(f"{given_as} is retired; write {name}", FutureWarning, stacklevel=4)
             faults += _add(given, name, values)
         elif len(values) != 1:
             faults.append("--config takes one .yaml file")
@@ -329,7 +333,7 @@ def _normal(key: str) -> str:
     name = key.strip().removeprefix("--").replace("-", "_")
     if _is_letter(key):
         return SHORT[key[1]]
-    return SHORT[name] if len(name) > 1 and name in SHORT else name
+    return SHORT[name] if len(name) > 1 and name in SHORT else retired.place_of_entry(name)
 
 
 def _is_switched_off(name: str) -> bool:

@@ -14,6 +14,7 @@ from rloo.config.compat.aliases import ALIASES, SHORT, our_name
 from rloo.config.compat.retired import ELSEWHERE
 from rloo.config.compat.unsupported import REFUSED, WITHOUT_EFFECT
 from rloo.config.config import DEVIATIONS, RLOOConfig
+from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.fields import TIERS, default_of
 from rloo.config.kwargs_options import KWARGS, keys_of
 from rloo.config.options import OPTIONS
@@ -106,6 +107,9 @@ def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
     known = [f"{', '.join(n)} ({systems})" for systems, n in names.items() if systems and n]
     if known and elsewhere:
         text += column("", f"Elsewhere: {'; '.join(known)}.")
+    if field.name == "estimator_kwargs":
+        arguments = ", ".join(_setting(name, value) for name, value in ARGUMENTS.items())
+        text += column("", f"Those of composed: {arguments}.")
     return text + "".join(_key_entry(field.name, key) for key in keys)
 
 

@@ -1,7 +1,7 @@
 """A child process: how a program is started, watched and ended, and how it dies with its parent.
 
 Code that runs inside the sandbox cannot import this; it starts its own
-(`rloo.addons.graders.code.guest.process_tree`).
+(`process_tree` of its guest side).
 """
 
 from __future__ import annotations

@@ -319,6 +319,20 @@ def bias_of(sampling: Sampling) -> list[str]:
     return [note] if sampling.filtered else []
 
 
+def _refuse_copies(policy: Policy, args: RLOOConfig) -> None:
+    asked = {
+        "rollout_dtype": args.rollout_dtype,
+        "engine_kwargs.copy_weights": args.engine_options.copy_weights,
+    }
+    for option, value in asked.items():
+        if value:
+            raise ValueError(
+                f"{option} is {value}; only the native engine's fused decoder has weights of its "
+                f"own, and {type(policy.model).__name__} is not sampled by it "
+                "(engine_kwargs.copy_weights, rollout_dtype, rollout_engine)"
+            )
+
+
 def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
     """The engine that samples; a note is added for a slow one. One that uses servers tells the
     monitor of its `owner`, a trainer, what happens to them, and does not keep it alive. Raises
@@ -356,17 +370,8 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
     _settle_threads(policy, args)
     with policy.gathered_weights(in_turn=True):
         engine, note = build_engine(args.rollout_engine, inputs)
-    copies = args.engine_options.copy_weights
-    for option, value in (
-        ("rollout_dtype", args.rollout_dtype),
-        ("engine_kwargs.copy_weights", copies),
-    ):
-        if value and not engine.capabilities.copies_weights:
-            raise ValueError(
-                f"{option} is {value}; only the native engine's fused decoder has "
-                f"weights of its own, and {type(policy.model).__name__} is not sampled by it "
-                "(engine_kwargs.copy_weights, rollout_dtype, rollout_engine)"
-            )
+    if not engine.capabilities.copies_weights:
+        _refuse_copies(policy, args)
     policy.notes += [note] if note else []
     room = engine.capabilities.cache_bytes
     if policy.device.type == "cuda" and room is not None:

@@ -15,8 +15,7 @@ from rloo.algorithm.step_record import begin_step, finish_step, note_pending_wor
 from rloo.algorithm.stop_signals import ForcedInterrupt, Stopped
 from rloo.algorithm.train import train_on_rollout
 from rloo.config.compat.deepspeed_config import division_named
-from rloo.config.compat.trl_compatible_options import LENGTH
-from rloo.config.config import RLOOConfig
+from rloo.config.config import LENGTH, RLOOConfig
 from rloo.config.show import render_resolved
 from rloo.config.user_functions import NotAllowed
 from rloo.distributed.standard_streams import counted
@@ -154,8 +153,7 @@ class TrainingLoop:
         """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
         due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
-        rollouts, epoch = 0, None
-        pace = None  # seconds per token of the last rollout that was not profiled
+        rollouts, epoch, pace = 0, None, None  # pace: seconds per token, without a profile
         if state.step_open:  # a callback ended an earlier session
             finish_step(parts, state)
         if state.active_rollout is None:

@@ -282,7 +282,12 @@ def test_verl_s_passes_count_as_steps():
 def test_verl_s_kl_is_where_it_is_there(overrides, expected):
     found = verl(f"actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=rloo {overrides}")
     config = RLOOConfig(**found.options)
-    assert (config.beta, config.kl_placement, config.kl_estimator, config.kl_clip) == expected
+    assert (
+        config.beta,
+        config.kl_placement,
+        config.kl_estimator,
+        config.kl_options.clip,
+    ) == expected
 
 
 def test_verl_reads_the_two_clip_ratios_and_not_the_one():
@@ -390,7 +395,7 @@ def test_openrlhf_s_rloo_is_the_preset_openrlhf_with_its_batches_and_intervals()
     config = RLOOConfig(**found.options)
     assert (config.num_prompts, config.learning_rate, config.adam_beta2) == (16, 5e-7, 0.95)
     assert (config.save_steps, config.eval_steps, config.logging_steps) == (40, 20, 4)
-    assert (config.eval_temperature, config.num_generations_eval) == (0.6, 4)
+    assert (config.eval_options.temperature, config.num_generations_eval) == (0.6, 4)
     assert (config.max_completion_length, config.max_prompt_length) == (256, 768)
     assert config.prompt_template == [{"role": "user", "content": "{question}"}]
     assert (config.lr_scheduler_type, config.warmup_steps) == ("cosine_with_min_lr", 0.03)
@@ -423,7 +428,7 @@ def test_openrlhf_s_kl_is_taken_as_it_is_there(flags, expected):
     found = openrlhf(f"{OPENRLHF_RLOO} {flags}")
     config = RLOOConfig(**found.options)
     assert (config.kl_placement, config.kl_estimator, config.preset) == expected
-    assert (config.beta, config.kl_clip) == (0.01, 10.0)
+    assert (config.beta, config.kl_options.clip) == (0.01, 10.0)
     # Nothing of the preset but that any KL is allowed.
     assert (config.reward_bias, config.reward_scaling, config.epsilon) == (0.0, 1.0, 0.2)
 
@@ -690,7 +695,7 @@ def test_evaluation_at_temperature_0_is_greedy_and_no_error(tmp_path):
         "areal": import_config("areal", "python x.py eval_gconfig.temperature=0"),
     }
     for name, imported in found.items():
-        assert RLOOConfig(**imported.options).eval_temperature is None, name
+        assert RLOOConfig(**imported.options).eval_options.temperature is None, name
         assert any("evaluation is sampled and greedy" in note for note in imported.notes), name
 
 

@@ -73,7 +73,7 @@ def test_a_run_of_the_worst_case_is_as_the_plan_said(folder, monkeypatch, argume
     # No token ends a completion, and prompts are equally long: the worst case is what happens.
     monkeypatch.setattr(Policy, "stop_token_ids", property(lambda self: ()))
     # The sampler in C has rooms of a fixed size, more than so small a model.
-    config = config_of("--cpu_kernels", "false", *arguments)
+    config = config_of("--cpu_kwargs.kernels", "false", *arguments)
     plan = make_plan(config)
     trainer = RLOOTrainer(args=config)
     backward, calls = trainer.policy.stepper.backward, []
@@ -155,7 +155,7 @@ def test_rows_sampled_at_once_are_those_of_the_engines_own_facts(folder, monkeyp
         return engine, note
 
     monkeypatch.setitem(MAKERS, "native", make)
-    native = ["--rollout_engine", "native", "--cpu_kernels", "false"]
+    native = ["--rollout_engine", "native", "--cpu_kwargs.kernels", "false"]
     # Of 24 completions of up to 40 tokens.
     memory = {"completion_token_bytes": 7, "row_bytes": 3, "cache_bytes": 5 * 283}
     assert make_plan(config_of(*native)).memory["sampling"] == 5 * 283

@@ -92,13 +92,18 @@ def test_a_template_that_refuses_made_up_conversations_does_not_end_training(nam
 
 def test_nothing_that_is_told_at_the_end_ends_a_run(tmp_path, monkeypatch):
     """A run whose every diagnosis raises: it is finished, and says so."""
+    from rloo.addons.report.doctor import doctor_observer
     from rloo.tracking import monitor
 
     def broken(*_, **__):
         raise ZeroDivisionError("broken")
 
-    for name in ("findings_of", "training_of", "verdict"):
-        monkeypatch.setattr(monitor, name, broken)
+    for module, name in (
+        (doctor_observer, "findings_of"),
+        (monitor, "training_of"),
+        (monitor, "summary_text"),
+    ):
+        monkeypatch.setattr(module, name, broken)
     monkeypatch.setattr("rloo.algorithm.step_record.detailed", broken)
     monkeypatch.setattr("rloo.addons.report.doctor.live_rules.diagnose", broken)
     monkeypatch.setattr("rloo.addons.report.doctor.dataset_stats.of_template", broken)

@@ -71,7 +71,7 @@ FORMS = {
 }  # fmt: skip
 each = pytest.mark.parametrize("name", FORMS)
 # What a run's folder or checkpoint of the version before has of them.
-EARLIER = {name: retired._retired()[name].default for name in retired.NAMES if "." not in name}
+EARLIER = {name: retired.value_of(RLOOConfig(), name) for name in retired.NAMES if "." not in name}
 
 
 def read(**options):
@@ -253,3 +253,5 @@ def test_a_key_is_given_on_the_command_line_in_three_ways():
         ["--dataset", "gym:gcd", "--dataset_kwargs.config.gcd.max_value", "9"]
     )
     assert inner.dataset_options.config == {"gcd.max_value": 9}
+    with pytest.warns(FutureWarning, match=r"gym_config\.gcd\.max_value is retired; write dataset"):
+        assert parse_command_line(["-d", "gym:gcd", "--gym_config.gcd.max_value", "9"]) == inner

@@ -197,7 +197,7 @@ def _read_run(source: SettingsReader, each: int) -> dict[str, Any]:
         read["eval_size"] = source.take("grpo.max_val_samples", int)
         read["num_generations_eval"] = source.take("grpo.val_num_generations_per_prompt", int, 1)
         for name in ("temperature", "top_p"):
-            read[f"eval_{name}"] = source.take(f"{_SAMPLING}val_{name}", float)
+            read[f"eval_kwargs.{name}"] = source.take(f"{_SAMPLING}val_{name}", float)
         if read["eval_kwargs.temperature"] == 0:
             read["eval_kwargs.temperature"] = None
             greedy(source, "val_temperature")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from rloo import quickly
 from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.launcher_env import check_alone
 from rloo.trainer.preflight import check_inputs, read_options
@@ -15,7 +14,7 @@ def plan(arguments: list[str], signals: StopSignals) -> int:
     from rloo.addons.planner.gpu.gpu_plan_command import asks_for_gpus, plan_gpus
 
     if asks_for_gpus(arguments):
-        with signals.ending(), quickly():
+        with signals.ending():
             plan_gpus(arguments)
         return 0
     config = read_options(arguments)
@@ -23,7 +22,7 @@ def plan(arguments: list[str], signals: StopSignals) -> int:
     check_alone("plan")
     # Torch, which reads this when it is loaded, would tell of memory from before a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with signals.ending(), quickly():
+    with signals.ending():
         from rloo.addons.planner.plan import make_plan, print_plan
 
     print_plan(make_plan(config))

@@ -125,6 +125,13 @@ def place_of(name: str) -> str:
     return (_KEYS | dict.fromkeys(_WORDS, "offload") | _THEIRS).get(name, "")
 
 
+def place_of_entry(name: str) -> str:
+    """`gym_config.gcd.max_value`, an entry of an old mapping, by its place now; other names as they
+    are."""
+    old, dot, entry = name.partition(".")
+    return f"{_KEYS[old]}.{entry}" if dot and old in _KEYS else name
+
+
 def explain(name: str) -> str:
     """What to write for an old name."""
     if name in _GONE:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rloo import quickly
 from rloo.config.parsing import given_names, parse_command_line
 from rloo.data.tasks import EMBEDDED_FILE
 
@@ -16,7 +15,7 @@ def serve(arguments: list[str], signals: Any) -> int:
     config = parse_command_line(arguments, str(EMBEDDED_FILE) if of_run else None)
     if config.model is None:
         raise ValueError("vllm-serve needs the model that is to be served (--model)")
-    with signals.ending(), quickly():
+    with signals.ending():
         from rloo.engines.vllm import from_options
 
     from_options.serve(config, config.model, named="vllm_server_host" in given_names(arguments))
