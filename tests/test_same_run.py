@@ -239,7 +239,7 @@ CHANGES = {
         "ranks",
     ),
     "kernel": (r"return 1\.0f / \(1\.0f \+ exp", r"return 1.0000001f / (1.0f + exp", "graded"),
-    "finding": ("Length is being paid for,", "Length is being paid for;", "doctor"),
+    "finding": ("Length is rewarded, or", "Length is rewarded; or", "doctor"),
 }
 
 

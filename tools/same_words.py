@@ -29,7 +29,7 @@ TEXTS = (
     # Where the base model of the embedded task lies in a tree, which is moved with its folder.
     (re.compile(r"""[^\s"']*/(?=countdown_base\b)"""), "PACKAGE/"),
     (re.compile(r"\d+%\|.*"), "PROGRESS"),
-    (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d)?"), "TIME"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d:?\d\d)?"), "TIME"),
     (re.compile(r"\b\d\d:\d\d:\d\d\b"), "TIME"),
     (re.compile(r"\b\d[\d.,]*(e-?\d+)? (ms|s|min|h)\b( \d\d (s|min)\b)?"), "DURATION"),
     # What a table pads to its width after them.

@@ -297,7 +297,7 @@ def exits_when_loaded(completions):
 
 
 def signal_worker(number: int, whole: bool) -> list[float | None]:
-    reward = load_reward("math(seconds=0.5)")
+    reward: Any = load_reward("math(seconds=0.5)")
     assert reward([r"\boxed{\sqrt{12}}"], answer=[r"2\sqrt{3}"]) == [1.0]
     assert reward._pool is not None
     (worker,) = reward._pool.pids

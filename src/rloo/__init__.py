@@ -28,7 +28,7 @@ __all__ = [
     "from_verifiers",
 ]
 
-# Where bitsandbytes is installed, peft makes transformers import it, and it warns on stderr that an
+# If bitsandbytes is installed, peft makes transformers import it. It then warns on stderr that an
 # operation that is not used here has no fast kernel.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 

@@ -1,4 +1,4 @@
-"""The command `rloo`: `rloo.config.help_text` says what it does."""
+"""The command `rloo`; `rloo.config.help_text` describes it."""
 
 # Torch is imported by the commands that need it, not here: help must not wait for it.
 from __future__ import annotations
@@ -36,13 +36,13 @@ NAMES = (
     "worker", "launch", "status", "stop",
 )  # fmt: skip
 Command = Callable[[list[str], StopSignals], int | None]
-# The commands whose work is what they print.
+# Commands whose only result is their output.
 SHOWING = ("plan", "eval", "config", "check-estimator", "doctor", "status")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 0, 1 for a run that failed, 2 for bad input, and 128
-    and its number for a signal that stopped it (130: Ctrl-C)."""
+    """Run a command and return the exit status: 0, 1 for a run that failed, 2 for bad input, and
+    128 plus the signal's number if a signal stopped it (130: Ctrl-C)."""
     complete()
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = [*NAMES, *plugins.of_others("commands")]
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 status = run(given, signals) or 0
             except Exception:
-                signals.check()  # what a signal has broken, such as an import, is no error
+                signals.check()  # a signal may have broken it, such as an import
                 raise
     except Exception as error:
         status, told = _told(error, given[0])
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = told
     except (KeyboardInterrupt, Stopped) as stop:
         status, said = getattr(stop, "status", INTERRUPTED), _line(str(stop) or "interrupted")
-    except SystemExit as error:  # of user code: an estimator, a callback
+    except SystemExit as error:  # raised by user code: an estimator, a callback
         place = traceback.extract_tb(error.__traceback__)[-1]
         said = f"{place.filename}:{place.lineno}: {place.name} called sys.exit({error.code!r})"
         status, said = 1, _line(f"{said}; what a run calls returns, or raises an Exception")
@@ -94,7 +94,7 @@ def _run(given: list[str], signals: StopSignals) -> int | None:
     except ValueError as error:
         if given[0] in NAMES:
             raise
-        raise ValueError(str(error)) from None  # a line, as for the commands of this package
+        raise ValueError(str(error)) from None  # one line, as for the commands of this package
 
 
 def _help(given: list[str], signals: StopSignals) -> int:
@@ -106,8 +106,8 @@ def _help(given: list[str], signals: StopSignals) -> int:
 
 
 def _told(error: Exception, command: str) -> tuple[int, str | None]:
-    """The status that an error ends a command with, and what to say of it: where it came from code
-    of the user's the traceback of that, else one line. None: no input is at fault, but the program.
+    """The exit status for an error and the text to print: the traceback of user code if it raised,
+    else one line. The text is None for a bug in this package, which no input caused.
     """
     in_run = getattr(error, "in_run", False)
     if shown := of_the_user(error):
@@ -115,15 +115,15 @@ def _told(error: Exception, command: str) -> tuple[int, str | None]:
     if not isinstance(error, (ValueError, OSError, FloatingPointError, NotAllowed)):
         return 1, None
     if isinstance(error, BrokenPipeError) and not in_run and command in SHOWING:
-        return 0, ""  # the reader of the output, such as `head`, has seen enough
+        return 0, ""  # the reader of the output, such as `head`, has closed it
     said = "\n".join(map(_line, config_errors(error)))
     return 2 if isinstance(error, ValueError) and not in_run else 1, said
 
 
 @contextmanager
 def _brief_warnings() -> Iterator[None]:
-    """Inside, a warning is a line without the place in the program that it comes from, unless that
-    is code of the user's."""
+    """In this context, a warning is one line without its place in the code, unless user code raised
+    it."""
     usual = warnings.formatwarning
 
     def told(message: Any, category: Any, filename: str, *place: Any) -> str:
@@ -143,7 +143,7 @@ def _line(text: str) -> str:
 
 
 def _say(text: str) -> None:
-    """Print a last text on stderr. Streams that nobody reads must not change the status."""
+    """Print a last text on stderr. Closed streams must not change the exit status."""
     if text:
         say(text, sys.stderr)
     for stream in (sys.stdout, sys.stderr):
@@ -196,7 +196,7 @@ def _evaluate(arguments: list[str], signals: StopSignals) -> int:
         dataset=None,
     )
     check_inputs(config, trains=False)
-    # A file is one split, whatever it holds.
+    # A file is one split, whatever it contains.
     is_file = os.path.isfile(str(config.eval_dataset))
     split = "" if is_file else f" ({config.eval_split or 'train'})"
     temperature = config.eval_options.temperature or config.temperature
@@ -227,7 +227,7 @@ def _config(arguments: list[str], signals: StopSignals) -> int:
         print(convert([value, *arguments[1:]] if value else arguments[1:]), end="")
         return 0
     config = parse_command_line(arguments)
-    # As comments, so that the output is a valid configuration file.
+    # Comments, so that the output is a valid configuration file.
     meaning = describe_preset(config.preset) if config.preset else []
     for line in dict.fromkeys([*meaning, *(f"warning: {remark}" for remark in remarks(config))]):
         print(f"# {line}")

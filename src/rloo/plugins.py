@@ -1,5 +1,5 @@
-"""Add-ons by name: those of this package, in one table, and those that other packages give as entry
-points (docs/plugins.md). Nothing is imported before it is asked for."""
+"""Registry of add-ons by name: this package's in one table, and other packages' entry points
+(docs/plugins.md). Modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         name: f"rloo.algorithm.estimators:{name}"
         for name in ("composed", "rloo", "grpo", "reinforce_pp")
     },
-    # Parts of the core's own work that stand in an add-on; other packages cannot give these.
+    # Parts of the core that an add-on implements; other packages cannot register these.
     "parts": {
         "live_display": f"{_REPORT}.live.screen:Screen",
         "openenv": "rloo.addons.integrations.openenv:kind_of",
@@ -63,23 +63,23 @@ BUILT_IN: dict[str, dict[str, str]] = {
     },
 }
 _ADDONS = "rloo.addons"
-# Group -> name -> object: what a script gives without being a package.
+# Group -> name -> object, registered by a script at run time.
 REGISTERED: dict[str, dict[str, Any]] = {group: {} for group in BUILT_IN}
 
 
 class MissingAddon(ValueError):
-    """What is asked for belongs to an add-on that is not installed."""
+    """Raised if a name belongs to an add-on that is not installed."""
 
 
 def names(group: str) -> list[str]:
-    """The names that a group has: those of this package, then those of others."""
+    """Return the names in a group: this package's, then those of others."""
     return list(dict.fromkeys([*BUILT_IN[group], *REGISTERED[group], *_given(group)]))
 
 
 def load(group: str, name: str) -> Any:
-    """The object of that name. Raises KeyError for a name that the group does not have,
-    MissingAddon for one whose add-on is not there, and ValueError for one that two other packages
-    give, or whose entry point cannot be loaded."""
+    """Return the object with that name. Raises KeyError for an unknown name, MissingAddon if its
+    add-on is not installed, and ValueError if two other packages register the name or its entry
+    point cannot be loaded."""
     if name in BUILT_IN[group]:
         module, _, attribute = BUILT_IN[group][name].partition(":")
         try:
@@ -107,7 +107,7 @@ def load(group: str, name: str) -> Any:
 
 
 def find(group: str, name: str) -> Any:
-    """As `load`; None for what belongs to an add-on of this package that is not there."""
+    """As `load`, but return None if the add-on is not installed."""
     try:
         return load(group, name)
     except MissingAddon:
@@ -115,7 +115,7 @@ def find(group: str, name: str) -> Any:
 
 
 def of_others(group: str) -> dict[str, str]:
-    """The names that other packages give in a group, and the package of each."""
+    """Return the names that other packages register in a group, with the package of each."""
     return dict.fromkeys(REGISTERED[group], "this program") | {
         name: " and ".join(map(origin, entries))
         for name, entries in _given(group).items()
@@ -124,12 +124,12 @@ def of_others(group: str) -> dict[str, str]:
 
 
 def origin(entry: EntryPoint) -> str:
-    """The package that gives an entry point."""
+    """Return the name of the package that has an entry point."""
     return entry.dist.name if entry.dist is not None else entry.value
 
 
 def forget() -> None:
-    """Read the entry points again when they are next needed: packages have been installed."""
+    """Clear the cache of entry points, after packages were installed."""
     _given.cache_clear()
 
 

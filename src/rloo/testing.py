@@ -1,4 +1,4 @@
-"""Contract tests that an author of a plugin can run. Each raises AssertionError with what is wrong.
+"""Contract tests for authors of plugins. Each raises AssertionError that says which rule is broken.
 
 The built-in rewards, engines, datasets, estimators, observers and commands pass them
 (docs/plugins.md).
@@ -27,8 +27,8 @@ def check_reward(
     completions: Sequence[Any],
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Score these completions. A reward returns one number or None for each of them, the same ones
-    when it is called again, and changes nothing of what it is given."""
+    """Score these completions and return the scores. A reward returns one number or None for each,
+    returns the same when called again, and does not change its arguments."""
     given = {"prompts": list(prompts), "completions": list(completions), **columns}
     found = _scores(reward, given)
     _require(
@@ -71,8 +71,8 @@ def _scores(reward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
 
 
 def check_engine(spec: EngineSpec, inputs: Any, weights: Any, *, max_tokens: int = 8) -> Any:
-    """Make an engine of `inputs` (`rloo.engines.engine_registry.EngineInputs`), load `weights` (a
-    function that gives names and tensors), and sample. Returns the engine, which the caller
+    """Create an engine from `inputs` (`rloo.engines.engine_registry.EngineInputs`), load `weights`
+    (a function that returns names and tensors), and sample. Returns the engine, which the caller
     closes."""
     from rloo.types import EngineCapabilities, Prompt, Sampling
 
@@ -127,7 +127,7 @@ def _check_completion(completion: Any, max_tokens: int) -> None:
 
 
 def check_dataset(spec: DatasetSpec, name: str, split: str = "train", options: Any = None) -> Any:
-    """Load the rows of `name` twice: they have prompts, and are the same. Returns them."""
+    """Load the rows of `name` twice and return them. They must have prompts and be equal."""
     from rloo.config.config import RLOOConfig
 
     _require(isinstance(spec, DatasetSpec), "a dataset's entry point is a DatasetSpec")
@@ -145,8 +145,8 @@ def check_dataset(spec: DatasetSpec, name: str, split: str = "train", options: A
 
 
 def check_estimator(estimator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Give an estimator 2 groups of 4 completions (or one, by its scope). It returns finite
-    advantages, one for each completion or token, without a gradient, and changes no reward."""
+    """Check an estimator on 2 groups of 4 completions and return its results. It returns finite
+    advantages, one per completion or token, without a gradient, and changes no reward."""
     import torch
 
     from rloo.algorithm.estimators import EstimatorInput
@@ -181,7 +181,7 @@ def check_estimator(estimator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def check_observer(make: Callable[..., Any], folder: Path) -> Any:
-    """Tell an observer of a small run in `folder`. Returns it."""
+    """Call all methods of an observer with a small run in `folder`, and return the observer."""
     from rloo.config.config import RLOOConfig
     from rloo.tracking.finding import Finding
     from rloo.tracking.jsonl import ALARMS, COMPLETIONS, EVALUATIONS, GROUPS, METRICS
@@ -219,8 +219,8 @@ def check_observer(make: Callable[..., Any], folder: Path) -> Any:
 def check_command(
     command: Callable[..., Any], arguments: Sequence[str], wrong: Sequence[str]
 ) -> int:
-    """Call a command with arguments that it can do with, and then with `wrong` ones, for which it
-    raises ValueError. It has a docstring, which its `--help` prints. Returns the status."""
+    """Call a command with valid arguments, and then with `wrong` ones, for which it raises
+    ValueError. It has a docstring, which its `--help` prints. Returns the exit status."""
     from rloo.algorithm.stop_signals import StopSignals
 
     _require(bool(inspect.getdoc(command)), "a command has a docstring, which its --help prints")

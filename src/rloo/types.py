@@ -1,4 +1,5 @@
-"""The data that travels between the stages, and the protocol of the engines that sample."""
+"""The data that the stages exchange, and the protocols of sampling engines and rollout
+generators."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ T = TypeVar("T")
 Message = dict[str, Any]
 Text = str | list[Message]
 FinishReason = Literal["stop", "length"]
-# Of consecutive tokens: the version of the weights that sampled them, and how many they are.
+# (weight version, number of tokens) for each span of consecutive tokens.
 WeightVersions = tuple[tuple[int, int], ...]
-# How many completions of each prompt, or for each prompt the numbers of its completions.
+# The number of completions of each prompt, or for each prompt the indices of its completions.
 NumSamples = int | Sequence[range]
-# Begins to give a model's weights, names and tensors, when it is called.
+# A function that iterates over a model's weights: names and tensors.
 Weights = Callable[[], Iterable[tuple[str, Any]]]
 
 
@@ -25,12 +26,12 @@ Weights = Callable[[], Iterable[tuple[str, Any]]]
 class Prompt:
     """One row of the dataset, tokenised.
 
-    `id` is the row's number in its dataset, `epoch` the pass over it in which the row was drawn:
-    drawn twice in one rollout it gets different samples. `content` is the prompt as the reward
+    `id` is the row's number in its dataset. `epoch` is the pass over the dataset: a row that is
+    sampled twice in one rollout gets different completions. `content` is the prompt as the reward
     functions see it, `columns` every other column. `pixels()` computes the tensors that a forward
     pass needs for the prompt's images, by argument name; it is None for a prompt without images.
-    The last `offset` of its tokens are of a completion that goes on: they count in its length, and
-    noise goes on behind them.
+    The last `offset` tokens are the start of a completion that continues: they count in its length,
+    and its noise positions include them.
     """
 
     id: int
@@ -43,20 +44,20 @@ class Prompt:
 
     @property
     def noise_id(self) -> int:
-        """A number that distinguishes this draw of the prompt from all others."""
+        """A number that distinguishes this use of the prompt from all others."""
         return self.id + (self.epoch << 40)
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """What happened in a completion of several turns: the messages that follow the prompt, how
-    often the model spoke and called tools, how many of these calls went wrong, and the seconds that
-    they took. `failed` is the reason why it could not go on, which is no fault of the model's: such
-    an episode has no reward, and perhaps no token. With an environment, `prompt` is that to which
-    its first words were added, and `start` a hash of the state in which it began. A function that
-    makes rollouts knows no `messages`, and may give reward functions `columns`. The environment,
-    its `state` at the start as far as that is compared, and columns stay in the process that played
-    the episode; where there are any, `rank` is that process, which judges it."""
+    """The record of a multi-turn completion: the `messages` that follow the prompt, the numbers of
+    turns, of tool calls and of failed calls, and the seconds that the calls took. `failed` is the
+    reason why the episode could not continue, if that is not the model's fault: it has no reward,
+    and perhaps no token. With an environment, `prompt` is the prompt with the environment's first
+    observation, and `start` a hash of the initial state. Episodes of a custom rollout function have
+    no `messages`, and may have `columns` for reward functions. `environment`, `state` (the compared
+    part of the initial state) and `columns` stay in the process that ran the episode. If there are
+    any, `rank` is that process, which scores the episode."""
 
     messages: list[Message] | None
     turns: int
@@ -74,15 +75,15 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What an engine returns for one sample.
+    """A completion that an engine returns.
 
     `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
-    string (the whole token is kept), otherwise "length". `policy_logprobs` are computed after the
+    string (that token is included), otherwise "length". `policy_logprobs` are computed after the
     temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
-    was sampled from. Both are natural logarithms, one per token. `weight_versions` are those of the
-    weights that sampled its tokens, in order, each with how many; empty where all are of the
-    rollout's. An `episode` has tokens that no engine sampled, what tools said: `trained` is False
-    for these, and their log-probs are 0. Lists are converted by `store_as_arrays`."""
+    was sampled from. Both are natural logarithms, one per token. `weight_versions` are the versions
+    of the weights that sampled the tokens, in order, with token counts; empty if all are the
+    rollout's version. In an `episode`, `trained` is False for tokens that no engine sampled (tool
+    output), and their log-probs are 0. `store_as_arrays` converts lists."""
 
     token_ids: Sequence[int]
     finish: FinishReason
@@ -97,18 +98,19 @@ class Completion:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that an engine sampled."""
+        """The number of tokens that an engine sampled."""
         return len(self.token_ids) if self.trained is None else sum(self.trained)
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. Order, as in transformers: penalty, temperature, top-k, top-p, min-p.
+    """The sampling parameters. Order, as in transformers: penalty, temperature, top-k, top-p,
+    min-p.
 
-    A completion has at most `max_tokens`, those before a prompt's `offset` included.
+    A completion has at most `max_tokens` tokens, including the last `offset` tokens of its prompt.
     `greedy` takes the most likely token and ignores temperature and filters; `policy_logprobs` are
     then those at temperature 1, and `behavior_logprobs` are 0. `stop_token_ids` and `stop_strings`
-    end a completion; the strings are searched for in the text that `decode` returns for the
+    end a completion. The strings are searched for in the text that `decode` returns for the
     completion's tokens (one text per list of ids), special tokens included.
     """
 
@@ -154,12 +156,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion to train on. `key` is (group, index in it); `reward` is NaN where none counts.
+    """A completion to train on. `key` is (group, index in it); `reward` is NaN if none counts.
 
-    `place` is its number among the rollout's completions, scored or not: optimizer steps are cut by
-    it. `trained` tells for each token whether the policy learns from it, or only reads it as what a
-    tool or a user said; None: from all. `weight_versions` are as in
-    `Completion`, and lists are converted as there.
+    `place` is its index among the rollout's completions, with or without a score; it determines the
+    optimizer step. `trained` tells for each token whether the policy trains on it or only reads it
+    (tool output, user turns); None: it trains on all. `weight_versions` are as in `Completion`, and
+    lists are converted as there.
     """
 
     key: tuple[int, int]
@@ -181,17 +183,18 @@ class Sample:
 
     @property
     def num_trained(self) -> int:
-        """Tokens that the policy learns from."""
+        """The number of tokens that the policy trains on."""
         return len(self.token_ids) if self.trained is None else sum(self.trained)
 
     def of_trained(self, values: Sequence[T]) -> Sequence[T]:
-        """Those of `values`, one a token, whose tokens the policy learns from."""
+        """Return those of `values`, one per token, whose tokens the policy trains on."""
         return of_trained(values, self.trained)
 
 
 def store_as_arrays(of: Completion | Sample) -> None:
     """Convert the token ids to an array of 32-bit integers, and the log-probs to arrays of doubles:
-    20 bytes a token, 12 where both log-probs are one object. A list of floats takes 32 bytes."""
+    20 bytes per token, 12 if both log-probs are the same object. A list of floats takes 32 bytes
+    per float."""
     policy, behavior = of.policy_logprobs, of.behavior_logprobs
     logprobs = _array("d", policy)
     if behavior is not None:
@@ -206,22 +209,22 @@ def _array(kind: Literal["i", "d"], values: Sequence[Any]) -> array[Any]:
 
 
 def of_trained(values: Sequence[T], trained: tuple[bool, ...] | None) -> Sequence[T]:
-    """Those of `values`, one a token, where `trained` is true; None: all."""
+    """Return those of `values`, one per token, where `trained` is true; None: all."""
     if trained is None:
         return values
     return [value for value, kept in zip(values, trained, strict=True) if kept]
 
 
 def text_of(content: str | list[dict[str, Any]]) -> str:
-    """The text of one message's content, images left out."""
+    """Return the text of one message's content, without images."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def sound(value: T) -> T:
-    """`value` with U+FFFD in its strings, also in those of lists and dictionaries, for each half of
-    a surrogate pair: JSON can spell one that is alone, and no tokenizer or file takes it."""
+    """Return `value` with each lone surrogate in its strings replaced by U+FFFD, also inside lists
+    and dictionaries. JSON can contain lone surrogates, but no tokenizer or file accepts them."""
     found: Any = value
     if isinstance(value, str):
         try:
@@ -237,21 +240,20 @@ def sound(value: T) -> T:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """What others need to know of an engine, so that none asks which one it is.
+    """The properties of an engine that its callers need, so that no code depends on its name.
 
-    `name` is what `rollout_engine` calls it. `copies_weights`: it holds a copy of weights, if only
-    of some, which nothing but `load` renews. `shares_memory`: it reads weights where the policy has
-    them, so they must not change while it samples, nor, if it copies others, between `load` and
-    that. `exact_noise`: `noise` determines every draw; without it, equal calls may differ.
-    `filters`: it can sample with top-k, top-p, min-p and a repetition penalty. `central`: of
-    several processes the main one alone samples, for all. `whole_groups`: each samples all
-    completions of a prompt, unless there are more processes than prompts. `keeps_finished`: what is
-    sampled at the same time is computed until its last completion ends.
+    `name` is its name in `rollout_engine`. `copies_weights`: it has a copy of at least some
+    weights, which only `load` updates. `shares_memory`: it reads the policy's own tensors. They
+    must not change while it samples, or, if it also copies weights, between `load` and the end of
+    `sample`. `exact_noise`: `noise` determines every random draw; without it, equal calls may
+    differ. `filters`: it supports top-k, top-p, min-p and a repetition penalty. `central`: only the
+    main rank samples, for all ranks. `whole_groups`: a rank samples all completions of a prompt,
+    unless there are more ranks than prompts. `keeps_finished`: finished completions stay in the
+    batch until its last one ends.
 
-    The rest is the memory that a completion may occupy while it is sampled: for each token of its
-    prompt, for each that may follow, and once. What needs more than `cache_bytes` is not sampled
-    at the same time (None: no limit). Beside it, `cast_bytes` of weights in other numbers, while
-    any are sampled.
+    The other fields are the memory of a completion during sampling: per prompt token, per new
+    token, and per row. At most `cache_bytes` are sampled at the same time (None: no limit). While
+    it samples, `cast_bytes` more hold weights in another dtype.
     """
 
     name: str
@@ -269,61 +271,61 @@ class EngineCapabilities:
     keeps_finished: bool = False
 
     def bytes_per_row(self, prompt_tokens: int, max_tokens: int) -> int:
-        """What sampling one completion may occupy; never too little, often too much."""
+        """Return an upper bound of the bytes that sampling one completion takes."""
         prompt = self.prompt_token_bytes * prompt_tokens
         return prompt + self.completion_token_bytes * max_tokens + self.row_bytes
 
     def rows_at_once(self, rows: int, prompt_tokens: int, max_tokens: int) -> int:
-        """How many of `rows` completions are sampled at the same time, at least 1."""
+        """Return how many of `rows` completions are sampled at the same time, at least 1."""
         if self.cache_bytes is None:
             return rows
         return max(1, min(rows, self.cache_bytes // self.bytes_per_row(prompt_tokens, max_tokens)))
 
 
 class Engine(Protocol):
-    """Samples completions, token ids in and token ids out."""
+    """An engine that samples completions, token ids in and token ids out."""
 
     capabilities: EngineCapabilities
-    # Of the weights that it samples with: that of the last load, -1 before the first one.
+    # The version of its weights: that of the last load, -1 before the first one.
     version: int
 
     def load(self, weights: Weights, version: int) -> None:
-        """Have `sample` draw from these weights; nothing is done, and `weights` not called, where
-        the version, which never stands for two states of the weights, is that of the last load."""
+        """Load weights for `sample`. Does nothing, and does not call `weights`, if `version` is
+        that of the last load. A version never stands for two states of the weights."""
 
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """Return `samples` completions for each prompt, in the order of `prompts`; or of the
-        completions that each prompt has over all processes those whose numbers are given.
+        """Return `samples` completions for each prompt, in the order of `prompts`. Ranges select,
+        among the completions that a prompt has over all ranks, those with these indices.
 
         `noise` is a 64-bit number derived from (seed, purpose, step). Together with the prompt's id
-        and epoch, the sample's index and the token's position it determines every random draw,
+        and epoch, the sample's index and the token's position, it determines every random draw,
         whatever else is in the batch.
         """
 
     def stats(self) -> dict[str, float]:
-        """Counts of what has happened to it so far, by the names of metrics."""
+        """Return counts of the engine's events so far, by metric name."""
 
 
 @runtime_checkable
 class PrefixCaching(Protocol):
-    """An engine for which it is good to know that completions will go on."""
+    """An engine that can reuse the cache of completions that continue."""
 
     def prefix_caching(self) -> AbstractContextManager[None]:
-        """Inside, `sample` may keep what it computes: a completion that goes on (by its prompt's
-        id and epoch, and its number) with the tokens that it had, and the same weights, is then
-        computed from where it stood. Completions do not change, but for rounding."""
+        """In this context, `sample` may cache what it computes. A completion that continues with
+        its earlier tokens and the same weights (by its prompt's id and epoch, and its index) is
+        then computed from where it stopped. Completions do not change, except for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Scored groups to learn from, and where they come from.
+    """Scored groups to train on, and their origin.
 
-    `metrics` and `num_tokens` (prompts and completions) tell of everything that was sampled for it;
-    `version` is that of the weights when it was handed out. `position` is where the data stands
-    after it: what a checkpoint goes on from once a step was made on it. `epoch` counts the passes
-    over the dataset.
+    `metrics` and `num_tokens` (prompts and completions) cover everything that was sampled for the
+    rollout. `version` is that of the weights when the rollout was returned. `position` is the
+    dataset position after it, from which a checkpoint resumes once a step was made on the rollout.
+    `epoch` counts the passes over the dataset.
     """
 
     groups: list[Group]
@@ -335,23 +337,24 @@ class Rollout:
 
 
 class RolloutGenerator(Protocol):
-    """Makes rollouts, one after the other."""
+    """Generates rollouts, one after the other."""
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset."""
+        """Passes over the dataset so far."""
 
     def next(self) -> Rollout:
-        """The next one; waits until it is there."""
+        """Return the next rollout; blocks until it is complete."""
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel pending rollouts."""
 
     def describe(self) -> dict[str, Any]:
-        """What it draws from and scores with, by name, for the header of a run."""
+        """Return the dataset and the rewards, by name, for the header of a run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the data now, as JSON values."""
+        """Return the current position in the dataset, as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Go on from a position, with the rollout whose first optimizer step is number `step`."""
+        """Continue from a position, with the rollout whose first optimizer step is number
+        `step`."""

@@ -1,1 +1,1 @@
-"""The method. Read: train, rollout, baselines, estimators, advantages, loss, update."""
+"""The RLOO algorithm. Read: train, rollout, baselines, estimators, advantages, loss, update."""

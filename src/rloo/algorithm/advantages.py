@@ -1,9 +1,8 @@
-"""Scored completions to advantages: KL penalty, baseline, scale, in that order.
+"""Advantages from scored completions: KL penalty, baseline, scale, in that order.
 
-Credit comes in two forms with one interface: `PrecomputedAdvantages`, where advantages are known
-before the update, and `FusedAdvantages`, the default with a KL penalty, where the update's own
-forward pass gives the log-probs that they follow from, so that no other pass over the policy is
-made."""
+Two classes have one interface. `PrecomputedAdvantages` are known before the update.
+`FusedAdvantages`, the default with a KL penalty, are computed from the log-probs of the update's
+own forward pass, which saves a forward pass of the policy."""
 
 from __future__ import annotations
 
@@ -36,15 +35,15 @@ Key = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class _OldLogprobs:
-    """Log-probs that completions had when they were first seen, and metrics of that; `is_shared`
-    once every process has all of them."""
+    """The log-probs of completions at their first forward pass, and the metrics of that pass.
+    `is_shared` is true once every rank has all of them."""
 
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
     is_shared: bool = False
 
     def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """(T,): the log-probs that each completion had when it was first seen."""
+        """Return the log-probs (T,) of each completion's first forward pass."""
         parts = zip(batch.keys, now.split(batch.lengths), strict=True)
         seen = self.old_logprobs
         return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
@@ -52,51 +51,51 @@ class _OldLogprobs:
 
 @dataclass(slots=True)
 class PrecomputedAdvantages(_OldLogprobs):
-    """Advantages that are known before the update: of each completion one number, or with token
-    ratios one for each token. `old_logprobs` and `stats`, metrics, are at first those of a pass of
-    its own, if any."""
+    """Advantages that are known before the update: one number per completion, or one per token with
+    token-level ratios. `old_logprobs` and `stats` (metrics) start with the results of a separate
+    forward pass, if there was one."""
 
     by_completion: dict[Key, Tensor]
-    # Whether the update gives it micro-batches of whole groups, and log-probs of the reference.
+    # Whether the update must pass micro-batches of whole groups, and the reference's log-probs.
     from_update: ClassVar[bool] = False
 
     def has_reward_variance(self, key: Key) -> bool:
-        """False where the advantages are exactly 0."""
+        """Return False if the completion's advantages are exactly 0."""
         return bool(self.by_completion[key].any())
 
     def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
-        """Those of a batch, (N,) or (T,), with device and dtype of its log-probs `now` (T,)."""
+        """Return a batch's advantages, (N,) or (T,), as tensors like its log-probs `now` (T,)."""
         return send(torch.cat([self.by_completion[key] for key in batch.keys]), now.device).to(
             now.dtype
         )
 
     def after_first_step(self, metrics: Mapping[str, float]) -> PrecomputedAdvantages:
-        """The credit for the other steps on the same rollout."""
+        """Return the advantages for the remaining steps on the same rollout."""
         return self
 
 
 @dataclass(slots=True)
 class FusedAdvantages(_OldLogprobs):
-    """Advantages that follow from the update's own forward pass: its first step sees the whole
-    rollout in micro-batches of whole groups, and old is now."""
+    """Advantages that the update's own forward pass gives. The first step covers the whole rollout
+    in micro-batches of whole groups, so the old log-probs are the current ones."""
 
     terms: LossContext
     by_completion: dict[Key, Tensor] = field(default_factory=dict)
     from_update: ClassVar[bool] = True
 
     def has_reward_variance(self, key: Key) -> bool:
-        """True: nothing is known yet."""
+        """Return True: the advantages are not known yet."""
         return True
 
     def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
-        """As `PrecomputedAdvantages.advantages`, made of `now` and `reference` (T,)."""
+        """As `PrecomputedAdvantages.advantages`, computed from `now` and `reference` (T,)."""
         assert reference is not None, "from_update"
         values = batch_advantages(batch, now, reference, self.terms)
         self.by_completion.update(_by_key(batch.keys, batch.lengths, values))
         return values
 
     def after_first_step(self, metrics: Mapping[str, float]) -> PrecomputedAdvantages:
-        """What was seen in passing, with the KL among the first step's `metrics`."""
+        """Return the advantages and log-probs of the first step, with the KL from its `metrics`."""
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
         return PrecomputedAdvantages(
             self.by_completion, old_logprobs=self.old_logprobs, stats=stats, is_shared=True
@@ -108,9 +107,9 @@ Advantages = PrecomputedAdvantages | FusedAdvantages
 
 def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
     """Compute the advantages and log-probs that must be known before the first step. Without a KL
-    penalty in the reward, advantages follow from the rewards alone. With one they need log-probs:
-    from a pass of their own if the first step is on a part of the rollout, a statistic runs over
-    the batch, or a group exceeds the token budget, else from the update's."""
+    penalty in the reward, advantages follow from the rewards alone. With one they need log-probs.
+    The update's forward pass gives these. A separate pass does if the first step covers a part of
+    the rollout, the estimator uses the whole rollout, or a group exceeds the token budget."""
     if not samples:
         return PrecomputedAdvantages({})
     in_parts = terms.batches.parts_per_rollout > 1
@@ -166,7 +165,7 @@ def _from_own_pass(
 def batch_advantages(
     batch: MicroBatch, now: Tensor, reference: Tensor, terms: LossContext
 ) -> Tensor:
-    """Those of a micro-batch of whole groups, from its own forward pass: (N,), or (T,) by token."""
+    """Return the advantages of a micro-batch of whole groups: (N,), or (T,) by token."""
     penalty = token_penalty(now, reference, terms)
     returns = EstimatorInput(
         batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N
@@ -175,7 +174,7 @@ def batch_advantages(
 
 
 def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Tensor:
-    """The KL penalty of each token: beta times its KL estimate, (T,), float64, detached."""
+    """Return the KL penalty of each token, beta times its KL estimate: (T,), float64, detached."""
     config, both = terms.config, (logprobs.detach().double(), reference.double())
     clip = config.kl_options.clip
     return terms.beta * kl_estimate(*both, estimator=config.kl_estimator, clip=clip)
@@ -184,7 +183,7 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Te
 def _sample_advantages(
     samples: Sequence[Sample], penalties: Mapping[Key, Tensor], terms: LossContext
 ) -> dict[Key, Tensor]:
-    """The advantages of a whole rollout; without `penalties` there is no KL penalty."""
+    """Return the advantages of a whole rollout; without `penalties` there is no KL penalty."""
     keys, lengths = [s.key for s in samples], [s.num_trained for s in samples]
     penalty = torch.zeros(sum(lengths), dtype=torch.float64)
     if penalties:

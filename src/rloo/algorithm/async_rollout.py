@@ -1,10 +1,10 @@
-"""Sampling and scoring beside training: rollouts are begun ahead of the one that is trained.
+"""Asynchronous rollouts: sampling and scoring run ahead while the model trains.
 
-Groups have numbers, in the order in which their prompts are drawn. Group n is begun when
-n < (max_staleness + version + 1) x groups per rollout, `version` being the number of rollouts that
-were trained (AReaL's gate, arXiv 2505.24298, equation 3), and groups are trained in the order of
-their numbers: none is dropped for its age, none overtakes another, since who is done first is often
-who is short. A checkpoint knows how many rollouts were trained; what was begun then is begun again.
+Groups are numbered in the order in which their prompts are taken from the dataset. Group n starts
+when n < (max_staleness + version + 1) x groups per rollout. `version` is the number of rollouts
+trained so far (AReaL's gate, arXiv 2505.24298, equation 3). Groups are trained in order, and none
+is dropped for its age: training on whichever finishes first would favour short completions. A
+checkpoint stores how many rollouts were trained. Pending rollouts are sampled again on resume.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from rloo.types import Completion, Engine, Group, Prompt, Sampling
 
 
 class AsyncEngine(Engine, Protocol):
-    """An engine that samples while this process does something else."""
+    """An engine that samples in the background."""
 
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """As `sample`, in the main process, and does not wait for it."""
+        """As `sample`, on the main process, but return futures at once."""
 
     def cancel_pending(self) -> None:
-        """Give up what was begun and waits."""
+        """Cancel pending requests."""
 
     def busy_seconds(self) -> float:
-        """For how long it has sampled so far."""
+        """Return the seconds spent sampling so far."""
 
 
 @dataclass(slots=True)
 class _PendingRollout:
-    """A rollout that was begun: the number of its first group, what its noise is keyed by, where
-    the data stands after it; and in the main process what becomes of each group."""
+    """A rollout in flight: the number of its first group, its noise key and the dataset position
+    after it. The main process also has the futures of each group."""
 
     number: int
     prompts: list[Prompt]
@@ -61,16 +61,16 @@ class _PendingRollout:
 
     @property
     def num_done(self) -> int:
-        """How many of its groups are ready to be trained."""
+        """The number of its groups that are ready for training."""
         return sum(future.done() for future in self.scored or self.sampled)
 
 
 @dataclass(slots=True)
 class AsyncRolloutGenerator(RankRollout):
-    """Rollouts that an engine in another process samples, each with weights of at most
-    `max_staleness` rollouts before those that it trains. Reward functions are called in processes
-    of their own, the main one's `scorers`; where that cannot be, `why_here` says why, and they are
-    called here when their rollout is trained."""
+    """Rollouts that an engine in another process samples, with weights at most `max_staleness`
+    rollouts older than those that train on them. Reward functions run in worker processes, the main
+    process's `scorers`. If that is impossible, `why_here` gives the reason, and they run in this
+    process when their rollout is trained."""
 
     why_here: str | None = None
     scorers: RewardWorkerPool | None = None
@@ -79,11 +79,11 @@ class AsyncRolloutGenerator(RankRollout):
     _after: dict[str, Any] = field(default_factory=dict)
     _epoch: float = 0.0
     _decoder: Any = None
-    # Of each version that may still be sampled with: how many rollouts it was trained on.
+    # Weight version -> rollouts it was trained on, for versions that pending groups may have.
     _rollouts_trained_at_version: dict[int, int] = field(default_factory=dict)
     _async_metrics: dict[str, float] = field(default_factory=dict)
     _pace: _Timings | None = None
-    # Seconds that sampling took since the last rollout.
+    # Seconds spent sampling since the last rollout.
     _sampling: float = 0.0
 
     def __post_init__(self) -> None:
@@ -96,23 +96,24 @@ class AsyncRolloutGenerator(RankRollout):
             placed = self.config.async_options.remote_workers in ("score", "both")
             hub = self.world.worker_registry if placed else None
             self.scorers = RewardWorkerPool(self.rewards, some, hub)
-            # Other threads use it, beside this one.
+            # Other threads decode with it at the same time.
             self._decoder = copy.deepcopy(self.tokenizer)
 
     @property
     def epoch(self) -> float:
-        """Passes over the data, of what was trained."""
+        """Passes over the dataset, counting trained rollouts only."""
         return self._epoch
 
     def describe(self) -> dict[str, Any]:
-        """As `SyncRolloutGenerator`, and how it goes on beside training."""
+        """As `SyncRolloutGenerator`, plus `max_staleness` and the place where rewards are
+        computed."""
         told = SyncRolloutGenerator.describe(self) | {"max_staleness": self.config.max_staleness}
         if self.scorers is not None:
             return told | {"rewards_in": f"{self.scorers.size} processes"}
         return told | {"rewards_in": f"this process, since {self.why_here}"}
 
     def close(self) -> None:
-        """Give up what was begun, as if it had not been drawn, and end the scoring processes."""
+        """Cancel pending rollouts, put their prompts back, and end the scoring processes."""
         self._pending.clear()
         self._beside.cancel_pending()
         if self.scorers is not None:
@@ -120,11 +121,11 @@ class AsyncRolloutGenerator(RankRollout):
         self.prompts.load_state_dict(self._after)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after what was handed out; what is begun beyond that is no part of it."""
+        """Return the position after the last rollout returned; pending rollouts do not count."""
         return {"prompts": self._after, "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Go on from what `state_dict` returned; what was begun is given up."""
+        """Continue from what `state_dict` returned; pending rollouts are cancelled."""
         self._pending.clear()
         self._beside.cancel_pending()
         if self.scorers is not None:
@@ -139,7 +140,7 @@ class AsyncRolloutGenerator(RankRollout):
         return cast(AsyncEngine, self.engine)
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
-        """The groups of the next rollout, once all of them are done."""
+        """Return the groups of the next rollout, once all of them are done."""
         self._rollouts_trained_at_version[self.engine.version] = self._trained
         self._begin(num_prompts)
         begun = self._pending[0]
@@ -160,7 +161,7 @@ class AsyncRolloutGenerator(RankRollout):
         self._pending.popleft()
         self._after, self._epoch = begun.position, begun.epoch
         self.prompts.update(groups)
-        if not self._pending:  # what is drawn next may go by these rewards
+        if not self._pending:  # the next prompts may depend on these rewards
             self._after = self.prompts.state_dict()
         self._async_metrics = {
             "groups/first": float(begun.number),
@@ -173,7 +174,7 @@ class AsyncRolloutGenerator(RankRollout):
         return groups, logged
 
     def _begin(self, num_prompts: int) -> None:
-        """Begin what the gate lets through, but nothing that the run will not train."""
+        """Submit the rollouts that the gate allows, but none that the run will not train."""
         per_rollout = self.batches.steps_per_rollout
         while len(self._pending) <= self.config.max_staleness:
             step = self.step + len(self._pending) * per_rollout
@@ -197,7 +198,7 @@ class AsyncRolloutGenerator(RankRollout):
     def _score_when_sampled(self, begun: _PendingRollout, scorers: RewardWorkerPool) -> None:
         names, state = column_names(begun.prompts), b""
         if self.rewards.reads_state:
-            # Its values alone: the class would bring torch along, and what is here may change.
+            # Only its values: the class would import torch, and this object may change.
             known = {**vars(self.trainer), "log_history": [*self.trainer.log_history]}
             state = written(SimpleNamespace(**known))
         for index, (prompt, sampled) in enumerate(zip(begun.prompts, begun.sampled, strict=True)):
@@ -213,8 +214,8 @@ class AsyncRolloutGenerator(RankRollout):
             sampled.add_done_callback(partial(_then, begin, scored))
 
     def _staleness(self, first: int, groups: Sequence[Group]) -> dict[str, float]:
-        """By how many rollouts the weights that sampled a token are older than those it trains.
-        Raises RuntimeError for more than max_staleness."""
+        """Return the metrics of staleness: by how many rollouts the weights that sampled a token
+        are older than those it trains. Raises RuntimeError for more than max_staleness."""
         tokens: Counter[int] = Counter()
         for number, group in enumerate(groups, start=first):
             for version, count in (span for c in group.completions for span in c.weight_versions):
@@ -236,8 +237,9 @@ class AsyncRolloutGenerator(RankRollout):
         }
 
     def _trained_on(self, version: int) -> int:
-        """How many rollouts weights were trained on, at least. Those that an evaluation has loaded
-        are between two that are known; those that nobody knows are too old, or too new."""
+        """Return the number of rollouts that the weights of `version` were trained on, at least. A
+        version that an evaluation loaded counts as the last known one before it. A version older
+        than all known ones counts as too old, and one newer than the engine's as too new."""
         never = self.config.max_staleness + 1
         if version > self.engine.version:
             return self._trained + 1
@@ -247,7 +249,7 @@ class AsyncRolloutGenerator(RankRollout):
         )
 
     def _idle(self, waited: float) -> dict[str, float]:
-        """Which share of the time since the last rollout each role had nothing to do."""
+        """Return the share of the time since the last rollout in which each role was idle."""
         scorers = self.scorers
         scored = scorers.busy_seconds() / scorers.size if scorers is not None else 0.0
         before, now = self._pace, _Timings(time.monotonic(), self._beside.busy_seconds(), scored)
@@ -272,7 +274,7 @@ class AsyncRolloutGenerator(RankRollout):
 
 
 class _Timings(NamedTuple):
-    """When a rollout was handed out, and the seconds that sampling and scoring had taken then."""
+    """When a rollout was returned, and the seconds of sampling and scoring up to then."""
 
     clock: float
     sampled: float
@@ -282,19 +284,19 @@ class _Timings(NamedTuple):
 def _then(
     begin: Callable[[], Future[Called]], scored: Future[Called], sampled: Future[list[Completion]]
 ) -> None:
-    """Have a group scored that is sampled, and `scored` tell of it, whatever comes."""
+    """Submit a sampled group for scoring, and copy the result or the exception to `scored`."""
     try:
         sampled.result()
         begun = begin()
-    except BaseException as error:  # told to who waits for it
+    except BaseException as error:  # raised where the result is awaited
         scored.set_exception(error)
         return
     chain_future(scored, begun, lambda called: called)
 
 
 def make_rollouts(config: RLOOConfig, world: World, *parts: Any) -> SyncRolloutGenerator:
-    """Rollouts made of the parts of `SyncRolloutGenerator`, in their order: beside training where
-    the engine samples in another process and the options ask for it."""
+    """Return the rollout generator that the options ask for, from the parts of
+    `SyncRolloutGenerator` in their order: with `samples_beside`, an asynchronous one."""
     if config.samples_beside:
         return AsyncRolloutGenerator(config, *parts, world=world)
     if world.collectives is None:

@@ -1,8 +1,8 @@
-"""The leave-one-out baseline, then other means and deviations: the parts of the estimators.
+"""The leave-one-out baseline, and other means and standard deviations that estimators use.
 
-Values are (E,), completions or tokens; `group` maps each to its group, on a GPU to a number below
-E. All functions keep the dtype of their inputs, float64 included. A missing value is NaN;
-`leave_one_out` is for rewards of which none is missing.
+Values are (E,), one per completion or per token. `group` maps each to its group; on a GPU, group
+numbers are below E. All functions keep the dtype of their inputs, float64 included. A missing value
+is NaN. `leave_one_out` takes only rewards without missing ones.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 def subtract_baseline(
     values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
 ) -> Tensor:
-    """Values minus their baseline, with the shape (E,) of `values`. The baseline is the mean over
-    the group or over all elements, without the element itself if `mean_leave1out`.
+    """Return values minus their baseline, with the shape (E,) of `values`. The baseline is the mean
+    over the group or over all elements, without the element itself if `mean_leave1out`.
 
     The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
-    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) is left out of its siblings' baseline.
-    Missing values and those without siblings get exactly 0, as do all members of a group with equal
-    values (sums are relative to the group's minimum). A mean that includes the element is biased.
+    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) does not count in other baselines.
+    Missing values and values that are alone get exactly 0, as do all members of a group with equal
+    values (sums are relative to the group's minimum). A mean with the element itself is biased.
     """
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
@@ -59,9 +59,10 @@ def inverse_std(
     epsilon: float = 1e-4,
     epsilon_in_variance: bool = False,
 ) -> Tensor:
-    """The factor of the advantages, (N,): 1 / (standard deviation + epsilon), with
-    `epsilon_in_variance` 1 / sqrt(variance + epsilon) (verl); 1 where the deviation is 0. That is
-    of the group or batch, of the others if `std_leave1out` (NeMo-RL), with Bessel's correction."""
+    """Return the factor of the advantages, (N,): 1 / (standard deviation + epsilon), or 1 /
+    sqrt(variance + epsilon) with `epsilon_in_variance` (verl); 1 where the deviation is 0. The
+    deviation, with Bessel's correction, is over the group or batch, or over the others if
+    `std_leave1out` (NeMo-RL)."""
     if std_level == "none":
         return torch.ones_like(rewards_N)
     index = group_N if std_level == "group" else torch.zeros_like(group_N)
@@ -70,15 +71,15 @@ def inverse_std(
 
 
 def whiten(values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False) -> Tensor:
-    """Scale all values to mean 0 and deviation 1 (TRL's `normalize_advantages`; over tokens,
-    AReaL's `adv_norm` and verl's `masked_whiten`). NaN is left out and becomes 0."""
+    """Scale all values to mean 0 and standard deviation 1 (TRL's `normalize_advantages`; over
+    tokens, AReaL's `adv_norm` and verl's `masked_whiten`). NaN is ignored and becomes 0."""
     whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
     factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
     return _subtract_mean(values, whole, leave_one_out=False) * factor
 
 
 def _num_groups(index: Tensor) -> int:
-    """At least the number of groups; on a GPU the number of values, so as not to wait for it."""
+    """Return an upper bound of the number of groups; on a GPU len(index), which needs no sync."""
     size = index.numel()
     return int(index.max()) + 1 if size and index.device.type == "cpu" else size
 
@@ -93,7 +94,7 @@ def _group_min(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Values less their bin's mean. NaN is left out and becomes 0, as does a value alone in it."""
+    """Return values minus their bin's mean. NaN is ignored and becomes 0, as does a lone value."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
     floor = _group_min(torch.where(valid, values, torch.inf), index)
@@ -108,7 +109,7 @@ def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Ten
 
 
 def _variance(values: Tensor, index: Tensor) -> Tensor:
-    """Of each value's bin, with Bessel's correction, ignoring NaN; 0 for fewer than two values."""
+    """Variance of each value's bin, with Bessel's correction, ignoring NaN; 0 below two values."""
     deviations = _subtract_mean(values, index, leave_one_out=False)
     counts = _group_sum((~values.isnan()).to(values.dtype), index)
     return (_group_sum(deviations**2, index) / (counts - 1).clamp(min=1))[index]
@@ -116,8 +117,8 @@ def _variance(values: Tensor, index: Tensor) -> Tensor:
 
 def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
     """For each value, the variance of the others in its bin with Bessel's correction; 0 for fewer
-    than two others. If S is the sum of squares about the bin's mean m, that of the others about
-    their own mean is S - n / (n - 1) * (x - m)^2."""
+    than two others. If S is the sum of squares about the bin's mean m, the sum of squares of the
+    others about their own mean is S - n / (n - 1) * (x - m)^2."""
     counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
     deviations = _subtract_mean(values, index, leave_one_out=False)
     squares = _group_sum(deviations**2, index)[index]

@@ -12,13 +12,14 @@ from rloo.algorithm.ragged import reward_to_go, sum_by
 
 @dataclass(frozen=True, slots=True)
 class EstimatorInput:
-    """The scored completions of one group, or of a whole rollout: N of them, of T tokens in all.
+    """The scored completions of one group, or of a whole rollout: N completions with T tokens in
+    all.
 
-    They lie one after another, group by group; the tensors are float64, without gradients.
-    `reward_N` are rewards as they are after clipping and scaling, without KL; none is missing.
-    `penalty_T` is what each token pays, beta times its KL estimate in nats: 0 where the KL is not
-    in the reward. `sequence_T` says to which completion a token belongs, `group_N` to which group a
-    completion (on a GPU these are numbered from 0); `truncated_N` whether it hit the length limit.
+    They are concatenated, group by group; the tensors are float64, without gradients. `reward_N`
+    are the rewards after clipping and scaling, without KL; none is missing. `penalty_T` is the KL
+    penalty of each token, beta times its KL estimate in nats: 0 if the KL is not in the reward.
+    `sequence_T` is the completion of each token, `group_N` the group of each completion (on a GPU,
+    numbered from 0). `truncated_N` tells whether a completion hit the length limit.
     """
 
     reward_N: Tensor
@@ -34,31 +35,31 @@ class EstimatorInput:
 
     @property
     def length_N(self) -> Tensor:
-        """Tokens of each completion."""
+        """The number of tokens of each completion."""
         return sum_by(torch.ones_like(self.penalty_T), self.sequence_T, self.num_completions)
 
     @property
     def penalty_N(self) -> Tensor:
-        """What each completion pays."""
+        """The KL penalty of each completion, summed over its tokens."""
         return sum_by(self.penalty_T, self.sequence_T, self.num_completions)
 
     @property
     def return_N(self) -> Tensor:
-        """Reward less penalty, the paper's R."""
+        """Reward minus KL penalty, the paper's R."""
         return self.reward_N - self.penalty_N
 
     @property
     def penalty_to_go_T(self) -> Tensor:
-        """What each token pays for itself and all later tokens of its completion."""
+        """The KL penalty of each token and all later tokens of its completion."""
         return reward_to_go(self.penalty_T, self.sequence_T, self.num_completions)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Values of completions, or already of tokens, as values of tokens."""
+        """Return values per token from values per completion; values per token are unchanged."""
         # If the sizes are equal, every completion is a single token.
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 
     def select(self, kept_N: Tensor) -> EstimatorInput:
-        """Those of the completions that are to be kept, bool (N,)."""
+        """Return the completions where `kept_N`, bool (N,), is true."""
         kept_T = kept_N[self.sequence_T]
         return EstimatorInput(
             self.reward_N[kept_N],
@@ -69,11 +70,11 @@ class EstimatorInput:
         )
 
     def groups(self) -> list[EstimatorInput]:
-        """Each group alone."""
+        """Return each group separately."""
         return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())
 
     def split(self, sizes: list[int]) -> list[EstimatorInput]:
-        """Parts of so many completions, with tensors of their own; groups are whole in them."""
+        """Split into parts of `sizes` completions, each of whole groups, with copied tensors."""
         lengths = self.length_N.long().split(sizes)
         penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
         columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]

@@ -1,5 +1,5 @@
-"""The estimator that the options name. The package's estimators are called directly; a user's is
-called with checks of its result, and each error names the user's file and line."""
+"""The estimator that the options name. The package's estimators are called directly. The result of
+a user's estimator is checked, and each error names the user's file and line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from rloo.config.user_functions import load_function
 
 @dataclass(frozen=True, slots=True)
 class LoadedEstimator:
-    """An estimator with its arguments. `over_rollout`: it takes the whole rollout at once, not one
-    group. `smallest_group`: the fewest scored completions of a group that counts."""
+    """An estimator with its arguments. If `over_rollout`, it takes the whole rollout at once, not
+    one group. `smallest_group` is the fewest scored completions that a group needs to count."""
 
     name: str
     function: Estimator
@@ -50,7 +50,7 @@ class LoadedEstimator:
         try:
             values = self.function(returns)
         except torch.OutOfMemoryError:
-            raise  # the update is tried anew, with smaller micro-batches
+            raise  # the update is retried with smaller micro-batches
         except Exception as error:  # a user's function may raise anything
             given = "rollout" if self.over_rollout else "group of 2 or more completions"
             raise ValueError(
@@ -79,8 +79,8 @@ class LoadedEstimator:
 
 
 def load_estimator(config: RLOOConfig) -> LoadedEstimator:
-    """The estimator of `config`: by default `rloo`, which is `composed` with default options.
-    Raises ValueError for a function that is not there, arguments that it does not take, and groups
+    """Return the estimator of `config`: by default `rloo`, which is `composed` with default
+    options. Raises ValueError for an unknown function, arguments that it does not take, and groups
     that are too small for it."""
     name, arguments = config.estimator, config.estimator_kwargs or {}
     if name == "composed":
@@ -127,7 +127,7 @@ def _code_of(function: Callable[..., Any]) -> Any:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """` (file, line n)`; nothing for what is not written in Python."""
+    """` (file, line n)`; an empty string for a function that is not written in Python."""
     code = _code_of(function)
     return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 

@@ -1,9 +1,9 @@
-"""Advantages from rewards: what an estimator may look at, and those that come with the package.
+"""Advantage estimators: from rewards to advantages.
 
-An estimator is a function of `EstimatorInput` that gives one advantage for each completion, (N,),
-or one for each token, (T,). It is given the completions of one group, and so cannot look at others,
-unless it says `batch_scope`: then it is given those of the whole rollout, however that is cut into
-micro-batches. What is here and looks at groups takes all of them at once, which is the same."""
+An estimator is a function of `EstimatorInput` that returns one advantage per completion, (N,), or
+one per token, (T,). It gets the completions of one group. With `batch_scope` it gets those of the
+whole rollout, however that is split into micro-batches. The group estimators of this module take
+all groups at once, which gives the same result."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ E = TypeVar("E", bound=Callable[..., Any])
 
 
 def batch_scope(function: E) -> E:
-    """Marks an estimator that is to be given the whole rollout, not one group at a time."""
+    """Mark an estimator that takes the whole rollout, not one group at a time."""
     function.scope = "batch"  # type: ignore[attr-defined]
     return function
 
 
 def rloo(returns: EstimatorInput) -> Tensor:
-    """Each return less the mean of the others of its group: REINFORCE Leave-One-Out (Ahmadian et
+    """Each return minus the mean of the others of its group: REINFORCE Leave-One-Out (Ahmadian et
     al. 2024, arXiv 2402.14740, equations 5 to 9). The default."""
     return leave_one_out(returns.return_N, returns.group_N)
 
 
 def grpo(returns: EstimatorInput, epsilon: float = 1e-4) -> Tensor:
-    """Each return less the mean of its group, itself included, over the group's deviation: GRPO
-    (Shao et al. 2024, arXiv 2402.03300, equation 3)."""
+    """Each return minus the mean of its group, itself included, over the group's standard
+    deviation: GRPO (Shao et al. 2024, arXiv 2402.03300, equation 3)."""
     above_N = subtract_baseline(returns.return_N, returns.group_N, mean_leave1out=False)
     return above_N * inverse_std(
         returns.return_N, returns.group_N, std_level="group", epsilon=epsilon
@@ -45,16 +45,16 @@ def grpo(returns: EstimatorInput, epsilon: float = 1e-4) -> Tensor:
 
 @batch_scope
 def reinforce_pp(returns: EstimatorInput, epsilon: float = 1e-8) -> Tensor:
-    """Each token's return to come, made mean 0 and deviation 1 over all tokens of the rollout:
+    """Each token's reward-to-go, whitened to mean 0 and deviation 1 over all tokens of the rollout:
     REINFORCE++ without a baseline (Hu 2025, arXiv 2501.03262, as verl computes it); (T,)."""
     come_T = returns.per_token(returns.reward_N) - returns.penalty_to_go_T
     return whiten(come_T, epsilon=epsilon, epsilon_in_variance=True)
 
 
 def composed(returns: EstimatorInput, form: EstimatorConfig = PAPER) -> Tensor:
-    """What the options about advantages and the arguments of this estimator describe: a baseline,
-    a deviation, clipping, normalisation, and where the KL is paid; (N,), or (T,) where advantages
-    differ by token. The default is `rloo`."""
+    """The estimator that the advantage options and its own arguments configure: baseline, standard
+    deviation, clipping, normalisation and KL placement. Returns (N,), or (T,) if advantages differ
+    by token. With default options it equals `rloo`."""
     if form.mask_truncated_completions and not form.kl_of_truncated:
         free_T = returns.truncated_N[returns.sequence_T]
         returns = replace(returns, penalty_T=torch.where(free_T, 0.0, returns.penalty_T))
@@ -76,7 +76,7 @@ def composed(returns: EstimatorInput, form: EstimatorConfig = PAPER) -> Tensor:
 
 
 def _above_baseline(returns: EstimatorInput, paid_T: Tensor, form: EstimatorConfig) -> Tensor:
-    """(return - baseline) / deviation, (N,) or (T,). `paid_T`: what tokens pay from there on."""
+    """(return - baseline) / deviation, (N,) or (T,). `paid_T`: KL penalty in a token's return."""
     level: Level = "none" if form.mean_level == "running" else form.mean_level
     mean: dict[str, Any] = {"mean_level": level, "mean_leave1out": form.mean_leave1out}
     group_N, sequence_T = returns.group_N, returns.sequence_T

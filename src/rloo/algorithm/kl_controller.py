@@ -13,8 +13,9 @@ from rloo.rewards.running_norm import RunningMoments
 
 @dataclass
 class KLController:
-    """`beta` is the KL coefficient now, `used_beta` that of the last rollout. `decayed_mean`
-    follows the rollouts' mean rewards; `past` are all rewards of earlier rollouts."""
+    """The adaptive KL coefficient and statistics of past rewards. `beta` is the current
+    coefficient, `used_beta` that of the last rollout. `decayed_mean` is a moving average of the
+    rollouts' mean rewards; `past` are the moments of all earlier rewards."""
 
     beta: float
     used_beta: float = field(init=False)
@@ -25,7 +26,7 @@ class KLController:
         self.used_beta = self.beta
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as JSON values."""
+        """Return the full state as JSON values."""
         past = self.past.state_dict()
         beta = {"beta": self.beta, "used_beta": self.used_beta}
         return {**beta, "decayed_mean": self.decayed_mean, "past": past}
@@ -37,7 +38,8 @@ class KLController:
         self.past.load_state_dict(state["past"])
 
     def update_reward_stats(self, rewards: Sequence[float], decay: float) -> None:
-        """Add a rollout's rewards, once they were used: none is part of its own baseline."""
+        """Add a rollout's rewards after they were used, so that none is part of its own
+        baseline."""
         if rewards:
             average = fmean(rewards)
             before = average if self.decayed_mean is None else self.decayed_mean

@@ -1,4 +1,4 @@
-"""The mathematics of REINFORCE Leave-One-Out as pure functions on tensors.
+"""The loss of REINFORCE Leave-One-Out as pure functions on tensors.
 
 Sequences are ragged and flat: per-token tensors have one entry for each completion token (`_T`),
 per-completion tensors one for each completion (`_N`); `sequence_T` maps a token to its completion.
@@ -28,9 +28,9 @@ WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 
 
 class LossInputs(NamedTuple):
-    """The inputs of the loss of a micro-batch. `logprobs` and `entropy` (T,) have gradients;
-    `advantages` are (N,) or (T,). `old` is as in `policy_loss`; `behavior` are the log-probs under
-    the distribution that was sampled from."""
+    """The inputs of a micro-batch's loss. `logprobs` and `entropy` (T,) have gradients.
+    `advantages` are (N,) or (T,). `old` is as in `policy_loss`. `behavior` are the log-probs under
+    the distribution that the tokens were sampled from."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -45,9 +45,9 @@ class LossInputs(NamedTuple):
 def loss(
     inputs: LossInputs, config: RLOOConfig, beta: float, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a micro-batch over `loss_denominator`, to be minimised, and sums for the metrics:
-    the clipped surrogate, with weights that correct for another sampler, plus `beta` times the KL
-    where that is in the loss, less the entropy bonus."""
+    """Return the loss of a micro-batch over `loss_denominator`, to be minimised, and sums for the
+    metrics. The loss is the clipped surrogate with importance weights, plus `beta` times the KL if
+    the KL is in the loss, minus the entropy bonus."""
     weights, sums = _correction(inputs, config)
     form, old = PolicyLossConfig.of(config), inputs.old
     result = policy_loss(inputs.logprobs, old, inputs.advantages, inputs.completions, form, weights)
@@ -60,12 +60,12 @@ def loss(
 
 
 def has_other_terms(config: RLOOConfig, beta: float) -> bool:
-    """Whether the loss has terms that do not vanish when the advantage is 0."""
+    """Return whether the loss has terms that do not vanish when the advantage is 0."""
     return (beta != 0 and config.kl_placement == "loss") or config.entropy_coef != 0
 
 
 def _other_terms(inputs: LossInputs, config: RLOOConfig, beta: float) -> Tensor:
-    """The KL in the loss and the entropy bonus, (T,); masked as truncated, a token has neither."""
+    """The KL term minus the entropy bonus, (T,); 0 for tokens that are masked as truncated."""
     logprobs, total_T = inputs.logprobs, torch.zeros_like(inputs.logprobs)
     if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
         total_T = total_T - config.entropy_coef * inputs.entropy
@@ -112,12 +112,12 @@ def importance_weights(
     upper: float,
     lower: float | None = None,
 ) -> Tensor:
-    """Weights (T,), detached, that correct for sampling from a distribution other than the policy.
+    """Return weights (T,), detached, that correct for sampling from another distribution.
 
-    `log_ratio_T` is log policy, by the trainer before the rollout's first update, - log behavior.
-    The weight is the ratio of each token, or of its whole completion (the product). Truncating
-    bounds it by `upper` (Espeholt et al. 2018); masking drops what is above it or below `lower`
-    (IcePop; token_mask is AReaL's decoupled objective, arXiv 2505.24298, equation 5).
+    `log_ratio_T` is the trainer's log-prob before the rollout's first update, minus the behavior
+    log-prob. The weight is the ratio of each token, or of its whole completion (the product).
+    Truncating bounds it by `upper` (Espeholt et al. 2018). Masking sets it to 0 above `upper` or
+    below `lower` (IcePop; token_mask is AReaL's decoupled loss, arXiv 2505.24298, equation 5).
     """
     log_ratio = log_ratio_T.detach()
     if mode.startswith("sequence"):
@@ -131,8 +131,8 @@ def importance_weights(
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
-    """The form of the clipped surrogate: what has a ratio, where the ratio is clipped, how terms
-    are summed. Options of the same names, `epsilon_low` being `epsilon`, say it."""
+    """The form of the clipped surrogate: the level of the ratio, its clipping range, and how terms
+    are summed. The options have the same names, except that `epsilon_low` is `epsilon`."""
 
     ratio_level: RatioLevel = "sequence"
     aggregation: Aggregation = "sequence"
@@ -142,7 +142,7 @@ class PolicyLossConfig:
 
     @classmethod
     def of(cls, config: RLOOConfig) -> PolicyLossConfig:
-        """The form that the options describe."""
+        """Return the form that the options describe."""
         return cls(
             ratio_level=config.importance_sampling_level,
             aggregation=config.loss_aggregation,
@@ -156,7 +156,7 @@ PAPER = PolicyLossConfig()
 
 
 class PolicyLoss(NamedTuple):
-    """`loss` is a scalar. The masks of clipped ratios are (N,) or (T,), by the ratio's level."""
+    """The surrogate `loss`, a scalar, and masks of clipped ratios, (N,) or (T,) by level."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -166,9 +166,10 @@ class PolicyLoss(NamedTuple):
 def loss_denominator(
     aggregation: Aggregation, *, num_sequences: int, num_tokens: int, constant: float | None
 ) -> float:
-    """The divisor of the summed loss of one optimizer step, over all ranks and micro-batches: the
-    number of completions that count; with token_mean that of their tokens; with constant that of
-    completions times `constant` (Dr. GRPO). Raises ValueError if that is None."""
+    """Return the divisor of the summed loss of one optimizer step, over all ranks and
+    micro-batches: the number of completions that count; with token_mean, the number of their
+    tokens; with constant, the number of completions times `constant` (Dr. GRPO). Raises ValueError
+    if `constant` is None."""
     if aggregation == "token_mean":
         return float(max(num_tokens, 1))
     if aggregation == "constant":
@@ -186,16 +187,16 @@ def policy_loss(
     form: PolicyLossConfig = PAPER,
     weights_T: Tensor | None = None,
 ) -> PolicyLoss:
-    """The clipped surrogate, to be minimised, as a sum over this micro-batch.
+    """Return the clipped surrogate, to be minimised, as a sum over this micro-batch.
 
     `advantages` are (N,), or (T,) with level "token". `old_T` are the trainer's log-probs before
     the first update on these completions (with one update `logprobs_T.detach()`: the ratio is 1 and
-    the gradient that of REINFORCE). Ratio of level "sequence": product over the completion (TRL,
-    the paper), one term; "sequence_mean": their geometric mean, as the ratio of each of its tokens
-    (GSPO, arXiv 2507.18071); "token": each token its own (AReaL, ms-swift, verl). While the policy
-    is "old", all three have one gradient. `delta` bounds the ratio where the advantage is negative
-    (dual clip, arXiv 1912.09729). `weights_T` multiply the tokens' terms; those of a whole
-    completion are equal for all of its tokens. Terms are then summed by `aggregate`.
+    the gradient that of REINFORCE). Level "sequence": one ratio per completion, the product (TRL,
+    the paper), and one term. "sequence_mean": the geometric mean, as the ratio of each of its
+    tokens (GSPO, arXiv 2507.18071). "token": one ratio per token (AReaL, ms-swift, verl). Before
+    the first update, all three have the same gradient. `delta` bounds the ratio where the advantage
+    is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the terms of tokens;
+    sequence-level weights are equal for all tokens of a completion. `aggregate` sums the terms.
     """
     sequence_T, size = completions
     level, aggregation = form.ratio_level, form.aggregation
@@ -225,8 +226,8 @@ def policy_loss(
 
 
 def aggregate(values_T: Tensor, completions: Completions, aggregation: Aggregation) -> Tensor:
-    """The sum over tokens, with each completion divided by its length for "sequence_token_mean"
-    (AReaL's printed formula): a scalar, to be divided by `loss_denominator`."""
+    """Return the sum over tokens, a scalar for `loss_denominator` to divide; "sequence_token_mean"
+    first divides each completion by its length (AReaL's printed formula)."""
     if aggregation == "sequence_token_mean":
         return (sum_by(values_T, *completions) / _lengths(*completions)).sum()
     return values_T.sum()

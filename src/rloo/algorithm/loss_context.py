@@ -1,4 +1,4 @@
-"""The options, the batch arithmetic and the present KL coefficient, as the loss uses them."""
+"""The options, batch sizes and current KL coefficient, as the loss uses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rloo.config.config import RLOOConfig
 
 @dataclass(frozen=True)
 class LossContext:
-    """The inputs of a rollout's loss: the options, the batch arithmetic, and `beta`, the present KL
+    """The settings of a rollout's loss: the options, the batch sizes, and `beta`, the current KL
     coefficient (which `kl_kwargs.target` adapts)."""
 
     config: RLOOConfig
@@ -25,29 +25,31 @@ class LossContext:
 
     @property
     def kl_in_reward(self) -> bool:
-        """Whether advantages depend on the reference."""
+        """Whether advantages depend on the reference model."""
         return self.beta != 0 and not self.kl_in_loss
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL term of its own."""
+        """Whether the loss has a KL term."""
         return self.beta != 0 and self.config.kl_placement == "loss"
 
     @cached_property
     def estimator(self) -> LoadedEstimator:
-        """Looked up once, since it may be a user's. Raises ValueError as `chosen_estimator`."""
+        """The estimator, loaded once. Raises ValueError as `load_estimator` does."""
         return load_estimator(self.config)
 
     def watched(self, truncated_N: Tensor) -> Tensor:
-        """bool (N,): which completions the metrics kl and entropy are means over. All, but where
-        those masked as truncated pay no KL (as in TRL), these are left out."""
+        """Return bool (N,): the completions that the metrics kl and entropy are means over. These
+        are all, except that truncated completions are left out if they are masked and pay no KL (as
+        in TRL)."""
         pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
         return ~truncated_N | (pay or not self.config.mask_truncated_completions)
 
     def advantages(self, returns: EstimatorInput, *, all_scored: bool = False) -> Tensor:
-        """(N,), or (T,) with token ratios; 0 for completions that are masked as truncated and for
-        those without a reward (NaN), which no estimator sees, unless `all_scored`. Groups are
-        whole. Raises ValueError for an estimator that fails or returns what is no advantage."""
+        """Return advantages, (N,), or (T,) with token-level ratios. Completions masked as truncated
+        get 0, as do those without a reward (NaN), which the estimator does not receive, unless
+        `all_scored`. Groups are whole. Raises ValueError if the estimator fails or returns invalid
+        advantages."""
         level, scored_N = self.config.importance_sampling_level, ~returns.reward_N.isnan()
         if not all_scored and not scored_N.all():
             scored = scored_N[returns.sequence_T] if level == "token" else scored_N

@@ -1,5 +1,5 @@
-"""What must fit in memory, and what is done where it does not: the budget of a micro-batch is
-lowered before the first sample, or once while training."""
+"""Out-of-memory handling: the token budget of a micro-batch is lowered before the first sample, or
+once during training."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 def fit_token_budget(parts: TrainerComponents, state: TrainState) -> None:
-    """Before the first sample, lower the token budget if the largest micro-batch does not fit into
-    memory. A resumed run keeps its earlier budget. Raises ValueError if none suffices."""
+    """Lower the token budget before the first sample if the largest micro-batch does not fit into
+    memory. A resumed run keeps its earlier budget. Raises ValueError if no budget fits."""
     changes, policy = state.budget_changes, parts.policy
     if changes and changes[-1]["to"] == policy.max_tokens:
         return
-    # Its copy of the weights takes memory as well.
+    # The engine's copy of the weights takes memory as well.
     policy.load_into(parts.engine)
     _settle_packing(parts, partial(_try_packing, policy))
     with policy.in_step():
@@ -38,8 +38,8 @@ def fit_token_budget(parts: TrainerComponents, state: TrainState) -> None:
 
 
 def _try_packing(policy: Policy) -> None:
-    """Compute a packed row of a few tokens. If the model cannot, updates fall back to padding,
-    with a note; what a GPU has for packed rows is tried in passing, not in the midst of a step."""
+    """Run a packed row of a few tokens. If the model cannot, updates fall back to padding, with a
+    note. This also tries the GPU's kernels for packed rows before the first step."""
     if not policy.packed:
         return
     try:
@@ -47,7 +47,7 @@ def _try_packing(policy: Policy) -> None:
         policy.score(pack(samples, policy.device))
     except (torch.OutOfMemoryError, torch.distributed.DistError):
         raise
-    except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
+    except (TypeError, RuntimeError) as error:  # the model's forward does not take packed rows
         policy.notes.append(without_packing(policy.config, f"packed it fails with {error}"))
         policy.packed = False
 
@@ -69,7 +69,7 @@ def verify_packed_forward(
 
 
 def _settle_packing(parts: TrainerComponents, trial: Callable[[], object]) -> None:
-    """Have all processes pad where the trial of one says so."""
+    """Run `trial` on all ranks; if any rank falls back to padding, all do."""
     with parts.policy.in_step():
         trial()
     parts.policy.packed = not parts.world.any_rank(not parts.policy.packed)
@@ -78,10 +78,10 @@ def _settle_packing(parts: TrainerComponents, trial: Callable[[], object]) -> No
 def with_oom_retry(
     stage: Callable[..., T], before_retry: Callable[..., object] = lambda *_: None
 ) -> Callable[..., T]:
-    """`stage`, which takes components, state and some inputs, the samples last. Where memory does
-    not suffice, it is tried again with half the token budget: once in a run. `before_retry` is
-    called with the same arguments. Raises torch.OutOfMemoryError the second time, and if the
-    weights may have changed."""
+    """Wrap `stage`, which takes components, state and some inputs, the samples last. If it runs out
+    of memory, it is retried with half the token budget, once in a run. `before_retry` is called
+    with the same arguments. Raises torch.OutOfMemoryError the second time, and if the weights may
+    have changed."""
 
     @wraps(stage)
     def retrying(parts: TrainerComponents, state: TrainState, *inputs: Any) -> T:
@@ -89,7 +89,7 @@ def with_oom_retry(
             return stage(parts, state, *inputs)
         except torch.OutOfMemoryError as error:
             _require_first(parts, state, error)
-        # Here the error no longer refers to the frames, and so to the memory that they allocated.
+        # Here the error no longer refers to the frames and the memory that they allocated.
         _halve_budget(parts, state, inputs[-1])
         before_retry(parts, state, *inputs)
         return stage(parts, state, *inputs)
@@ -100,13 +100,13 @@ def with_oom_retry(
 def recompute_advantages(
     parts: TrainerComponents, state: TrainState, active: ActiveRollout, *_: object
 ) -> None:
-    """Compute the advantages of a rollout anew, unless the weights have moved since they were."""
+    """Recompute the advantages of a rollout, unless an optimizer step on it was made."""
     if active.steps_done == 0:
         active.credit = parts.compute_advantages(parts, state, active.samples)
 
 
 def report_notes(parts: TrainerComponents) -> None:
-    """Have the monitor tell what the policy has noted since it last did."""
+    """Pass the policy's new notes to the monitor."""
     for note in parts.policy.notes:
         if note not in parts.monitor.notes:
             parts.monitor.note(note)
@@ -139,7 +139,7 @@ def _halve_budget(parts: TrainerComponents, state: TrainState, samples: Sequence
 def _lower_budget(
     parts: TrainerComponents, state: TrainState, size: int, reason: str, *, cause: str
 ) -> None:
-    """Make micro-batches smaller from the next step on, and record it."""
+    """Lower the token budget from the next step on, and record the change."""
     step, before = state.step + 1, parts.policy.max_tokens
     parts.policy.max_tokens = size
     state.budget_changes.append({"step": step, "from": before, "to": size, "cause": cause})

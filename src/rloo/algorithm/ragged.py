@@ -1,4 +1,4 @@
-"""Sums over ragged sequences that lie flat, one after another."""
+"""Sums over ragged sequences that are stored flat, one after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Completions(NamedTuple):
-    """Which of the `size` completions of a micro-batch each token belongs to: (T,)."""
+    """The completion of each token, (T,), and the number of completions `size` of a micro-batch."""
 
     sequence_T: Tensor
     size: int
@@ -21,8 +21,8 @@ def sum_by(values: Tensor, index: Tensor, size: int) -> Tensor:
 
 
 def reward_to_go(values_T: Tensor, sequence_T: Tensor, size: int) -> Tensor:
-    """The sum of each token's value and the values of all later tokens of its completion: (T,).
-    Completions lie one after another, with their tokens in order."""
+    """Return the sum of each token's value and the values of all later tokens of its completion:
+    (T,). Completions are concatenated, with their tokens in order."""
     summed = values_T.double().cumsum(0)
     ends = sum_by(torch.ones_like(sequence_T), sequence_T, size).cumsum(0) - 1
     return (summed[ends][sequence_T] - summed + values_T).to(values_T.dtype)

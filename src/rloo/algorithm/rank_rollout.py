@@ -1,4 +1,4 @@
-"""Rollouts of several processes: each samples and scores an equal part, and all get the whole.
+"""Rollouts of several ranks: each rank samples and scores an equal part, and all gather the result.
 `RankRollout` is the generator of one process with these two stages replaced."""
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ def generate_on_ranks(
     noise: int,
     world: World,
 ) -> list[list[Completion]]:
-    """`engine.sample`, of which each process does an equal part, unless the engine is `central`.
-    Where processes are more than prompts, several sample one group."""
+    """Return `engine.sample` for all prompts. Each rank samples an equal part, unless the engine is
+    `central`. If there are more ranks than prompts, several ranks sample one group."""
     if world.collectives is None:
         return engine.sample(prompts, count, sampling, noise)
     mine = _part(engine.capabilities, len(prompts), count, world)
-    _reseed(noise, prompts, world)  # tools may draw
+    _reseed(noise, prompts, world)  # tools may use random numbers
     numbers = [
         range(max(mine.start - first, 0), min(mine.stop - first, count))
         for first in range(0, len(prompts) * count, count)
@@ -67,7 +67,7 @@ def generate_on_ranks(
 
 
 def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: World) -> range:
-    """Of all completions the places of those that this process samples."""
+    """The indices, among all completions, of those that this rank samples."""
     if capabilities.central:
         return range(prompts * count if world.is_main else 0)
     if capabilities.whole_groups and prompts >= world.size:
@@ -77,8 +77,8 @@ def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: Wor
 
 
 def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
-    """Make the global generators of the other processes a function of what is done next, since
-    checkpoints have only the main one's."""
+    """Seed the global generators of the other ranks from `noise` and the prompts, since checkpoints
+    store only the main rank's."""
     if not world.is_main:
         first = prompts[0].noise_id if prompts else 0
         transformers.set_seed(noise_key(noise, f"rank {world.rank}", first) >> 32)
@@ -87,9 +87,9 @@ def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
 def all_gather_completions(
     drawn: list[list[Completion]], prompts: Sequence[Prompt], count: int, world: World
 ) -> list[list[Completion]]:
-    """The `count` completions of each prompt, where this process has drawn a part, in their order.
-    Raises ValueError where the processes have drawn for other prompts, or where the episodes of a
-    prompt began differently."""
+    """Return the `count` completions of each prompt, in order, from the parts that the ranks
+    sampled. Raises ValueError if the ranks sampled for different prompts, or if the episodes of a
+    prompt started differently."""
     if world.collectives is None:
         return drawn
     drew = zlib.crc32(repr([(prompt.id, prompt.token_ids) for prompt in prompts]).encode())
@@ -115,7 +115,7 @@ def all_gather_completions(
 
 
 def all_gather_by_key(values: dict[Key, Tensor], world: World) -> dict[Key, Tensor]:
-    """The tensors that any process has, by the keys of their completions, on this one's device."""
+    """Return the tensors of all ranks by completion key, on this rank's device."""
     if world.collectives is None:
         return values
     parts = world.all_gather_object({key: value.cpu() for key, value in values.items()})
@@ -123,7 +123,7 @@ def all_gather_by_key(values: dict[Key, Tensor], world: World) -> dict[Key, Tens
 
 
 def _is_bound_to_process(own: Sequence[Completion]) -> bool:
-    """Whether these have what reward functions may ask for and other processes cannot be sent."""
+    """Whether reward functions may need data of these episodes that other ranks cannot receive."""
     episodes = [c.episode for c in own if c.episode is not None]
     return any(e.environment is not None or e.columns for e in episodes)
 
@@ -135,28 +135,28 @@ def _of_rank(completion: Completion, rank: int) -> Completion:
 
 @dataclass(slots=True)
 class RankRollout(SyncRolloutGenerator):
-    """A generator of rollouts whose completions are sampled and scored by all processes."""
+    """A rollout generator whose completions all ranks sample and score."""
 
     world: World = field(kw_only=True)
 
     def generate(self, prompts: Sequence[Prompt], noise: int) -> list[list[Completion]]:
-        """As one process would; each samples a part."""
+        """As `SyncRolloutGenerator.generate`; each rank samples a part."""
         count = self.config.num_generations
         return generate_on_ranks(self.engine, prompts, count, self.sampling, noise, self.world)
 
     def score(
         self, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], noise: int
     ) -> tuple[list[Group], dict[str, float]]:
-        """As one process would; each scores a part."""
+        """As `SyncRolloutGenerator.score`; each rank scores a part."""
         scorer = RewardScorer(self.rewards, self.tokenizer, self.world, self.trainer, noise)
         return scorer.score(prompts, sampled)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardScorer:
-    """Scores completions, of which each process judges an equal part of the groups, or the episodes
-    that it has played, where it alone has what rewards ask for. `noise` numbers what is judged: the
-    other processes' global generators are a function of it and of the prompts."""
+    """Scores completions. Each rank scores an equal part of the groups, or the episodes that it ran
+    if only it has the data that rewards need. `noise` is the noise key of these completions: with
+    the prompts, it seeds the global generators of the other ranks."""
 
     rewards: RewardSet
     tokenizer: PreTrainedTokenizerBase
@@ -172,9 +172,9 @@ class RewardScorer:
         learn: bool = True,
         called: Sequence[Called] | None = None,
     ) -> tuple[list[Group], dict[str, float]]:
-        """Score all completions of a rollout, with one call of each reward function, unless the
-        main process has `called` them for each group; return the groups and the metrics that
-        rewards logged. `learn`: see `RewardSet.score`."""
+        """Score all completions of a rollout; return the groups and the metrics that rewards
+        logged. Each reward function is called once, unless the main process passes `called`, the
+        results for each group. `learn`: see `RewardSet.score`."""
         prompts = begun_prompts(prompts, sampled)
         world = self.world
         flat = [completion for some in sampled for completion in some]
@@ -200,7 +200,7 @@ class RewardScorer:
         return make_groups(prompts, sampled, texts, scores), scores.metrics
 
     def _shares(self, sampled: Sequence[Sequence[Completion]]) -> list[Sequence[int]]:
-        """The places of the completions that each process judges, in their order."""
+        """The indices of the completions that each rank scores, in their order."""
         flat = [completion for some in sampled for completion in some]
         ranks = range(self.world.size)
         if not self.rewards.shared:
@@ -214,7 +214,7 @@ class RewardScorer:
 
 
 def _scores_to_json(raw: RawScores) -> Any:
-    """As values that can be sent; of what was logged as an extra column, what files have of it."""
+    """Return values that can be sent; extra columns become what the log files hold of them."""
     logs = [(name, strict(log.extras), log.metrics) for name, log in raw.logs.items()]
     return raw.count, raw.seen, raw.by_function, logs
 

@@ -1,4 +1,4 @@
-"""Scoring by one process: completions to texts, to the calls of the reward functions, to groups."""
+"""Scoring in one process: from completions to texts, reward function calls and groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rloo.rewards import RewardSet, Scores
 from rloo.rewards.reward_set import RawScores
 from rloo.types import Completion, Group, Prompt, Text, text_of
 
-# A prompt with its completions; the texts of some, and what the reward functions say of them.
+# A prompt with its completions; the texts of some completions with their raw scores.
 Sampled = tuple[Prompt, Sequence[Completion]]
 Called = tuple[list[Text], RawScores]
 
@@ -23,7 +23,7 @@ def score_completions(
     sampled: Sequence[Sequence[Completion]],
     trainer_state: Any = None,
 ) -> tuple[list[Group], dict[str, float]]:
-    """Score all completions of a rollout, with one call of each reward function; return the groups
+    """Score all completions of a rollout, with one call of each reward function. Return the groups
     and the metrics that rewards logged."""
     prompts = begun_prompts(prompts, sampled)
     groups = list(zip(prompts, sampled, strict=True))
@@ -40,8 +40,8 @@ def call_rewards(
     tokenizer: PreTrainedTokenizerBase,
     trainer_state: Any,
 ) -> list[Called]:
-    """The texts of some groups, and what the reward functions say, in one call for all but
-    failed episodes, which they do not see."""
+    """Return the texts and raw scores of some groups. One call scores all completions except failed
+    episodes, which get no score."""
     if not groups:
         return []
     prompts, texts, ids, columns = arguments_of(groups, names, tokenizer)
@@ -63,7 +63,7 @@ def call_rewards(
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:
-    """The dataset columns that some of these prompts have."""
+    """Return the dataset columns that at least one of these prompts has."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
 
 
@@ -72,8 +72,8 @@ def arguments_of(
     names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[Text], list[Text], list[list[int]], dict[str, list[Any]]]:
-    """What `RewardSet.call` takes for some groups, with the columns `names`, but for the trainer's
-    state."""
+    """Return the arguments of `RewardSet.call` for some groups, with the columns `names`, except
+    the trainer's state."""
     repeated = [prompt for prompt, completions in groups for _ in completions]
     flat = [completion for _, completions in groups for completion in completions]
     ids = [list(c.token_ids) for c in flat]  # reward functions take lists, as in TRL
@@ -93,8 +93,8 @@ def arguments_of(
 
 
 def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
-    """The prompt as its episodes began with it: where an environment has added to it, it has done
-    so in all of them alike, but for those that have failed."""
+    """The prompt as its episodes started with it. An environment extends it alike in all of its
+    episodes, except those that failed."""
     begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
     return next(begun, prompt)
 
@@ -102,7 +102,7 @@ def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
 def begun_prompts(
     prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]]
 ) -> list[Prompt]:
-    """The prompts as their episodes began with them."""
+    """Return the prompts as their episodes started with them."""
     return [_begun(*both) for both in zip(prompts, sampled, strict=True)]
 
 
@@ -112,7 +112,7 @@ def make_groups(
     texts: Sequence[Text],
     scores: Scores,
 ) -> list[Group]:
-    """The prompts with their completions, texts and scores."""
+    """Return the prompts with their completions, texts and scores."""
     groups, start = [], 0
     for prompt, completions in zip(prompts, sampled, strict=True):
         part = slice(start, start + len(completions))
@@ -131,7 +131,7 @@ def make_groups(
 
 
 def _as_text(prompt: Prompt, text: str) -> Text:
-    """As rewards see it and as in TRL: a string for a string, else an assistant message."""
+    """The completion in TRL's format: a string for a string prompt, else an assistant message."""
     if isinstance(prompt.content, str):
         return text
     last = prompt.content[-1]

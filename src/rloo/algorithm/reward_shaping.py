@@ -1,4 +1,4 @@
-"""From scored groups to the samples that the loss counts, with their shaped rewards."""
+"""From scored groups to the samples that the loss counts, with shaped rewards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rloo.types import Completion, Group, Rollout, Sample
 def make_training_samples(
     rollout: Rollout, config: RLOOConfig, past: KLController | None = None
 ) -> list[Sample]:
-    """The completions that the loss counts, with shaped rewards: those scored, in groups of enough
-    scores for the estimator; under a preset that counts all completions also the others, with the
-    reward NaN. `past` is needed for a mean or deviation over earlier rollouts."""
+    """Return the completions that the loss counts, with shaped rewards. These are the scored ones
+    in groups with enough scores for the estimator. A preset that counts all completions adds the
+    others with the reward NaN. `past` is needed for a mean or deviation over earlier rollouts."""
     smallest = load_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
@@ -30,7 +30,7 @@ def make_training_samples(
         for sample, completion in _samples(group, number, begin, rollout.version):
             if not math.isnan(sample.reward) and enough:
                 found.append((sample, completion))
-            elif config.loss_form.all_completions and sample.num_trained:  # else nothing was said
+            elif config.loss_form.all_completions and sample.num_trained:  # else it has no loss
                 found.append((replace(sample, reward=math.nan), completion))
         begin += len(group.completions)
     rewards = [_shaped(sample.reward, completion, config) for sample, completion in found]
@@ -46,7 +46,7 @@ def make_training_samples(
 def _samples(
     group: Group, number: int, begin: int, version: int
 ) -> Iterator[tuple[Sample, Completion]]:
-    """The completions of group `number`, whose first one has place `begin`."""
+    """Yield the completions of group `number`; its first completion has index `begin`."""
     both = zip(group.completions, group.rewards, strict=True)
     for index, (completion, reward) in enumerate(both):
         sample = Sample(
@@ -66,7 +66,7 @@ def _samples(
 
 
 def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
-    """All rewards of a rollout, without missing ones, after `_shaped`."""
+    """Return all rewards of a rollout after `_shaped`, without missing ones."""
     return [
         _shaped(reward, completion, config)
         for group in groups
@@ -89,7 +89,8 @@ def _shaped(reward: float, completion: Completion, config: RLOOConfig) -> float:
 def _normalize_rewards(
     rewards: list[float], config: RLOOConfig, past: KLController | None
 ) -> list[float]:
-    """Rewards over their rollout's or earlier ones' deviation, or less the running mean."""
+    """Divide rewards by their rollout's or earlier ones' deviation, or subtract the running
+    mean."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
         scaled = whiten(values, epsilon=config.advantage_epsilon)
@@ -103,5 +104,5 @@ def _normalize_rewards(
 
 
 def has_reward_variance(group: Group, config: RLOOConfig) -> bool:
-    """Whether the shaped rewards of a group differ."""
+    """Return whether the shaped rewards of a group differ."""
     return len(set(shaped_rewards([group], config))) > 1

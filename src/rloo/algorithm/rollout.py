@@ -1,4 +1,4 @@
-"""Prompts to scored groups."""
+"""From prompts to scored groups."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from rloo.types import Completion, Engine, Group, Prompt, Rollout, Sampling, of_
 
 @dataclass(slots=True)
 class SyncRolloutGenerator:
-    """Samples and scores in this process, when it is asked to: no rollout is older than the weights
-    that the engine has. `trainer` is what reward functions see of the run; `step` is the number of
-    the next rollout's first optimizer step, which its noise is a function of."""
+    """Samples and scores in this process on demand, so that every rollout has the engine's current
+    weights. `trainer` is the run's state that reward functions see. `step` is the number of the
+    next rollout's first optimizer step, which determines its noise."""
 
     config: RLOOConfig
     batches: BatchSizes
@@ -45,34 +45,34 @@ class SyncRolloutGenerator:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Passes over the dataset so far."""
         return self.prompts.epoch
 
     def describe(self) -> dict[str, Any]:
-        """The number of rows, and the rewards."""
+        """Return the number of rows and the names of the rewards."""
         prompts = self.prompts
         rows = "a stream" if isinstance(prompts, IterablePromptDataset) else len(prompts)
         return {"rows": rows, "rewards": self.rewards.names}
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the data and the state of the rewards."""
+        """Return the position in the dataset and the state of the rewards."""
         return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Go on from what `state_dict` returned, with the rollout that begins at `step`."""
+        """Continue from what `state_dict` returned, with the rollout that starts at `step`."""
         self.prompts.load_state_dict(state["prompts"])
         self.rewards.load_state_dict(state["rewards"])
         self.step = step
 
     def close(self) -> None:
-        """Nothing is under way here."""
+        """Do nothing: no rollout is in flight."""
 
     def next(self) -> Rollout:
-        """One rollout and the metrics of everything that was sampled for it.
+        """Return one rollout and the metrics of everything that was sampled for it.
 
-        With `dynamic_sample` groups without signal are replaced by those of further prompts, drawn
-        at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2); what
-        is missing even then is made up by groups without signal.
+        With `dynamic_sample`, groups without signal are replaced by groups of further prompts,
+        sampled at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2). Groups
+        without signal fill the places that are still empty.
         """
         wanted = self.batches.prompts_per_rollout
         groups, logged = self._collect(wanted)
@@ -100,22 +100,22 @@ class SyncRolloutGenerator:
         require_free(own, metrics)
         metrics |= task_metrics(everything, self.config.eval_options.pass_threshold)
         metrics |= logged | speed | self._stats()
-        if not self.sampling.filtered:  # else of what an update computes
+        if not self.sampling.filtered:  # else the update computes it
             logprobs = (of_trained(c.policy_logprobs, c.trained) for c in completions)
             metrics |= sampled_entropy(logprobs)
         tokens, version = sampled + read, self.engine.version
         return Rollout(groups, metrics, tokens, version, self.state_dict(), self.epoch)
 
     def _seconds(self) -> float:
-        """How long sampling has taken."""
+        """Seconds spent sampling."""
         return self.clock.seconds["time/sample"]
 
     def _stats(self) -> dict[str, float]:
-        """Metrics of how it was sampled."""
+        """Metrics of the sampling."""
         return self.engine.stats()
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
-        """Draw prompts, sample and score completions; return groups and the rewards' metrics."""
+        """Take prompts, sample and score completions; return groups and the rewards' metrics."""
         prompts = self.prompts.next(num_prompts)
         noise = noise_key(self.config.seed, "train", self.step)
         with self.clock.phase("sample"):
@@ -126,11 +126,11 @@ class SyncRolloutGenerator:
         return groups, logged
 
     def generate(self, prompts: Sequence[Prompt], noise: int) -> list[list[Completion]]:
-        """The completions of each prompt."""
+        """Return the completions of each prompt."""
         return self.engine.sample(prompts, self.config.num_generations, self.sampling, noise)
 
     def score(
         self, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], noise: int
     ) -> tuple[list[Group], dict[str, float]]:
-        """The groups with their rewards, and the metrics that rewards logged."""
+        """Return the groups with their rewards, and the metrics that rewards logged."""
         return score_completions(self.rewards, self.tokenizer, prompts, sampled, self.trainer)

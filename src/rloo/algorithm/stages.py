@@ -1,5 +1,5 @@
 """The two stages of a run that compute with the policy: advantages, and an optimizer step. Each is
-measured, and `with_oom_retry` wraps each where the components of a run are made."""
+timed. The code that builds the trainer's components wraps each in `with_oom_retry`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rloo.types import Sample
 def advantages_stage(
     parts: TrainerComponents, state: TrainState, samples: Sequence[Sample]
 ) -> Advantages:
-    """The advantages of a rollout."""
+    """Return the advantages of a rollout."""
     with parts.clock.phase("credit"):
         return compute_advantages(samples, parts.policy, state.loss_context(parts))
 
@@ -26,12 +26,12 @@ def advantages_stage(
 def update_stage(
     parts: TrainerComponents, state: TrainState, active: ActiveRollout, minibatch: Sequence[Sample]
 ) -> dict[str, float]:
-    """One optimizer step on a part of the rollout's samples; returns the metrics. The first step of
-    several also gives the others their advantages."""
+    """Make one optimizer step on a part of the rollout's samples; return the metrics. The first of
+    several steps also determines the advantages of the others."""
     policy = parts.policy
     if policy.divides:
         with policy.in_step():
-            parts.stop.hold()  # all processes make this step, or none does
+            parts.stop.hold()  # all ranks make this step, or none does
     watch = policy.stepper.optimizer.register_step_pre_hook(
         lambda *_: setattr(state, "weights_ahead_of_record", True)
     )
@@ -46,9 +46,9 @@ def update_stage(
 
 
 def before_reduce(world: World, batches: BatchSizes, stop: StopSignals, credit: Advantages) -> None:
-    """What is done between the last backward pass and the sum of the gradients over all processes.
-    The other steps on a rollout need the log-probs and advantages that any process has found in the
-    first one. From here on, signals wait."""
+    """Run between the last backward pass and the all-reduce of the gradients. The remaining steps
+    on a rollout need the log-probs and advantages that each rank computed in the first one. From
+    here on, signals are deferred."""
     if batches.steps_per_rollout > 1 and not credit.is_shared:
         credit.old_logprobs = all_gather_by_key(credit.old_logprobs, world)
         if credit.from_update:

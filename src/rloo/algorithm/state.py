@@ -1,4 +1,4 @@
-"""What a run consists of: its parts, which stay, and its state, which changes."""
+"""A run's components, which do not change, and its state, which does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rloo.tracking.monitor import Monitor
 from rloo.tracking.profiler import PhaseTimer
 from rloo.types import Engine, Rollout, RolloutGenerator, Sample
 
-# Attributes of TrainState that a checkpoint has under "due", by their names there.
+# Names in a checkpoint's "due" -> attributes of TrainState.
 PENDING = {
     "evaluation_due": "evaluation_pending",
     "save_due": "save_pending",
@@ -35,14 +35,14 @@ PENDING = {
     "step_open": "step_open",
     "refused_in_a_row": "refused_in_a_row",
 }
-# The fields of Sample that a checkpoint has, and their names there.
+# Fields of Sample that a checkpoint has -> their names in it.
 _SAVED_AS = {f.name: f.name for f in fields(Sample) if f.name != "pixels"}
 _SAVED_AS |= {"weight_versions": "versions"}
 
 
 def minibatches(samples: Sequence[Sample], batches: BatchSizes) -> Iterator[list[Sample]]:
-    """Divide the rollout into optimizer steps of `completions_per_step`, `num_iterations` times:
-    by place in the rollout, so that a completion that could not be scored moves no other."""
+    """Split the rollout into optimizer steps of `completions_per_step`, `num_iterations` times. The
+    split is by place in the rollout, so that a completion without a score moves no other."""
     parts: dict[int, list[Sample]] = {}
     for sample in samples:
         parts.setdefault(sample.place // batches.completions_per_step, []).append(sample)
@@ -53,7 +53,7 @@ def minibatches(samples: Sequence[Sample], batches: BatchSizes) -> Iterator[list
 
 @dataclass(frozen=True, slots=True)
 class TrainerComponents:
-    """Built once, before the first step, and never replaced."""
+    """The components of a run, built once before the first step and never replaced."""
 
     config: RLOOConfig
     world: World
@@ -66,7 +66,7 @@ class TrainerComponents:
     events: Events
     clock: PhaseTimer
     stop: StopSignals
-    # The stages of `rloo.algorithm.stages`, wrapped.
+    # The stages of `rloo.algorithm.stages`, wrapped in `with_oom_retry`.
     compute_advantages: Callable[[TrainerComponents, TrainState, Sequence[Sample]], Advantages]
     update: Callable[
         [TrainerComponents, TrainState, ActiveRollout, Sequence[Sample]], dict[str, float]
@@ -75,7 +75,8 @@ class TrainerComponents:
 
 @dataclass(slots=True)
 class ActiveRollout:
-    """A rollout, its samples and their credit, of whose optimizer steps `steps_done` are made."""
+    """A rollout with its samples, their advantages, and the number of optimizer steps done on
+    it."""
 
     rollout: Rollout
     samples: list[Sample]
@@ -83,11 +84,11 @@ class ActiveRollout:
     steps_done: int = 0
 
     def remaining_minibatches(self, batches: BatchSizes) -> Iterator[list[Sample]]:
-        """The samples of each optimizer step that is not made yet."""
+        """Yield the samples of each optimizer step that is not done yet."""
         return islice(minibatches(self.samples, batches), self.steps_done, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """What its other steps need, once the first has been made, in plain values and tensors."""
+        """Return what the steps after the first one need, as plain values and tensors."""
         assert isinstance(self.credit, PrecomputedAdvantages)
         pixels = {s.key[0]: s.pixels for s in self.samples if s.pixels is not None}
         return {
@@ -107,7 +108,7 @@ class ActiveRollout:
 
     @classmethod
     def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> ActiveRollout:
-        """The inverse of `state_dict`; `position` is where the data goes on after the rollout."""
+        """The inverse of `state_dict`; `position` is where the dataset continues after it."""
         rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
         known, old = dict(saved["known"]), dict(saved["old_logprobs"])
         credit = PrecomputedAdvantages(
@@ -129,16 +130,16 @@ def _plain(value: Any) -> Any:
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a run stands. `trainer` and `control` are transformers', for callbacks and rewards;
-    `trainer.global_step` counts optimizer steps.
+    """The state of a run. `trainer` and `control` are transformers' objects, for callbacks and
+    rewards; `trainer.global_step` counts optimizer steps.
 
-    `position` is where the data must go on from: after the last rollout that a step was made on,
-    `active_rollout` while not all of its steps are made. `generators` are those of the last
-    finished step. `budget_changes` tell from which step on micro-batches were smaller, which orders
-    sums anew. What callbacks ask for in the middle of a rollout waits in `evaluation_pending` and
-    `save_pending`. They are told of the end of a step (`step_open`) and of `open_epoch` also where
-    a run was stopped in between. While `weights_ahead_of_record`, the weights are those of a step
-    that is not recorded yet."""
+    `position` is the dataset position to resume from: after the last rollout that a step was made
+    on. `active_rollout` is set while some of its steps remain. `generators` are the RNG states
+    after the last finished step. `budget_changes` list the steps from which micro-batches were
+    smaller, which changes the order of sums. `evaluation_pending` and `save_pending` are requests
+    of callbacks in the middle of a rollout. `step_open` and `open_epoch` record that callbacks have
+    not received the end of a step or epoch, for a run that stops there. While
+    `weights_ahead_of_record`, the weights include a step that is not recorded yet."""
 
     trainer: TrainerState
     control: TrainerControl
@@ -158,24 +159,24 @@ class TrainState:
 
     @property
     def step(self) -> int:
-        """Optimizer steps made."""
+        """The number of optimizer steps done."""
         return self.trainer.global_step
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done or a callback has asked to stop."""
+        """Whether all steps are done or a callback stopped the run."""
         return self.step >= self.trainer.max_steps or self.control.should_training_stop
 
     def has_trained_on(self, rollout: Rollout) -> bool:
-        """Whether an optimizer step was made on it."""
+        """Return whether an optimizer step was made on this rollout."""
         return self.position is rollout.position
 
     def loss_context(self, parts: TrainerComponents) -> LossContext:
-        """What the loss is made of now."""
+        """Return the current settings of the loss."""
         return LossContext(parts.config, parts.batches, self.kl_controller.beta)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it, as JSON values."""
+        """Return what a checkpoint stores, as JSON values."""
         return {
             "state": asdict(self.trainer),
             **self.position,
@@ -186,7 +187,7 @@ class TrainState:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, but with this session's steps and intervals."""
+        """Continue from what `state_dict` returned, but with this session's steps and intervals."""
         self.trainer.global_step = saved["state"]["global_step"]
         self.trainer.log_history = saved["state"]["log_history"]
         self.position = {name: saved[name] for name in self.position}

@@ -1,4 +1,4 @@
-"""The record of an optimizer step: counts, metrics, and what callbacks ask for."""
+"""The record of an optimizer step: counts, metrics, and requests of callbacks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_REFUSED_STEPS = 3
 
 
 def begin_step(parts: TrainerComponents) -> None:
-    """Tell the callbacks that an optimizer step begins. What links have done before it, such as in
-    an evaluation or at the start, is no step's."""
+    """Call `on_step_begin` of the callbacks, and reset the communication metrics: they do not
+    include what an evaluation or the start of the run sent."""
     parts.events.send("on_step_begin")
     if (links := parts.world.collectives) is not None:
         links.received, links.seconds = 0, 0.0
@@ -24,8 +24,8 @@ def begin_step(parts: TrainerComponents) -> None:
 def record(
     parts: TrainerComponents, state: TrainState, hand: ActiveRollout, stats: dict[str, float]
 ) -> None:
-    """Count an optimizer step, write it down, and ask the callbacks what is due. The first step on
-    a rollout makes it count, since all its advantages are known by then."""
+    """Count an optimizer step, log it, and collect what callbacks request. A rollout's own metrics
+    are logged with its first step, since all its advantages are known by then."""
     first, config, adaptive, rollout = (
         not hand.steps_done,
         parts.config,
@@ -56,7 +56,7 @@ def record(
             "epoch": rollout.epoch,
         }
     )
-    stats = parts.world.broadcast_object(stats)  # all log the same, its times too
+    stats = parts.world.broadcast_object(stats)  # all ranks log the same, times included
     parts.monitor.step(state.step, stats)
     if first:
         parts.monitor.completions(state.step, rollout.groups)
@@ -74,8 +74,8 @@ def record(
 def finish_step(
     parts: TrainerComponents, state: TrainState, stats: dict[str, float] | None = None
 ) -> None:
-    """Log a step's metrics, tell the callbacks that it ended, and note what they want. A run that
-    one of them ended tells them again when it goes on, without metrics (None)."""
+    """Log a step's metrics, call the callbacks' end of step, and note their requests. If a callback
+    ended the run here, the resumed run calls them again without metrics (None)."""
     state.step_open = True
     parts.monitor.log(stats)
     note_pending_work(state)
@@ -83,7 +83,8 @@ def finish_step(
 
 
 def note_pending_work(state: TrainState) -> None:
-    """Note what callbacks want, before the next event. Raises ValueError for what cannot be met."""
+    """Note the callbacks' requests before the next event. Raises ValueError for an impossible
+    one."""
     control = state.control
     state.evaluation_pending |= control.should_evaluate and state.evaluated_at != state.step
     state.save_pending |= control.should_save
@@ -95,7 +96,7 @@ def note_pending_work(state: TrainState) -> None:
 
 
 def _of_links(parts: TrainerComponents) -> dict[str, float]:
-    """What all processes have told each other in this step, and how long this one has waited."""
+    """The bytes that all ranks sent in this step, and the seconds that this rank waited."""
     links = parts.world.collectives
     if links is None:
         return {}

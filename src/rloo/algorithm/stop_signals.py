@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: obeyed at once where nothing is half done, else held back."""
+"""Signals that stop a run: handled at once, or deferred until the current operation is complete."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any
 from rloo.config.launcher_env import is_launched
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 
-# Seconds within which a signal of the same kind is the same one.
+# Within so many seconds, a repeated signal counts as the same one.
 FOLLOW_UP_SECONDS = 1.0
 
 
 class Stopped(SystemExit):
-    """A signal other than Ctrl-C has ended a run, after it was saved. A script that does not catch
-    it exits with 128 + the signal's number, which no scheduler takes for success."""
+    """Raised after a signal other than Ctrl-C stopped a run and the run was saved. If a script does
+    not catch it, it exits with 128 + the signal's number, which no scheduler takes for success."""
 
     def __init__(self, number: int) -> None:
         self.status, self.signal = 128 + number, signal.Signals(number)
@@ -32,20 +32,20 @@ class Stopped(SystemExit):
 
 
 class ForcedInterrupt(KeyboardInterrupt):
-    """A second Ctrl-C, which nothing holds back: what is half done must not be saved."""
+    """A second Ctrl-C, which is never deferred. Incomplete state must not be saved."""
 
 
 class StopSignals:
-    """Receives the signals that ask to stop while `handling`, in the main thread only, as Python
-    allows; a signal that is ignored (nohup, a background job) stays ignored.
+    """Handles stop signals while `handling`. Python allows this in the main thread only. A signal
+    that is ignored (nohup, a background job) stays ignored.
 
-    The first one raises KeyboardInterrupt or `Stopped` wherever the run is, unless it is in a part
-    that is `deferred`: then at the end of that part. A second one of the same kind ends at once.
-    With `usr1_saves`, SIGUSR1 sets `save_wanted` instead."""
+    The first signal raises KeyboardInterrupt or `Stopped` at once, or, inside a `deferred` block,
+    at the end of that block. A second one of the same kind ends the run at once. With `usr1_saves`,
+    SIGUSR1 sets `save_wanted` instead."""
 
     def __init__(self, *, usr1_saves: bool = False) -> None:
         self.save_wanted = False
-        self.received: int | None = None  # the first one
+        self.received: int | None = None  # the first signal
         self._seen: dict[int, float] = {}  # when each kind came first
         self.usr1_saves = usr1_saves
         self._held = 0
@@ -53,7 +53,7 @@ class StopSignals:
 
     @contextmanager
     def handling(self) -> Iterator[StopSignals]:
-        """Install the handlers; on leaving, put the previous ones back."""
+        """Install the handlers; on exit, restore the previous ones."""
         previous: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
@@ -68,7 +68,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Hold signals back in this block, and raise at its end what came in it."""
+        """Defer signals in this block, and raise at its end if one arrived."""
         self.hold()
         try:
             yield
@@ -78,8 +78,8 @@ class StopSignals:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """A signal in this block ends the process with its status and one line: for imports, where
-        nothing is to be saved, and where C++ that calls Python aborts on an exception."""
+        """In this block, a signal ends the process with its status and one line. Use it for
+        imports: there is nothing to save, and C++ code that calls Python aborts on an exception."""
         self._ends = True
         try:
             yield
@@ -88,16 +88,16 @@ class StopSignals:
 
     @property
     def is_held(self) -> bool:
-        """Whether signals are held back now."""
+        """Whether signals are deferred now."""
         return self._held > 0
 
     def hold(self) -> None:
-        """Hold signals back from now on, to the end of the block that is `released`."""
+        """Defer signals from now on, to the end of the enclosing `released` block."""
         self._held += 1
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """At the end of this block, end every `hold` of it and raise what came since."""
+        """At the end of this block, undo every `hold` of it and raise if a signal arrived."""
         before = self._held
         try:
             yield
@@ -106,12 +106,12 @@ class StopSignals:
         self.check()
 
     def check(self) -> None:
-        """Raise what was held back, also where user code swallowed it when it was first raised."""
+        """Raise a deferred signal, or one that user code swallowed when it was first raised."""
         if self.received is not None and not self._held:
             raise self._error(self.received)
 
     def pass_on(self, number: int) -> None:
-        """Another process of the run was asked to stop by signal `number`: so is this one."""
+        """Handle signal `number`, which another process of the run received, as if it came here."""
         if self.received is None:
             self._receive(number, None)
 
@@ -123,7 +123,7 @@ class StopSignals:
             os.write(sys.stderr.fileno(), f"rloo: {said}\n".encode())
             os._exit(128 + number)
         elif number in self._seen:
-            # Schedulers and launchers may both tell a process of several the same thing.
+            # A scheduler and a launcher may both send the same signal to a rank.
             if not is_launched() or time.monotonic() - self._seen[number] > FOLLOW_UP_SECONDS:
                 self._end_now(number)
         else:

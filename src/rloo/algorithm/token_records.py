@@ -1,4 +1,4 @@
-"""A few groups of a rollout as its first update saw them, token by token, for the report."""
+"""Token-level records of a few groups, as their first update computed them, for the report."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rloo.types import Sample
 
 NUM_GROUPS = 2
 NUM_COMPLETIONS = 16
-# Of a longer completion, half of them are from its head and half from its tail.
+# Half of the tokens of a longer completion are from its start and half from its end.
 NUM_TOKENS = 512
 
 
 def detailed(
     hand: ActiveRollout, config: RLOOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """One row for each of the first two groups, of those with signal if there are any: the prompt,
-    and its first 16 completions with reward, advantage and tokens. `mismatch` is the trainer's
-    log-prob of each token minus the engine's, in nats; `trained` is 0 for those that a tool said,
-    which have none. What only another process knows is left out; an advantage is one number, or one
-    for each token."""
+    """Return one row for each of two groups, the first ones with signal if there are any: the
+    prompt, and its first 16 completions with reward, advantage and tokens. `mismatch` is the
+    trainer's log-prob of each token minus the engine's, in nats. `trained` is 0 for tokens of tool
+    output, which have no mismatch. Data that only another rank has is left out. An advantage is one
+    number, or one per token."""
     groups = hand.rollout.groups
     first = sorted(range(len(groups)), key=lambda n: not has_reward_variance(groups[n], config))
     samples = {sample.key: sample for sample in hand.samples}
@@ -57,8 +57,8 @@ def detailed(
 def _seen(
     hand: ActiveRollout, sample: Sample | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """The advantage, tokens and mismatch of a completion, as far as they are known here."""
-    if sample is None:  # nothing is learned from it
+    """The advantage, tokens and mismatch of a completion, as far as this rank knows them."""
+    if sample is None:  # it is not trained on
         return {}
     found: dict[str, Any] = {}
     if (known := hand.credit.by_completion.get(sample.key)) is not None:
@@ -77,7 +77,7 @@ def _seen(
 
 
 def _of_all(values: Sequence[Any], sample: Sample) -> list[Any]:
-    """The ends of what is known of each trained token, None for the others."""
+    """The first and last tokens' values: `values` for trained tokens, None for the others."""
     known = iter(values)
     trained = sample.trained or [True] * len(sample.token_ids)
     return _ends([next(known) if kept else None for kept in trained])
@@ -90,8 +90,8 @@ def _ends(values: Sequence[Any]) -> list[Any]:
 
 
 def pieces(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text that each token adds, special tokens included; a character of several tokens stands
-    at the last of them."""
+    """Return the text that each token adds, special tokens included. A character of several tokens
+    is in the text of the last of them."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         return [str(tokenizer.decode([token])) for token in token_ids]

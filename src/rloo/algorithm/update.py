@@ -31,10 +31,10 @@ from rloo.types import Sample
 def update(
     policy: Policy, samples: Sequence[Sample], credit: Advantages, terms: LossContext
 ) -> dict[str, float]:
-    """One optimizer step on `samples`: micro-batches forward and backward, then the step, before
-    which nothing of the policy has changed. Where nothing but its advantage counts, a sample of
-    which that is known to be exactly 0 is not computed, but counts in the divisor of the loss;
-    where no sample is computed, there is no step."""
+    """Make one optimizer step on `samples`: forward and backward of the micro-batches, then the
+    step. Nothing of the policy changes before the step. If only advantages contribute to the loss,
+    samples with an advantage of exactly 0 are skipped, but count in the loss denominator. If all
+    are skipped, there is no step."""
     config = terms.config
     denominator = loss_denominator(
         config.loss_aggregation,
@@ -68,7 +68,7 @@ def update(
     for sums in done:
         add(tally, sums)
     metrics = credit.stats | averages(tally, samples, config)
-    if not computes_all:  # the entropy of those computed is that of completions with signal
+    if not computes_all:  # those computed have signal, which would bias the entropy
         metrics.pop("entropy", None)
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
     metrics |= imbalance(dealt, packed=policy.packed)
@@ -91,9 +91,9 @@ def micro_batch_loss(
     denominator: float,
     input_tokens: int | None = None,
 ) -> tuple[Tensor, MetricSums]:
-    """The loss of one micro-batch (a scalar with gradient), and sums for the metrics, which
-    are left on its device. `input_tokens` is the total over all micro-batches, by default of
-    this one."""
+    """Return the loss of one micro-batch (a scalar with gradient), and sums for the metrics, which
+    stay on its device. `input_tokens` is the total over all micro-batches, by default of this
+    one."""
     scores = policy.logprobs(batch)
     now = scores.logprobs.detach()
     reference = policy.reference_logprobs(batch) if _compares(credit, terms) else None
@@ -120,8 +120,8 @@ def _compares(credit: Advantages, terms: LossContext) -> bool:
 def _share(
     aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: MetricSums
 ) -> Tensor:
-    """A micro-batch's share of the mean balancing loss over all tokens: approximately, since the
-    loss is a product of means."""
+    """A micro-batch's share of the mean load-balancing loss over all tokens. It is approximate,
+    since the loss is a product of means."""
     here = batch.multiplicity.sum()
     part: Tensor = aux_loss * (here / (input_tokens or here))
     sums["aux_loss"] = part.detach()
@@ -129,9 +129,9 @@ def _share(
 
 
 def _computes_all(policy: Policy, samples: Sequence[Sample], terms: LossContext) -> bool:
-    """Whether samples without signal are computed, too: where their KL, entropy or experts count,
-    where the preset does it, and where tokens were drawn from another distribution than the
-    policy's, so that nothing is known of its entropy."""
+    """Whether samples without signal are computed too: if their KL, entropy or load-balancing loss
+    counts, if the preset requires it, or if tokens were sampled from another distribution than the
+    policy's, so that its entropy is unknown."""
     filtered = any(s.behavior_logprobs not in (None, s.policy_logprobs) for s in samples)
     adds = (
         terms.beta != 0 or has_other_terms(terms.config, terms.beta) or policy.aux_loss_weight != 0

@@ -1,4 +1,4 @@
-"""The metrics of an update, from sums over its micro-batches and processes."""
+"""The metrics of an update, from sums over its micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from rloo.model.micro_batch import MicroBatch, count_input_tokens
 from rloo.types import Sample
 
 T = TypeVar("T")
-# Sums, and maxima (names that end so), by name.
+# Name -> sum, or maximum for names that end in "max".
 MetricTotals = dict[str, float]
-# The same of micro-batches, which no GPU is asked for before all of them are computed.
+# The same for micro-batches, as tensors: reading each would synchronise with the GPU.
 MetricSums = dict[str, float | Tensor]
 
 
 def add(tally: MetricTotals, sums: Mapping[str, float]) -> None:
-    """Add the sums of a process to others."""
+    """Add the sums of one rank to `tally`."""
     for name, value in sums.items():
         before = tally.get(name, 0.0)
         tally[name] = max(before, value) if name.endswith("max") else before + value
 
 
 def gather(sums: MetricSums, more: MetricSums) -> None:
-    """Add the sums of a micro-batch to others, in float64."""
+    """Add the sums of one micro-batch to `sums`, in float64."""
     for name, value in more.items():
         if isinstance(value, Tensor):
             value = value.detach().double()
@@ -42,7 +42,7 @@ def gather(sums: MetricSums, more: MetricSums) -> None:
 
 
 def read(sums: MetricSums) -> MetricTotals:
-    """The sums as numbers, by waiting once for the device that has them."""
+    """Return the sums as numbers, with a single device synchronisation."""
     tensors = {name: value for name, value in sums.items() if isinstance(value, Tensor)}
     values = torch.stack(list(tensors.values())).tolist() if tensors else []
     found = dict(zip(tensors, values, strict=True))
@@ -50,7 +50,7 @@ def read(sums: MetricSums) -> MetricTotals:
 
 
 def to_cpu(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
-    """Flat tensors in the host's memory, by one transfer."""
+    """Copy flat tensors to host memory in one transfer."""
     if not values:
         return {}
     whole = torch.cat(list(values.values())).cpu()
@@ -58,14 +58,14 @@ def to_cpu(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
 
 
 def recorded_sum(values_T: Tensor, watched_T: Tensor) -> Tensor:
-    """The sum over the tokens that are watched, whose number no one has to know."""
+    """Return the sum over the tokens where `watched_T`, without reading their number."""
     return torch.where(watched_T, values_T, 0.0).sum()
 
 
 def add_micro_batch(
     sums: MetricSums, batch: MicroBatch, inputs: LossInputs, watched_N: Tensor
 ) -> None:
-    """Add the sums of a micro-batch besides its loss. `watched_N`: see `LossContext.watched`."""
+    """Add the sums of a micro-batch except its loss. `watched_N`: see `LossContext.watched`."""
     now, watched_T = inputs.logprobs.detach(), watched_N[batch.sequence_T]
     if inputs.reference is not None:
         sums["kl"] = recorded_sum(now - inputs.reference, watched_T)
@@ -82,7 +82,7 @@ def add_micro_batch(
 
 
 def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:
-    """The tokens of the busiest process over the mean of all, where there are several."""
+    """Return the tokens of the busiest rank over the mean, if there are several ranks."""
     tokens = [count_input_tokens(samples, packed) if samples else 0 for samples in dealt]
     if len(tokens) == 1 or not any(tokens):
         return {}
@@ -92,10 +92,10 @@ def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, f
 def averages(
     tally: Mapping[str, float], samples: Sequence[Sample], config: RLOOConfig
 ) -> dict[str, float]:
-    """The metrics of a step, of `samples`, from the sums over those that were computed."""
+    """Return the metrics of a step on `samples`, from the sums over those that were computed."""
     by_token = config.importance_sampling_level == "token"
     ratios = sum(s.num_trained for s in samples) if by_token else len(samples)
-    # What is not computed has no advantage, and so is not clipped.
+    # A sample that is not computed has an advantage of 0, so its ratio is not clipped.
     low, high = (tally.get(f"clipped_{side}", 0.0) / max(ratios, 1) for side in ("low", "high"))
     metrics = {
         "loss": tally.get("loss", 0.0),

@@ -1,4 +1,4 @@
-"""Sampling beside training: what corrects for its age, and what it cannot be combined with."""
+"""Asynchronous rollouts: their importance-sampling correction, and invalid combinations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rloo.config.options import TrainingOptions
 
 
 def correction_of(options: TrainingOptions) -> dict[str, Any]:
-    """`rollout_importance_sampling_mode` where it is not said: truncated weights for what other
-    weights have sampled (the decoupled objective, AReaL, arXiv 2505.24298, section 5.2), by the
-    unit that the loss has ratios of; otherwise none."""
+    """The default of `rollout_importance_sampling_mode`. If rollouts may be stale, it is truncated
+    importance weights (the decoupled objective, AReaL, arXiv 2505.24298, section 5.2), at the level
+    of the loss's ratios; otherwise none."""
     mode = options.rollout_importance_sampling_mode
     if mode == "off" and not options.max_staleness:
         return {"rollout_importance_sampling_mode": None}
@@ -23,7 +23,7 @@ def correction_of(options: TrainingOptions) -> dict[str, Any]:
 
 
 def check_beside(config: TrainingOptions) -> None:
-    """Raise ValueError for the first fault in how `config` samples beside training."""
+    """Raise ValueError for the first fault in the asynchronous rollouts of `config`."""
     for fault in _faults(config):
         raise ValueError(fault)
 

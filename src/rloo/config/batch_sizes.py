@@ -1,4 +1,4 @@
-"""The batch arithmetic: how many prompts and completions a rollout and an optimizer step have."""
+"""The numbers of prompts and completions of a rollout and of an optimizer step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rloo.config.options import DEFAULT_BATCH, TrainingOptions
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Counts over all processes. A rollout is what is sampled at once (TRL's generation batch) and
-    serves `steps_per_rollout` optimizer steps: each of its `parts_per_rollout` parts, of
-    `completions_per_step` completions, is learned from `num_iterations` times."""
+    """Counts over all processes. A rollout is TRL's generation batch: the completions that are
+    sampled at once, for `steps_per_rollout` optimizer steps. It has `parts_per_rollout` parts of
+    `completions_per_step` completions. Each part is used for `num_iterations` steps."""
 
     completions_per_step: int
     completions_per_rollout: int
@@ -30,9 +30,9 @@ class BatchSizes:
 
 
 def batches_of(options: TrainingOptions, world_size: int) -> BatchSizes:
-    """What the options make of `world_size` processes. Raises ValueError for options that
-    contradict each other, for a rollout of half optimizer steps (TRL's rarer cases, where a step
-    begins in one pass over the rollout and ends in the next) and for one of half groups."""
+    """The batch sizes of the options with `world_size` processes. Raises ValueError for options
+    that contradict each other, and for a rollout that is no multiple of a group or of an optimizer
+    step. (In TRL a step may begin in one pass over the rollout and end in the next.)"""
     step = _completions_per_step(options, world_size)
     rollout = _completions_per_rollout(options, step)
     if rollout % options.num_generations:

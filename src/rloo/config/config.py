@@ -44,21 +44,21 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
 class RLOOConfig(TRLCompatibleOptions):
     """The options of a run: the fields of `TrainingOptions` (rloo/config/options.py), checked.
 
-    Takes every field by keyword. `TRLCompatibleOptions` lets it take and give what scripts for TRL
-    do besides: aliases (`rloo.config.compat.aliases`), TRL's options that have no effect here,
-    assignment, and dataclasses that inherit from it.
+    Takes every field by keyword. `TRLCompatibleOptions` adds the features that scripts for TRL use:
+    aliases (`rloo.config.compat.aliases`), TRL's options that have no effect here, assignment, and
+    dataclasses that inherit from it.
 
     Raises ValueError for an unknown option, a value of the wrong type or out of range, options
     that contradict each other, and an option of TRL or transformers that this version does not
-    implement, set to anything but its default. Change one with `dataclasses.replace`, or as scripts
-    for TRL do, by assignment: what contradicts others is then refused by the trainer, which has a
-    fixed copy of the options that it is given. A dataclass that inherits from it may have fields of
-    its own, which are the script's, and other defaults.
+    implement, set to anything but its default. Change an option with `dataclasses.replace`, or by
+    assignment, as scripts for TRL do. The trainer then checks for contradictions, and takes a fixed
+    copy of the options. A dataclass that inherits from it may add fields for the script, and change
+    defaults.
     """
 
     def __post_init__(self) -> None:
-        """Derive what follows from the options, and check them. A subclass that has its own
-        `__post_init__` calls this one, as it would TRL's."""
+        """Derive dependent options, and check all. A subclass with a `__post_init__` must call this
+        one, as with TRL's."""
         own = vars(self)
         own.update(engine_of(self))
         own.update(correction_of(self))
@@ -72,7 +72,7 @@ class RLOOConfig(TRLCompatibleOptions):
         if self.metric_for_best_model is None and self.compares_evaluations:
             own["metric_for_best_model"] = "reward"
         if self.eval_strategy != "no":
-            own["do_eval"] = True  # as scripts read it from TrainingArguments
+            own["do_eval"] = True  # scripts read it, as in TrainingArguments
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             own["greater_is_better"] = not self.metric_for_best_model.endswith("loss")
         own["train_sampling_strategy"] = "random" if self.shuffle_dataset else "sequential"
@@ -85,17 +85,16 @@ class RLOOConfig(TRLCompatibleOptions):
         own["_checked"] = self._values()
 
     def with_asked(self) -> RLOOConfig | None:
-        """A fixed copy with the length that was assigned since a trainer has these options, or
-        since this was asked for; None where nothing was. Raises ValueError as `require_unchanged`.
-        """
+        """A fixed copy with the run length (`LENGTH`) assigned since the trainer took these options
+        or since the last call; None if nothing was. Raises as `require_unchanged` does."""
         changed = self.require_unchanged()
         if "_taken" in vars(self):
             vars(self)["_taken"].asked.clear()
         return self.with_values(**changed) if changed else None
 
     def require_unchanged(self) -> dict[str, Any]:
-        """Raise ValueError where an option of what the trainer was given is not what the trainer
-        has any more, but for the length, which is returned."""
+        """Raise ValueError if an option has changed since the trainer took its copy. Changes of the
+        run length are allowed, and returned."""
         taken = vars(self).get("_taken") or AssignedOptions()
         changed = {n: v for n, v in taken.asked.items() if n in LENGTH or v != getattr(self, n)}
         for name in changed.keys() - set(LENGTH):
@@ -104,7 +103,7 @@ class RLOOConfig(TRLCompatibleOptions):
 
     @contextmanager
     def in_training(self) -> Iterator[None]:
-        """Inside, what the trainer was given cannot be changed, either."""
+        """A block in which the script's object, which the trainer has copied, is fixed too."""
         taken = vars(self).setdefault("_taken", AssignedOptions())
         taken.training = True
         try:
@@ -113,9 +112,9 @@ class RLOOConfig(TRLCompatibleOptions):
             taken.training = False
 
     def fixed(self) -> RLOOConfig:
-        """An equal copy, read and checked again if anything changed since that was done. It cannot
-        be changed by assignment, but for the length of the next training, and says so where this
-        object is changed and its trainer then trains."""
+        """An equal copy, checked again if anything changed since the last check. Assignment cannot
+        change it, except for the length of the next training. If this object changes, the copy's
+        `require_unchanged` raises an error before the next training."""
         taken = AssignedOptions()
         values = self._values()
         if values != self._checked:
@@ -126,8 +125,8 @@ class RLOOConfig(TRLCompatibleOptions):
         return copy
 
     def with_values(self, **values: Any) -> RLOOConfig:
-        """A fixed copy in which some options have other `values`. These are neither read nor
-        checked: a run chose them itself (threads, the model's name), or they turn something off."""
+        """A fixed copy in which some options have other `values`. These are not parsed or checked:
+        the run chose them (threads, the model's name), or they turn something off."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self) | self._values() | values, _fixed=True)
         vars(copy)["_checked"] = copy._values()
@@ -135,13 +134,13 @@ class RLOOConfig(TRLCompatibleOptions):
 
     @property
     def named(self) -> frozenset[str]:
-        """The options that were given, in a file, on a command line or by a script; the others have
-        their defaults, or what follows from these."""
+        """The names of the options that were set in a file, on a command line or by a script. All
+        others have defaults or derived values."""
         return self._named
 
     @property
     def loss_form(self) -> LossForm:
-        """What the preset does to the loss and no option says."""
+        """The properties of the loss that only the preset sets."""
         return loss_form(self.preset)
 
     def __eq__(self, other: object) -> bool:
@@ -161,9 +160,9 @@ class RLOOConfig(TRLCompatibleOptions):
         return {n: v if type(v) in _UNCHANGING else deepcopy(v) for n, v in values.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved options as JSON types; `RLOOConfig(**config.to_dict()) == config`, but for
-        secrets, since this is what is written down: `hub_token` is null, and what a shell has put
-        into other options is the name of its variable."""
+        """The resolved options as JSON types: `RLOOConfig(**config.to_dict()) == config`, except
+        for secrets, since files and loggers get this dict. `hub_token` is null, and a secret from
+        an environment variable is replaced by the variable's name."""
         values = self._values() | {"hub_token": None}
         plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
         return dict(hide(plain))
@@ -173,7 +172,8 @@ class RLOOConfig(TRLCompatibleOptions):
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """`to_dict` with text for what is no text, number or switch, as TensorBoard takes it."""
+        """`to_dict` with every value that is no string, number or bool as a string, for
+        TensorBoard."""
         sizes = {
             "train_batch_size": self.per_device_train_batch_size,
             "eval_batch_size": self.eval_batch_size,
@@ -182,27 +182,27 @@ class RLOOConfig(TRLCompatibleOptions):
         return {n: v if type(v) in plain else str(v) for n, v in values.items()}
 
 
-_UNCHANGING = {bool, int, float, str, type(None)}  # most values, which deepcopy is slow to return
+_UNCHANGING = {bool, int, float, str, type(None)}  # most values; deepcopy is slow even for these
 
-# Before, parsers needed a class of its own.
+# Earlier versions had a separate class for parsers.
 RLOOArguments = RLOOConfig
 
 
 def own_attributes(config: RLOOConfig) -> dict[str, Any]:
-    """What a script has put on `config` besides options, by name."""
+    """The attributes that a script has set on `config` and that are no options, by name."""
     mine = {*known_names(), *own_fields(type(config))}
     return {n: value for n, value in vars(config).items() if n[0] != "_" and n not in mine}
 
 
 def without_adapter(config: RLOOConfig) -> RLOOConfig:
-    """`config` with every option about adapters at its default: none is added."""
+    """`config` with every LoRA option at its default, so that no adapter is added."""
     return config.with_values(
         **{field.name: field.default for field in LORA.fields_of(TrainingOptions)}
     )
 
 
 def in_one_process(config: RLOOConfig) -> RLOOConfig:
-    """`config` with the batches of all its `num_processes` in one process, which also samples."""
+    """`config` for one process with the total batch of its `num_processes`; it samples as well."""
     size, batch = config.per_device_train_batch_size, config.gradient_accumulation_steps
     if config.num_prompts is None or (size, batch) != DEFAULT_BATCH:
         size *= config.num_processes or 1

@@ -1,4 +1,4 @@
-"""What decides how a run uses an engine, before torch is loaded."""
+"""Properties of engines that a run needs before torch is loaded."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _nothing(config: Any) -> None:
 class EngineSpec:
     """An engine that `rollout_engine` can name.
 
-    `make` is given `rloo.engines.engine_registry.EngineInputs` and returns the engine and a note
-    for the user, or None. `check` raises ValueError for options that the engine cannot do with.
-    `own_processes`: it samples in processes of its own, which this process calls, so that it may
-    sample while the model is trained. `partial_rollouts`: completions go on with new weights.
-    `options`: the group of options that are about it, `vllm` for those whose names begin so."""
+    `make` gets `rloo.engines.engine_registry.EngineInputs` and returns the engine and a note for
+    the user, or None. `check` raises ValueError for options that the engine does not support.
+    `own_processes`: the engine samples in separate processes, so it can sample while the model
+    trains. `partial_rollouts`: completions can continue with new weights. `options`: the prefix of
+    the options for this engine, such as `vllm`."""
 
     make: Callable[[Any], tuple[Any, str | None]]
     check: Callable[[Any], None] = _nothing
@@ -31,7 +31,7 @@ class EngineSpec:
 
 
 def engine_spec(name: str) -> EngineSpec:
-    """The engine of that name. Raises ValueError where there is none."""
+    """The engine of that name. Raises ValueError if there is none."""
     known = plugins.names("engines")
     if name not in known:
         *others, last = known

@@ -1,4 +1,5 @@
-"""Names of estimators, and `composed` as a value; `rloo.algorithm.estimators` computes them."""
+"""The names of the estimators, and the settings of `composed`. `rloo.algorithm.estimators` computes
+them."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ ESTIMATORS = ("composed", "rloo", "grpo", "reinforce_pp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorConfig:
-    """What `composed` is to compute; the defaults are REINFORCE Leave-One-Out.
+    """The settings of the estimator `composed`; the defaults are REINFORCE Leave-One-Out.
 
-    First the options that act on it; then its arguments (`estimator_kwargs`), which only some
-    systems set. A mean of earlier rollouts (`mean_level` running) is off the rewards before an
-    estimator sees them.
+    The first fields are options; the others are arguments (`estimator_kwargs`), which only some
+    systems use. With `mean_level` running, the running mean is subtracted from the rewards before
+    the estimator gets them.
     """
 
     kl_placement: Literal["reward", "reward_to_go", "loss"] = "reward"
@@ -33,27 +34,27 @@ class EstimatorConfig:
     advantage_clip_range: tuple[float, float] | None = None
     # Weight of the past in the running mean of `mean_level` running.
     running_decay: float = 0.95
-    # The KL is off before the baseline, not after it.
+    # Subtract the KL before the baseline is computed, not after.
     kl_in_baseline: bool = True
-    # Completions that `mask_truncated_completions` leaves out pay KL all the same.
+    # Apply the KL also to completions that `mask_truncated_completions` masks.
     kl_of_truncated: bool = True
-    # What the baseline is a mean of; tokens leaves out one token, not one answer.
+    # Elements of the baseline's mean. With `tokens`, leave-one-out omits one token, not one answer.
     mean_over: Literal["completions", "tokens"] = "completions"
-    # The deviation is that of the others.
+    # Leave the completion itself out of the standard deviation.
     std_leave1out: bool = False
-    # `advantage_epsilon` is added to the variance, not to the deviation.
+    # Add `advantage_epsilon` to the variance, not to the standard deviation.
     epsilon_in_variance: bool = False
-    # What `normalize_advantages` takes as one element.
+    # Elements of the statistics of `normalize_advantages`.
     normalize_over: Literal["completions", "tokens"] = "completions"
 
     @property
     def over_rollout(self) -> bool:
-        """Whether some statistic runs over all groups of the rollout."""
+        """Whether some statistic is over all groups of the rollout."""
         return self.normalize_advantages or "batch" in (self.mean_level, self.std_level)
 
     @property
     def smallest_group(self) -> int:
-        """The fewest scored completions of a group that counts."""
+        """The fewest scored completions with which a group is used."""
         return 2 if "group" in (self.mean_level, self.std_level) else 1
 
 
@@ -61,7 +62,7 @@ PAPER = EstimatorConfig()
 
 
 def running_decay_of(config: TrainingOptions) -> float:
-    """The weight of the past in the running mean of rewards, which is kept for any estimator."""
+    """The decay of the running mean of rewards, which exists for any estimator."""
     composed = config.estimator == "composed"
     return estimator_config_of(config).running_decay if composed else PAPER.running_decay
 
@@ -76,8 +77,8 @@ _HINTS = typing.get_type_hints(EstimatorConfig)
 
 
 def estimator_config_of(config: TrainingOptions) -> EstimatorConfig:
-    """The composition that options and arguments of `config` describe. Raises ValueError for an
-    argument that is none, with the nearest, and for a value of another type."""
+    """The settings of `composed` from options and arguments of `config`. Raises ValueError for an
+    unknown argument, with the nearest known one, and for a value of a wrong type or range."""
     given = config.estimator_kwargs or {}
     for name in given:
         if name not in ARGUMENTS:

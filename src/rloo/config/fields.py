@@ -1,4 +1,4 @@
-"""How one option is declared and how a value for it is read: fields with help, values by type."""
+"""Declaration of options as dataclass fields with help, and conversion of values to their types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rloo import plugins
 TRUE_WORDS = ("true", "yes", "1")
 FALSE_WORDS = ("false", "no", "0")
 NULL_WORDS = ("none", "null")
-# Neither 010, which is 8 elsewhere, nor 1_000 or digits of other scripts, which Python would read.
+# Rejects 010, which is 8 in YAML 1.1, and 1_000 and non-ASCII digits, which Python would accept.
 WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 SHARED = ("TRL", "Unsloth", "ms-swift")
 # tier of options -> who sets them
@@ -35,7 +35,7 @@ TIERS = {
 
 
 class ConfigErrors(ValueError):
-    """Everything that is wrong with some input, one text each."""
+    """All faults of an input, one text each."""
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
@@ -43,14 +43,14 @@ class ConfigErrors(ValueError):
 
 
 def config_errors(error: Exception) -> list[str]:
-    """The faults that an error tells of."""
+    """The faults in an error, one text each."""
     return error.faults if isinstance(error, ConfigErrors) else [str(error)]
 
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """What some options are about. Each option has a tier: most runs set the `basic` ones, some the
-    advanced ones, and few need an `expert` one. A `secret` one is not shown."""
+    """The subject of a group of options. Each option has a tier: most runs set the `basic` ones,
+    some the advanced ones, and few need an `expert` one. A `secret` one is not part of the repr."""
 
     name: str
 
@@ -63,7 +63,7 @@ class OptionGroup:
         basic: bool = False,
         expert: bool = False,
     ) -> Any:
-        """A field that TRL, Unsloth and ms-swift have under this name, most by transformers."""
+        """A field that TRL, Unsloth and ms-swift have under this name, most from transformers."""
         return option_field(default, self.about(help, SHARED, basic, expert), shown=not secret)
 
     def from_trl(self, default: Any, help: str, *, expert: bool = False) -> Any:
@@ -83,41 +83,41 @@ class OptionGroup:
     def about(
         self, help: str, systems: tuple[str, ...], basic: bool = False, expert: bool = False
     ) -> dict[str, Any]:
-        """What a field's metadata say: its meaning, subject, tier, and the systems that have it."""
+        """The metadata of a field: its help, subject, tier, and the systems that have it."""
         tier = "basic" if basic else "expert" if expert else "advanced"
         return {"help": help, "subject": self.name, "systems": systems, "tier": tier}
 
     def fields_of(self, options: Any) -> list[Field[Any]]:
-        """The options about it that a dataclass, or an object of one, has."""
+        """The options of this group in a dataclass or an instance of one."""
         return [field for field in fields(options) if field.metadata.get("subject") == self.name]
 
 
 def option_field(default: Any, about: dict[str, Any], shown: bool = True) -> Any:
-    """A field with that default and metadata; unless `shown`, its value is not part of the repr."""
+    """A dataclass field with that default and metadata; it is in the repr only if `shown`."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=about)
     return field(default=default, repr=shown, metadata=about)
 
 
 def default_of(option: Field[Any]) -> Any:
-    """The default as the user sees it, before anything follows from it."""
+    """The declared default of an option, before derived values."""
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:
     """`; did you mean X?` for the nearest known name, or nothing when none is near."""
     alike = get_close_matches(name, list(known), n=3, cutoff=0.6)
-    if "_" in name:  # names of several words are alike by chance: a word or most letters must agree
+    if "_" in name:  # long names are similar by chance: a word or most letters must be equal
         nearer, words = get_close_matches(name, alike, n=3, cutoff=0.75), set(name.split("_"))
         alike = [one for one in alike if one in nearer or words & set(one.split("_"))]
     return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def coerce(name: str, hint: Any, value: Any) -> Any:
-    """`value` as the annotation `hint` wants it; text (from YAML or a shell) is read as that type.
+    """`value` converted to the type of the annotation `hint`; text (YAML or a shell's) is parsed.
 
-    Raises ValueError naming the option when the value is of another type, not finite, or not one
-    of the choices. A float is never cut to an int, a number is never taken for a switch.
+    Raises ValueError with the option's name if the value is of another type, not finite, or not one
+    of the choices. A float is never truncated to an int, and a number is never taken as a bool.
     """
     if isinstance(value, Enum):
         value = value.value
@@ -128,7 +128,7 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
     choices = [choice for kind in literals for choice in typing.get_args(kind)]
     if nullable and (value is None or _is_word(value, NULL_WORDS)):
         return None
-    if choices and name == "rollout_engine":  # other packages may give further ones
+    if choices and name == "rollout_engine":  # other packages may add engines
         choices += plugins.of_others("engines")
     if choices:
         return _choose(name, choices, value)
@@ -146,7 +146,7 @@ def coerce(name: str, hint: Any, value: Any) -> Any:
 
 
 def kinds_of(hint: Any) -> list[Any]:
-    """The types that the annotation `hint` allows, NoneType among them."""
+    """The types that the annotation `hint` allows, including NoneType."""
     is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return list(typing.get_args(hint)) if is_union else [hint]
 
@@ -181,7 +181,7 @@ def _describe(kinds: list[Any]) -> str:
 
 
 def _read(name: str, kind: Any, value: Any) -> Any:
-    """`value` as `kind`, or None when it is no such thing."""
+    """`value` as `kind`, or None if it cannot be converted."""
     container = typing.get_origin(kind)
     if container in (list, tuple, dict):
         return _read_container(name, container, typing.get_args(kind)[0], value)
@@ -226,7 +226,7 @@ def _read_number(name: str, kind: Any, value: Any) -> Any:
 
 
 def _opened(kinds: list[Any], text: str) -> Any:
-    """The list or mapping that `text` is in JSON, where one of `kinds` is that."""
+    """The JSON list or mapping in `text`, if one of `kinds` is a list or mapping; else `text`."""
     containers = {"[": (list, tuple), "{": (dict,)}.get(text.lstrip()[:1], ())
     if any(typing.get_origin(kind) in containers for kind in kinds):
         with suppress(json.JSONDecodeError):
@@ -244,7 +244,7 @@ def _read_container(name: str, container: Any, kind: Any, value: Any) -> Any:
 
 
 def _plain(path: str, value: Any) -> Any:
-    """A copy made of JSON types only, so that the resolved configuration can be written down."""
+    """A copy with JSON types only, so that the resolved configuration can be saved."""
     if isinstance(value, Mapping):
         return {str(key): _plain(f"{path}.{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -255,7 +255,7 @@ def _plain(path: str, value: Any) -> Any:
         return _text(path, value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    if str(value).startswith("torch."):  # a dtype: transformers takes its name as well
+    if str(value).startswith("torch."):  # a dtype: transformers accepts its name as well
         return str(value).removeprefix("torch.")
     if hasattr(value, "to_diff_dict"):  # a configuration of transformers' (quantization_config)
         given = value.to_diff_dict().items()

@@ -1,5 +1,5 @@
-"""Files that somebody else wrote, data and models: what may be opened, what a library says of a
-damaged one, and whether a model's weights are all there."""
+"""Checks of input files, data and models: which may be opened, one-line errors for damaged ones,
+and complete weights of a model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ _LONGEST = 600
 
 
 def check_file(path: str | Path, knob: str, *, most: int | None = None) -> None:
-    """Raise ValueError unless `path` is a regular file, which can be read to its end, of at most
-    `most` bytes; None: of as many as this machine has memory. `knob` is the option that names it.
-    """
+    """Raise ValueError unless `path` is a regular file of at most `most` bytes (None: this
+    machine's memory). A pipe or device could have no end. `knob` is the option that names it."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -40,16 +39,16 @@ def check_file(path: str | Path, knob: str, *, most: int | None = None) -> None:
 
 @contextmanager
 def reading(what: str, knob: str) -> Iterator[None]:
-    """Raise what a library raises inside as a ValueError of one line: `what` it could not read, and
-    the option `knob` that names it. Only for calls that read files."""
+    """Convert any exception in the block to a one-line ValueError. It names the input, `what`, and
+    its option, `knob`. Only for calls that read files."""
     try:
         yield
-    except Exception as error:  # on a damaged file a library may fail anywhere, with anything
+    except Exception as error:  # on a damaged file a library may raise any exception
         raise ValueError(f"{what} cannot be loaded: {one_line(error)} ({knob})") from error
 
 
 def one_line(error: Exception) -> str:
-    """What an exception says in one line, with its type where the text alone says little."""
+    """The message of an exception in one line, with its type if the message is not enough."""
     text = " ".join(str(getattr(error, "strerror", None) or error).split())[:_LONGEST]
     plain = isinstance(error, (OSError, ValueError, RuntimeError)) and not isinstance(
         error, RecursionError
@@ -57,10 +56,10 @@ def one_line(error: Exception) -> str:
     return text if plain and text else f"{type(error).__name__} {text}".strip()
 
 
-# Layers are objects even where nothing is loaded into them.
+# Layers take memory as objects even before weights are loaded.
 _MOST_LAYERS = 10_000
-# What a matrix has on one side, with `hidden_size` on the other; of several names, the first that
-# is there. All heads, and all experts, are in one.
+# One dimension of a matrix; the other is `hidden_size`. The first existing one of several names
+# counts. A matrix contains all heads, or all experts.
 _SIZES = (
     ("vocab_size",),
     ("intermediate_size",),
@@ -73,7 +72,7 @@ _SIZES = (
     ),
 )
 _SHOWN = 8
-# The arguments of `from_pretrained` that say where a model's files are.
+# The arguments of `from_pretrained` that locate a model's files.
 _SOURCE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 
@@ -86,12 +85,12 @@ def load_pretrained(
     allow_missing: bool = False,
     **options: Any,
 ) -> Any:
-    """`auto_class.from_pretrained(name, **options)` with every weight from the files. `what` is
-    what messages call it, and `knob` the options that they name.
+    """`auto_class.from_pretrained(name, **options)` with every weight from the files. Messages call
+    it `what` and name the options `knob`.
 
-    Raises ValueError that names the weights that are missing, of another shape, left over, or
-    saved as integers. With `allow_missing` those of the first two kinds are random, and a warning
-    names those of the first three.
+    Raises ValueError that names the weights that are missing, of another shape, unexpected, or
+    saved as integers. With `allow_missing`, missing weights and those of another shape are random,
+    and a warning names the first three kinds.
     """
     allow_missing |= options.pop("ignore_mismatched_sizes", False)
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -115,14 +114,14 @@ def load_pretrained(
 
 
 def _refuse_integers(model: Any, name: str | Path, what: str, options: dict[str, Any]) -> None:
-    """Integers in place of weights are weights in few bits, of which the configuration says
-    nothing: transformers would take the codes for the values."""
+    """Raise ValueError for weights that are saved as integers. They are quantised without an entry
+    in the configuration, and transformers would use the codes as values."""
     from safetensors import safe_open
     from transformers.utils import cached_file
 
     source = {key: options[key] for key in _SOURCE if key in options}
     config = cached_file(name, "config.json", **source)
-    assert config is not None  # the model has just been made by it
+    assert config is not None  # the model was just built from it
     weights = {key for key, value in model.named_parameters() if value.is_floating_point()}
     for file in sorted(Path(config).parent.glob("model*.safetensors")):
         with reading(f"the {what} {name}", "model"), safe_open(file, "pt") as tensors:
@@ -136,8 +135,9 @@ def _refuse_integers(model: Any, name: str | Path, what: str, options: dict[str,
 
 
 def check_sizes(config: Any, name: str | Path, what: str) -> None:
-    """Raise ValueError for a model whose configuration has more layers than any has, or a matrix
-    (of all heads, or all experts) that is larger than this machine's memory: before it is made."""
+    """Raise ValueError if a model's configuration has an absurd number of layers, or a matrix (of
+    all heads, or all experts) larger than this machine's memory. Call it before building the model.
+    """
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
@@ -157,21 +157,21 @@ def check_sizes(config: Any, name: str | Path, what: str) -> None:
 
 
 def _size(config: Any, names: str) -> tuple[str, int] | None:
-    """The first of the options that is a whole number in a configuration, with its value."""
+    """The first of the options (`a|b`) that is an int in a configuration, with its value."""
     values = ((option, largest_of_layers(config, option)) for option in names.split("|"))
     return next(((option, value) for option, value in values if isinstance(value, int)), None)
 
 
 def context_of(config: Any) -> int | None:
-    """The most tokens that a text model reads, None where there is no limit (XLNet says -1)."""
+    """The context length of a text model in tokens; None without a limit (XLNet has -1)."""
     tokens = largest_of_layers(config, "max_position_embeddings")
     return tokens if tokens is not None and tokens > 0 else None
 
 
 def largest_of_layers(config: Any, option: str) -> Any:
-    """An option of a text model's configuration, None where it has none. Where layers differ in it,
-    as the heads of Gemma 4 do, transformers gives no value for the whole, and of Gemma 3n's inner
-    width a list: the largest."""
+    """An option of a text model's configuration; None if it has none. If layers differ, the largest
+    value. transformers then has no value for the model (Gemma 4's heads), or a list (Gemma 3n's
+    inner width)."""
     if option in (getattr(config, "per_layer_attributes", None) or ()):
         values: Any = [getattr(layer, option, None) for layer in config.per_layer_config]
     else:
@@ -188,7 +188,7 @@ def _some(names: Collection[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide transformers' progress bars, and its table of weights: those are refused by name."""
+    """Hide transformers' progress bars and its table of weights; our errors name bad weights."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -1,4 +1,4 @@
-"""What `rloo --help` and `rloo COMMAND --help` print."""
+"""The texts of `rloo --help` and `rloo COMMAND --help`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OPTIONS = "[config.yaml] [--option value ...]"
 
 @dataclass(frozen=True)
 class CommandHelp:
-    """A command: what follows its name, what it does, examples, whether it takes options."""
+    """The help of a command: its arguments, its purpose, examples, and whether it takes options."""
 
     arguments: str
     does: str
@@ -136,7 +136,7 @@ COMMANDS = {
 
 
 def overview() -> str:
-    """What the program is, its commands, and an example of each."""
+    """The help of the program: its purpose, its commands, and an example of each."""
     commands = "".join(column(f"  {name}", command.does, 19) for name, command in COMMANDS.items())
     examples = "".join(f"  {command.examples[0]}\n" for command in COMMANDS.values())
     others = "".join(
@@ -153,12 +153,12 @@ def overview() -> str:
 
 
 def usage_of_plugin(name: str, command: Any) -> str:
-    """How a command of another package is called: its docstring."""
+    """The help of a command of another package: its docstring."""
     return f"usage: rloo {name} ...\n\n{inspect.getdoc(command) or ''}\n"
 
 
 def usage_of(name: str, *, everything: bool = False) -> str:
-    """How a command is called, what it does, and the options that most runs set, or all."""
+    """The help of a command: usage, purpose, and the options that most runs set, or all options."""
     command = COMMANDS[name]
     text = column("", f"{command.does[0].upper()}{command.does[1:]}.", 0)
     text = f"usage: rloo {name} {command.arguments}\n\n{text}\nexamples:\n"

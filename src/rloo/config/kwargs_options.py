@@ -1,5 +1,5 @@
 """The options that are mappings (`engine_kwargs`, ...): the keys of each, with type, default and
-help. A key is checked as an option is, and `config.engine_options.restarts` reads it.
+help. Keys are checked like options, and read as `config.engine_options.restarts`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rloo.config.fields import ConfigErrors, coerce, default_of, suggest
 
 
 def key(default: Any, help: str) -> Any:
-    """An entry of a mapping: its default, and one sentence."""
+    """The field of a key: its default, and one sentence of help."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -24,7 +24,7 @@ def key(default: Any, help: str) -> Any:
 # fmt: off
 @dataclass(frozen=True, kw_only=True)
 class EngineKwargs:
-    """`engine_kwargs`: the engine that samples, and its servers."""
+    """`engine_kwargs`: the rollout engine and its servers."""
 
     copy_weights: bool | None = key(None,
         "Let the native engine copy the weights; null does so unless they are quantised.")
@@ -52,7 +52,7 @@ class EngineKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetKwargs:
-    """`dataset_kwargs`: problems that reasoning-gym makes (`gym:NAME`)."""
+    """`dataset_kwargs`: problems that reasoning-gym generates (`gym:NAME`)."""
 
     size: int = key(1000, "Problems that are made to train on; others are held out.")
     levels: list[int] | None = key(None,
@@ -68,7 +68,7 @@ class DatasetKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class KLKwargs:
-    """`kl_kwargs`: the bound on the KL penalty, and the control of its weight."""
+    """`kl_kwargs`: the clipping of the KL penalty, and the adaptive control of its weight."""
 
     clip: float | None = key(None, "Clip each token's KL estimate to this many nats on both sides.")
     target: float | None = key(None,
@@ -79,7 +79,7 @@ class KLKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalKwargs:
-    """`eval_kwargs`: sampling in evaluation, where it differs from training, and what passes."""
+    """`eval_kwargs`: sampling options of evaluations, and the threshold to pass."""
 
     pass_threshold: float = key(1.0,
         "A completion passes if its first reward is at least this.")
@@ -93,7 +93,7 @@ class EvalKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncKwargs:
-    """`async_kwargs`: sampling and scoring by other processes than the trainer's."""
+    """`async_kwargs`: sampling and scoring outside the trainer's process."""
 
     ess_guard: bool = key(False,
         "Multiply each step by sqrt(effective sample size / completions), by the weights of "
@@ -109,7 +109,7 @@ class AsyncKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuKwargs:
-    """`cpu_kwargs`: the libraries that compute on a CPU."""
+    """`cpu_kwargs`: the libraries and kernels on a CPU."""
 
     kernels: bool | None = key(None,
         "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")
@@ -120,7 +120,7 @@ class CpuKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolKwargs:
-    """`tool_kwargs`: limits on what tools return and take."""
+    """`tool_kwargs`: limits on the replies and the time of tools."""
 
     max_response_length: int = key(20_000,
         "Characters of what one call returns that the model sees: its head and its tail.")
@@ -131,8 +131,8 @@ class ToolKwargs:
 
 
 class MappingsAsValues:
-    """A base of the options: `config.engine_options.restarts` is what `engine_kwargs` says of it,
-    or its default."""
+    """A base of the options with typed access to mappings: `config.engine_options.restarts` is the
+    value in `engine_kwargs`, or its default."""
 
     @property
     def engine_options(self) -> EngineKwargs:
@@ -188,7 +188,7 @@ KWARGS: dict[str, type[Any]] = {
 
 @cache
 def key_types(option: str) -> dict[str, Any]:
-    """The keys of a mapping and their annotations."""
+    """The keys of a mapping, with their annotations."""
     return typing.get_type_hints(KWARGS[option])
 
 
@@ -198,8 +198,8 @@ def keys_of(option: str) -> dict[str, Field[Any]]:
 
 
 def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with each value of its type. Raises ValueError for every key that there is not, with
-    the nearest, and every value of another type."""
+    """`given` with each value converted to its type. Raises ValueError with all unknown keys, each
+    with the nearest known one, and all values of another type."""
     hints, read, faults = key_types(option), {}, []
     for name, value in given.items():
         try:
@@ -219,8 +219,8 @@ def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def without_defaults(
     option: str, given: Mapping[str, Any], usual: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """`given` without the keys at their defaults, unless a preset has another value for them
-    (`usual`): equal options are then equal mappings. Null for none."""
+    """`given` without the keys at their defaults, so that equal options are equal mappings; None if
+    empty. A key stays if a preset has another value for it (`usual`)."""
     defaults = {name: default_of(key) for name, key in keys_of(option).items()}
     return {
         name: value
@@ -230,7 +230,7 @@ def without_defaults(
 
 
 def flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The keys that the mappings among the options `values` have, as `option.key`."""
+    """The entries of the mappings among the options `values`, as (`option.key`, value)."""
     for option in KWARGS:
         for name, value in (values.get(option) or {}).items():
             yield f"{option}.{name}", value

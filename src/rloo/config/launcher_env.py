@@ -1,4 +1,4 @@
-"""What launchers (torchrun, accelerate, ours) say in the environment, and what of it is refused."""
+"""The environment variables of launchers (torchrun, accelerate, `rloo train`), and their checks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rloo.config.options import TrainingOptions
 
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
-# Of accelerate: variable -> what it turns on, which is not part of this version
+# accelerate's variable -> the feature that it turns on, which this version does not support
 _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
@@ -19,16 +19,16 @@ _MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process as one of a run's."""
+    """Whether a launcher has started this process as one rank of a run."""
     return "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Inside, transformers does not see what accelerate was told, and leaves it to this program: it
-    would make plugins of accelerate's, and in all processes but one read no weights."""
+    """Hide accelerate's variables from transformers in this block. Otherwise it would create
+    accelerate's plugins, and read the weights in only one process."""
     names = [FSDP, DEEPSPEED]
-    names += [] if is_launched() else ["LOCAL_RANK"]  # of one process, for DeepSpeed
+    names += [] if is_launched() else ["LOCAL_RANK"]  # set for DeepSpeed in a single process
     found = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -37,12 +37,12 @@ def unseen() -> Iterator[None]:
 
 
 def restart_count() -> int:
-    """How often the launcher has started the processes of this run again."""
+    """The number of times that the launcher has restarted the processes of this run."""
     return _whole("TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def check_alone(command: str) -> None:
-    """Raise ValueError if a launcher has started several processes of a command for one."""
+    """Raise ValueError if a launcher has started several processes of a single-process command."""
     if (size := _whole("WORLD_SIZE", 1)) > 1:
         raise ValueError(
             f"WORLD_SIZE is {size}, and rloo {command} runs as one process; start it without a "
@@ -51,8 +51,8 @@ def check_alone(command: str) -> None:
 
 
 def check_launch(options: TrainingOptions) -> None:
-    """Raise ValueError if the processes that exist are not those that `options` name, if it is not
-    said which of them this is, and for what accelerate was told and `options` were not."""
+    """Raise ValueError if the launcher's processes or restarts differ from `options`, if a rank is
+    missing or invalid, and if accelerate's settings contradict `options`."""
     size = _whole("WORLD_SIZE", 1)
     if options.num_processes not in (None, size):
         found = f"WORLD_SIZE is {size}" if is_launched() else "this process was started alone"
@@ -97,7 +97,7 @@ def _check_accelerate(options: TrainingOptions) -> None:
             "accelerate was told to use the CPU (ACCELERATE_USE_CPU) and use_cpu is False; set the "
             "device here (use_cpu)"
         )
-    # "no" is what accelerate says where it was told nothing.
+    # "no" is accelerate's value if the user has set nothing.
     told = os.environ.get(_MIXED_PRECISION, "no").lower()
     ours = "bf16" if options.bf16 else "fp16" if options.fp16 else "no"
     if told not in ("no", ours):

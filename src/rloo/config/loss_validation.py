@@ -1,4 +1,4 @@
-"""Which parts of the objective make no sense together, and which have a wrong gradient."""
+"""Checks of the objective: contradicting parts, and combinations with a wrong gradient."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ def _in_group(config: TrainingOptions) -> Iterator[str]:
 def _without_effect(
     values: Any, rules: Iterable[tuple[str, bool, str]], usual: Mapping[str, Any], where: str = ""
 ) -> Iterator[str]:
-    """What was changed in `values`, a dataclass, although nothing acts on it: `rules` are (name,
-    whether something does, what does). What is `usual`, since the preset sets it, may stay."""
+    """A fault for each field of the dataclass `values` that was changed but has no effect. `rules`
+    are (name, whether it has an effect, what gives it one). Values of the preset, `usual`, are
+    allowed."""
     defaults = {field.name: field.default for field in fields(values)}
     for name, acts, other in rules:
         value, default = getattr(values, name), defaults[name]

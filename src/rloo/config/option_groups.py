@@ -1,4 +1,4 @@
-"""What options are about."""
+"""The groups of options, by subject."""
 
 from rloo.config.fields import OptionGroup
 

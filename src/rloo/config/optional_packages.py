@@ -1,4 +1,4 @@
-"""What is installed for parts of rloo that need further libraries."""
+"""Optional libraries: how to install them, and access to peft."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def install(extra: str) -> str:
-    """The line of a shell that installs the libraries of an extra, by their own names: rloo itself
-    is installed from its sources, and its name may be another's at an index."""
+    """The shell command that installs the libraries of an extra, by the libraries' names: rloo is
+    installed from its sources, and its name on an index may belong to another package."""
     try:
         known = requires("rloo") or []
-    except PackageNotFoundError:  # it runs from its sources
+    except PackageNotFoundError:  # rloo runs from its sources
         known = []
     parts = [line.partition(";") for line in known]
     of_it = [name.strip() for name, _, when in parts if when.strip() == f'extra == "{extra}"']
@@ -20,7 +20,7 @@ def install(extra: str) -> str:
 
 
 def peft_library() -> Any:
-    """The library peft. Raises ValueError where it is not installed."""
+    """The library peft. Raises ValueError if it is not installed."""
     try:
         import peft
     except ImportError as error:

@@ -1,5 +1,5 @@
-"""Every option: type, default, what it is about, one sentence of help. Names and defaults are those
-of TRL 1.16 and transformers where they have the option (`config.DEVIATIONS` lists the exceptions).
+"""All options: type, default, subject, one sentence of help. Names and defaults are those of TRL
+1.16 and transformers if they have the option (`config.DEVIATIONS` lists the exceptions).
 """
 
 # Over 400 lines: the dataclass of all options.
@@ -17,7 +17,7 @@ from rloo.config.option_groups import (  # isort: skip - one name a line is as l
 )  # fmt: skip
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
-# The batch sizes nobody asked for: they do not contradict num_prompts.
+# The default batch sizes: they do not contradict num_prompts.
 DEFAULT_BATCH, DEFAULT_GROUP = (8, 1), 2
 
 
@@ -426,12 +426,12 @@ class TrainingOptions(MappingsAsValues):
 
     @property
     def samples_beside(self) -> bool:
-        """Whether rollouts are sampled and scored by other processes, beside this one."""
+        """Whether other processes sample and score the rollouts."""
         return self.max_staleness > 0 or bool(self.sampler_processes)
 
     @property
     def compares_evaluations(self) -> bool:
-        """Whether something follows from which evaluation was the best."""
+        """Whether the run needs to know its best evaluation."""
         return self.load_best_model_at_end or self.save_strategy == "best"
 
 

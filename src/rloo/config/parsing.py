@@ -1,4 +1,4 @@
-"""Configurations as people write them: a YAML file and a command line, the latter winning."""
+"""Parses configurations: a YAML file and a command line, which wins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rloo.config.kwargs_options import KWARGS, key_types
 from rloo.config.presets import BASE
 from rloo.config.yaml_io import read_value, read_yaml
 
-# Options whose value may be a file's function, and those that may be a file or folder.
+# Options whose value may be a function of a file, and options that may be a file or folder.
 FUNCTION_OPTIONS = ("reward", "eval_reward", "estimator")
 YAML_SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *FUNCTION_OPTIONS)
@@ -38,12 +38,12 @@ PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *F
 def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOConfig:
     """`[config.yaml] [--option value | --option=value | --switch | option=value] ...`
 
-    Dashes and underscores in option names are the same, aliases and dotted names are accepted, a
-    list takes several values or the option several times, a mapping or a list of them is YAML or
-    JSON, and one entry of a mapping `--mapping.name value`, beside those of the file. The command
-    line wins over the file, and of an option that is given again the last value. Where neither
-    names a model or data, the file `base` is below both. Raises ValueError that names every fault,
-    with the option, or the file and line.
+    Dashes and underscores in option names are the same; aliases and dotted names are accepted. A
+    list takes several values, or the option several times. A mapping, or a list of mappings, is
+    YAML or JSON. `--mapping.name value` adds one entry to the file's mapping. The command line wins
+    over the file, and the last value of a repeated option wins. If neither names a model or data,
+    the file `base` has the lowest priority. Raises ValueError that names every fault, with the
+    option, or the file and line.
     """
     path, given, faults = _split(arguments)
     path = os.path.expanduser(path) if path and path.startswith("~/") else path
@@ -87,13 +87,14 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     return RLOOConfig(**values)
 
 
-# Ways to say how many completions an optimizer step has.
+# Options that set the number of completions of an optimizer step.
 _SIZES = ("num_prompts", GLOBAL_BATCH, "per_device_train_batch_size")
 
 
 def _under(values: dict[str, Any], line: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A file's `values` under those of the command line, of which some only follow from what was
-    `given`. One that says the size of a step there wins over another that says it in the file."""
+    """The command line's values `line` over a file's `values`. Values of `line` that are only
+    implied by those `given` lose against the file. A step size on the command line also removes the
+    file's other options for the step size."""
     soft = implied_by(given) - {our_name(name) for name in given}
     line = {name: value for name, value in line.items() if name not in soft & values.keys()}
     sized = [name for name in _SIZES if name in line]
@@ -105,7 +106,7 @@ def _under(values: dict[str, Any], line: dict[str, Any], given: dict[str, Any]) 
 
 
 def given_names(arguments: list[str]) -> set[str]:
-    """Our names of the options on a command line, `config` for a file."""
+    """Our names of the options on a command line; `config` stands for a file."""
     path, given, _ = _split(arguments)
     return {our_name(name) for name in given} | ({"config"} if path else set())
 
@@ -135,12 +136,12 @@ def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """What `read_yaml` does, with our options that are mappings as whole values."""
+    """As `read_yaml`, with each option that is a mapping as a single value."""
     return read_yaml(path, known_names().__contains__)
 
 
 def _at_home(name: str, value: Any) -> Any:
-    """The path behind `~/`, which a shell leaves alone in `--model=~/m`, and YAML always."""
+    """`value` with `~/` expanded, which a shell does not do in `--model=~/m`, and YAML never."""
     if our_name(name) not in (*PATH_OPTIONS, "output_dir", "deepspeed"):
         return value
     if isinstance(value, list):
@@ -149,7 +150,7 @@ def _at_home(name: str, value: Any) -> Any:
 
 
 def _beside(path: str, name: str, value: Any) -> Any:
-    """`value` looked for in the current folder, then in the YAML file's."""
+    """`value` as a path in the current folder, or else in the YAML file's folder."""
     if name not in PATH_OPTIONS:
         return value
     if isinstance(value, list):
@@ -170,14 +171,14 @@ def _beside(path: str, name: str, value: Any) -> Any:
 
 
 def _is_entry(name: str) -> bool:
-    """Whether `name` is `option.entry` of an option that is a mapping."""
+    """Whether `name` is `option.entry` for an option that is a mapping."""
     option, dot, _ = name.partition(".")
     return bool(dot) and option in option_types() and dict in _kinds(option)
 
 
 def _entry(values: dict[str, Any], option: str, entry: str, text: Any) -> dict[str, Any]:
-    """What a shell gives for an entry, by its type where the mapping has one. An entry that is a
-    mapping may be given one by one, too: `dataset_kwargs.config.chain_sum.max_terms 3`."""
+    """An entry from a shell, parsed by its declared type, if the mapping has one. Entries of an
+    inner mapping may be given singly: `dataset_kwargs.config.chain_sum.max_terms 3`."""
     name, dot, rest = entry.partition(".")
     if option not in KWARGS:
         return {entry: _as_value(text)}
@@ -189,7 +190,7 @@ def _entry(values: dict[str, Any], option: str, entry: str, text: Any) -> dict[s
 
 
 def _as_value(text: str) -> Any:
-    """What a shell gives for an entry, whose type nothing declares: JSON where it is that."""
+    """An entry from a shell without a declared type: parsed as JSON if possible, else text."""
     try:
         word = text.lower()
         return json.loads(word if word in ("true", "false") else text)
@@ -198,8 +199,8 @@ def _as_value(text: str) -> Any:
 
 
 def _with_mappings(hint: Any, value: Any) -> Any:
-    """What a shell gives for an option of type `hint`: read where it is a mapping or a list of
-    mappings. Lists of mere texts are left alone: one may be [END]."""
+    """An option of type `hint` from a shell, parsed if it is a mapping or a list of mappings. Lists
+    of texts are not parsed: an item may be [END]."""
     kinds = kinds_of(hint)
     for kind in kinds:
         container = typing.get_origin(kind)
@@ -225,7 +226,7 @@ def _read(text: str, opening: str, container: type) -> Any:
 
 
 def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]:
-    """The configuration file, the options by name, and what is wrong with the line."""
+    """The configuration file, the options by name, and the faults of a command line."""
     path: str | None = None
     given: dict[str, Any] = {}
     faults: list[str] = []
@@ -240,7 +241,7 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]
         if token.startswith("--") and not _is_option(name):
             faults.append(f"unknown option --{name}{suggest_option(name, known_names())}")
             while remaining and not _starts_option(remaining[0]):
-                remaining.pop(0)  # what are meant for its values
+                remaining.pop(0)  # the values of the unknown option
             continue
         if not _starts_option(token):
             if is_script(token):
@@ -269,7 +270,7 @@ def _split(arguments: list[str]) -> tuple[str | None, dict[str, Any], list[str]]
 
 
 def _starts_option(token: str) -> bool:
-    """Whether a word of the command line is no value of the option before it."""
+    """Whether a word of the command line is not a value of the option before it."""
     key, equals, _ = token.partition("=")
     if token.startswith("--") or (bool(equals) and _is_option(_normal(key))):
         return True
@@ -281,7 +282,7 @@ def _is_letter(token: str) -> bool:
 
 
 def _add(given: dict[str, Any], name: str, values: list[str]) -> list[str]:
-    """Add an option to those `given`; returns what is wrong with it."""
+    """Add an option to those `given`; returns its faults."""
     kinds = _kinds(name)
     if not values:
         if bool not in kinds:
@@ -295,7 +296,7 @@ def _add(given: dict[str, Any], name: str, values: list[str]) -> list[str]:
 
 
 def _kinds(name: str) -> set[Any]:
-    """The types an option takes: bool, list, ... (a refused one: that of its default)."""
+    """The types that an option takes: bool, list, ... (for a refused one, those of its values)."""
     if _is_entry(name):
         option, _, entry = name.partition(".")
         kind = key_types(option).get(entry) if option in KWARGS else None
@@ -320,7 +321,7 @@ def _take(name: str, remaining: list[str]) -> list[str]:
     values: list[str] = []
     while remaining and (many or not values):
         token = remaining[0]
-        # The value of a path option may be a .yaml file, but only the first.
+        # Only the first value of a path option may be a .yaml file.
         is_value = token.endswith(YAML_SUFFIXES) and not values and bool not in kinds
         if _starts_option(token) and (token.startswith("-") or not is_value):
             break
@@ -329,7 +330,7 @@ def _take(name: str, remaining: list[str]) -> list[str]:
 
 
 def _normal(key: str) -> str:
-    """The name that a word begins with, without dashes, written out where it is a short one."""
+    """The option name of a word, without dashes, and in full if it is a short one."""
     name = key.strip().removeprefix("--").replace("-", "_")
     if _is_letter(key):
         return SHORT[key[1]]
@@ -337,7 +338,7 @@ def _normal(key: str) -> str:
 
 
 def _is_switched_off(name: str) -> bool:
-    """Whether `name` is `no_` and a switch, as transformers' parser has those that are on."""
+    """Whether `name` is `no_` followed by a switch, as in transformers' parser."""
     switch = name.removeprefix("no_")
     return name != switch and not _is_option(name) and _is_option(switch) and bool in _kinds(switch)
 

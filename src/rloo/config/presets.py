@@ -1,9 +1,9 @@
-"""What each system and paper means by RLOO, and by its relatives, as values of our options.
+"""Presets: the RLOO of each system and paper, and of related methods, as values of our options.
 
-A preset sets the parts of the objective and nothing else: no learning rate, batch or sampling
-option. An option that is given beside it wins. Each entry was read from the source that it names.
-Those of TRL, verl, ms-swift and AReaL, and grpo, dr_grpo and reinforce_pp, are compared with the
-systems' own functions in `tests/peers/`; openrlhf and nemo_rl with their formulas.
+A preset sets only the parts of the objective: no learning rate, batch or sampling option. Explicit
+options win over it. Each entry follows the source that it names. Tests in `tests/peers/` compare
+TRL, verl, ms-swift, AReaL, grpo, dr_grpo and reinforce_pp with the systems' functions; other tests
+compare openrlhf and nemo_rl with their formulas.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rloo.config.options import TrainingOptions
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """What only some systems do to the loss. Presets set it, and no option does."""
+    """Properties of the loss that only some systems have. Only presets set them."""
 
-    # All completions count in the mean and are computed, also those without score or signal, so
-    # that the optimizer steps where the gradient is 0, too.
+    # All completions are computed and count in the mean, also those without score or signal, so
+    # that the optimizer also steps if the gradient is 0.
     all_completions: bool = False
-    # kl_estimator may be one that has another gradient than a KL's where kl_placement puts it.
+    # Allows a kl_estimator whose gradient at kl_placement is not that of the KL.
     any_kl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """`options` are what it sets, `arguments` those of the estimator composed."""
+    """A preset: the `options` that it sets, and the `arguments` of the estimator composed."""
 
     formula: str
     source: str
@@ -41,7 +41,7 @@ class Preset:
     warning: str | None = None
 
 
-# The paper's form, which all others are differences from.
+# The paper's form; all other presets are differences from it.
 BASE: dict[str, Any] = {
     "reward_bias": 0.0, "reward_scaling": 1.0, "reward_clip_range": None,
     "estimator": "composed", "estimator_kwargs": None,
@@ -177,7 +177,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_options(name: str | None) -> dict[str, Any]:
-    """Every part of the objective under the preset `name`; nothing without one. Raises ValueError
+    """The options of the whole objective under the preset `name`; empty for None. Raises ValueError
     for an unknown name, with the nearest known one."""
     if name is None:
         return {}
@@ -190,8 +190,9 @@ def preset_options(name: str | None) -> dict[str, Any]:
 
 
 def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` over what their preset sets; `kl_kwargs` and the arguments of its estimator one by
-    one, and none of the latter for another estimator. Raises ValueError for an unknown preset."""
+    """`values` over the options of their preset. `kl_kwargs` and `estimator_kwargs` are merged by
+    key; another estimator gets no arguments of the preset. Raises ValueError for an unknown preset.
+    """
     preset = preset_options(values.get("preset"))
     given = values.get("estimator_kwargs")
     if values.get("estimator", "composed") == "composed":
@@ -201,13 +202,13 @@ def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loss_form(name: str | None) -> LossForm:
-    """That of the preset `name`; of none without one."""
+    """The loss form of the preset `name`; the default one for None."""
     return LossForm() if name is None else PRESETS[name].loss_form
 
 
 def parts_of(options: Mapping[str, Any], form: LossForm) -> dict[str, Any]:
     """The parts of an objective by name: `options` (those in BASE), the estimator's arguments, and
-    what a preset does to the loss."""
+    `all_completions` of the loss form."""
     parts = dict(options)
     defaults = ARGUMENTS if parts["estimator"] == "composed" else {}
     arguments = defaults | (parts.pop("estimator_kwargs") or {})
@@ -224,11 +225,11 @@ def preset_parts(name: str) -> dict[str, Any]:
 
 
 def differences(ours: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
-    """The parts of `ours` that are not as usual, each with its value."""
+    """The parts of `ours` that differ from `usual`, each with its value, as text."""
     return ", ".join(f"{name} {value}" for name, value in ours.items() if value != usual.get(name))
 
 
-# What changes the objective and is no part of a preset.
+# Options that change the objective but belong to no preset.
 _OTHERS = (
     "missing_eos_penalty", "normalize_rewards", "mask_truncated_completions", "entropy_coef",
     "loss_constant",
@@ -236,8 +237,8 @@ _OTHERS = (
 
 
 def objective_line(config: TrainingOptions) -> str:
-    """The formula of the preset, or else the gradient of the paper with beta; and then every part
-    of the objective that is unlike it, by its option."""
+    """The formula of the preset, by default the paper's gradient with beta, followed by every
+    option of the objective that differs from it."""
     preset = config.preset or "paper"
     ours = parts_of({name: getattr(config, name) for name in BASE}, loss_form(config.preset))
     usual = preset_parts(preset) | {"beta": 0.0}
@@ -263,7 +264,8 @@ def _advantage(config: TrainingOptions) -> str:
 
 
 def describe_preset(name: str) -> list[str]:
-    """What a preset means, what it sets unlike the paper, and where each of the others differs."""
+    """A description of a preset: its formula, its differences from the paper, and the differences
+    of every other preset from it."""
     preset, ours = PRESETS[name], preset_parts(name)
     lines = [f"preset {name}: {preset.formula}", f"source: {preset.source}"]
     lines += [f"warning: {preset.warning}"] if preset.warning else []
@@ -277,7 +279,7 @@ def describe_preset(name: str) -> list[str]:
 
 
 def kl_fault(config: TrainingOptions) -> str | None:
-    """What is wrong with the gradient of the KL where kl_placement puts it; None if it is right."""
+    """The fault in the gradient of the KL at its kl_placement; None if the gradient is right."""
     in_loss, is_k1 = config.kl_placement == "loss", config.kl_estimator == "k1"
     corrected = in_loss and config.use_bias_correction_kl
     if config.beta == 0 or corrected or in_loss != is_k1:
@@ -286,7 +288,7 @@ def kl_fault(config: TrainingOptions) -> str | None:
 
 
 def remarks(config: TrainingOptions) -> list[str]:
-    """What a user must know: a gradient that is not that of its name, options without effect."""
+    """Notes for the user: a biased or wrong gradient, and options without effect."""
     found = []
     over_tokens = (config.estimator_kwargs or {}).get("mean_over") == "tokens"
     if config.preset is not None and PRESETS[config.preset].warning:
@@ -301,7 +303,7 @@ def remarks(config: TrainingOptions) -> list[str]:
             f"{config.kl_estimator} as KL in the {config.kl_placement} has a {kl_fault(config)}: "
             f"it is used because preset {config.preset} allows any (kl_estimator)"
         )
-    # TRL takes them in silence, so its scripts may have them.
+    # TRL accepts them silently, so its scripts may set them.
     waiting = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
     for name, default in waiting.items():
         value = getattr(config, name)

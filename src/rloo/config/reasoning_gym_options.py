@@ -1,4 +1,4 @@
-"""The options of problems that reasoning-gym makes, and what `gym:NAME[,NAME:weight...]` says."""
+"""The options of reasoning-gym's problems, and the parser of `gym:NAME[,NAME:weight...]`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ REWARD = "gym"
 
 
 def is_gym(name: Any) -> bool:
-    """Whether `name` is a dataset of problems that reasoning-gym makes."""
+    """Whether `name` is a dataset of reasoning-gym's problems."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
 def weights_of(name: str) -> dict[str, float]:
-    """The tasks of `gym:NAME[,NAME:weight...]` and their weights, 1 where none is given. Raises
-    ValueError for anything else, without asking whether there are such tasks.
+    """The tasks of `gym:NAME[,NAME:weight...]` and their weights, by default 1. Raises ValueError
+    for another syntax; does not check that the tasks exist.
 
     >>> weights_of("gym:gcd,chain_sum:3")
     {'gcd': 1.0, 'chain_sum': 3.0}
@@ -42,8 +42,8 @@ def weights_of(name: str) -> dict[str, float]:
 
 
 def task_options(options: TrainingOptions) -> dict[str, dict[str, Any]]:
-    """`dataset_kwargs.config` by task, in which `{"task.option": value}`, as a shell gives it, is
-    read too. Raises ValueError for a task without a mapping of options."""
+    """`dataset_kwargs.config` by task; entries `{"task.option": value}` from a shell are allowed
+    too. Raises ValueError for a task without a mapping of options."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in (options.dataset_options.config or {}).items():
         task, dot, option = key.partition(".")
@@ -58,8 +58,8 @@ def task_options(options: TrainingOptions) -> dict[str, dict[str, Any]]:
 
 
 def follows_from_gym(options: TrainingOptions) -> dict[str, Any]:
-    """Of problems that come with their own scorers, the reward, where none is named, and of those
-    that are evaluated on the split, where none is named: what is held out."""
+    """Options that follow from a `gym:` dataset if they are not set: the reward `gym`, since its
+    problems have scorers, and the evaluation split `heldout`."""
     found: dict[str, Any] = {}
     if not options.reward and is_gym(options.dataset or options.eval_dataset):
         found["reward"] = [REWARD]
@@ -69,8 +69,8 @@ def follows_from_gym(options: TrainingOptions) -> dict[str, Any]:
 
 
 def check_gym(options: TrainingOptions) -> None:
-    """Raise ValueError for options of these problems that make no sense, or where there are no such
-    problems."""
+    """Raise ValueError for invalid options of reasoning-gym's problems, and for such options
+    without a `gym:` dataset."""
     named = [name for name in (options.dataset, options.eval_dataset) if is_gym(name)]
     if not named:
         for name, value in (options.dataset_kwargs or {}).items():

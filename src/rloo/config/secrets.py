@@ -1,4 +1,4 @@
-"""Secrets, which no file of a run may hold: a shell has filled them in, or a script wrote them."""
+"""Removes secrets, from the environment or a script, from values that a run writes to files."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 import re
 from typing import Any
 
-# A variable whose name has such a word holds one, also at the end of a word (PGPASSWORD, HFTOKEN),
-# but not at its beginning (TOKENIZER). PWD alone is the current folder.
+# Words in the names of variables with secrets. They may end a longer word (PGPASSWORD, HFTOKEN) but
+# not begin one (TOKENIZER). PWD alone is the current folder.
 _WORDS = re.compile(
     r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|_PWD|_AUTH"
     r"|(?:^|_)PAT|(?:^|_|API|ACCESS|SECRET|PRIVATE)KEY)(?![A-Z])"
 )
-# Shorter values are none, and occur elsewhere.
+# Shorter values are no secrets, and also occur in other texts.
 _SHORTEST = 8
-# What can be nothing else, by its form: keys of hubs, of clouds and of models' providers, and the
-# password in an address.
+# Forms that only secrets have: keys of hubs, clouds and model providers, and the password in a URL.
 _FORMS = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[oprsu]_[A-Za-z0-9]{20,}"
     r"|github_pat_\w{20,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}"
@@ -25,8 +24,8 @@ HIDDEN = "(not shown)"
 
 
 def hide(value: Any) -> Any:
-    """A value of JSON types without secrets: that of a variable of the environment is its name
-    (`$HF_TOKEN`), and what is one by its form is `(not shown)`."""
+    """A value of JSON types without secrets. A secret from an environment variable is replaced by
+    its name (`$HF_TOKEN`); other secrets, known by their form, become `(not shown)`."""
     return _hide(value, _known()) if isinstance(value, (str, dict, list, tuple)) else value
 
 
@@ -43,12 +42,12 @@ def _hide(value: Any, known: dict[str, str]) -> Any:
 
 
 def _known() -> dict[str, str]:
-    """The secrets of the environment, the longest first, and the names of their variables."""
+    """The secrets in the environment, longest first, with the names of their variables."""
     found = {
         value: name
         for name, value in os.environ.items()
         if _WORDS.search(name.upper())
         and len(value) >= _SHORTEST
-        and not os.path.exists(value)  # the place of one
+        and not os.path.exists(value)  # the path of a file with a secret
     }
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))

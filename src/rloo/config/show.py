@@ -1,4 +1,4 @@
-"""Configurations as people read them: the options in words, and the resolved configuration."""
+"""Texts of `rloo config`: descriptions of options, and the resolved configuration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rloo.config.options import OPTIONS
 from rloo.config.yaml_io import write_yaml
 
 _COLUMN = 32
-# What becomes of other systems' options -> their names, with the values shown and the reason.
+# Status of other systems' options -> their names, each with the values shown and the reason.
 _OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "Refused, except at the values shown": REFUSED,
     "Accepted without effect": {
@@ -31,8 +31,8 @@ _OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 
 
 def render_basic(*, elsewhere: bool = True) -> str:
-    """The options that most runs set, by subject, for the width of the terminal. `elsewhere` adds
-    what other systems call them."""
+    """The options that most runs set, by subject, wrapped to the terminal. `elsewhere` adds their
+    names in other systems."""
     basic = [field for field in OPTIONS if field.metadata["tier"] == "basic"]
     sections = _by_subject(basic, elsewhere=elsewhere)
     return (
@@ -42,8 +42,8 @@ def render_basic(*, elsewhere: bool = True) -> str:
 
 
 def render_all() -> str:
-    """Every option by tier and subject; then those of other systems that are refused or idle here,
-    and old names with what to write instead."""
+    """Every option by tier and subject, followed by other systems' options that are refused or have
+    no effect, and by retired names with their replacements."""
     parts = []
     for tier, who in TIERS.items():
         options = [option for option in OPTIONS if option.metadata["tier"] == tier]
@@ -72,7 +72,7 @@ def _titled(sections: Mapping[str, str]) -> str:
 
 
 def render_option(name: str) -> str | None:
-    """One option, by the name that it has here or elsewhere; None for an unknown one."""
+    """The description of one option, by its name here or in another system; None if unknown."""
     for title, others in _OTHERS.items():
         if name in others:
             values, why = others[name]
@@ -90,7 +90,7 @@ def render_resolved(config: RLOOConfig) -> str:
 
 
 def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
-    """An option, its default and meaning, and its names for short and in other systems."""
+    """The text of an option: its default, help, short names, and names in other systems."""
     theirs = DEVIATIONS.get(field.name)
     unlike = f" TRL's default is {value_as_text(theirs[0])}." if theirs else ""
     short = [f"-{n}" if len(n) == 1 else f"--{n}" for n, o in SHORT.items() if o == field.name]
@@ -114,7 +114,7 @@ def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
 
 
 def _key_entry(option: str, key: Field[Any]) -> str:
-    """A key of a mapping, as an option is shown, two columns to the right."""
+    """The text of a mapping's key, in the form of an option, indented by two columns."""
     place = f"{option}.{key.name}"
     names = [f"{n} ({who})" for who, named in ELSEWHERE.items() for n in named if named[n] == place]
     text = (
@@ -124,8 +124,7 @@ def _key_entry(option: str, key: Field[Any]) -> str:
 
 
 def column(head: str, text: str, indent: int = _COLUMN) -> str:
-    """`text` in a column of its own, beside `head` or, where that is long, below it, for the width
-    of the terminal."""
+    """`text` as a column right of `head`, or below a long `head`, wrapped to the terminal."""
     if head and len(head) >= indent:
         return f"{head}\n{column('', text, indent)}"
     lines = textwrap.wrap(
@@ -144,7 +143,7 @@ def _setting(name: str, *values: Any) -> str:
 
 
 def value_as_text(value: Any) -> str:
-    """A value as the list of options shows it."""
+    """A value in the notation of the list of options."""
     if value is None:
         return "null"
     if isinstance(value, bool):

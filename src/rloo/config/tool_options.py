@@ -1,4 +1,4 @@
-"""What runs with tools cannot do: what these cannot be combined with."""
+"""Checks of tools' options, and of options that cannot be combined with tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rloo.config.options import TrainingOptions
 
 
 def refuse_in_vain(options: TrainingOptions) -> None:
-    """Raise ValueError for an option about tools where there are none."""
+    """Raise ValueError for a tool option that is set although there are no tools."""
     for option in fields(TrainingOptions):
         value = getattr(options, option.name)
         if option.metadata["subject"] == TOOLS.name and value != default_of(option):
@@ -22,8 +22,8 @@ def refuse_in_vain(options: TrainingOptions) -> None:
 
 
 def check_tools(options: TrainingOptions, *, own: bool = False) -> None:
-    """Raise ValueError for the first thing that runs with tools cannot do in this version, or with
-    a function of the user's `own` that makes rollouts."""
+    """Raise ValueError for the first option that cannot be combined with tools in this version, or,
+    with `own`, with a rollout_func."""
     for fault in _faults(options, own):
         raise ValueError(f"{fault} ({'rollout_func' if own else 'tools'})")
 

@@ -1,5 +1,5 @@
-"""The functions that a user names in options: a module's or a file's, which is run. Never pass text
-from a model or a dataset. Also, what tells their faults from what comes from outside."""
+"""Loads the functions that a user names in options. This runs their module or file: never pass text
+from a model or a dataset. Also separates their faults from stop signals."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from rloo.distributed.signal_numbers import STOP_SIGNALS
 
 
 class NotAllowed(RuntimeError):
-    """A user's function would have ended the run, or changed what belongs to it; says which."""
+    """A user's function tried to end the run, or to change its state; the message names it."""
 
 
 @contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """The stop signals whose handlers raise in this block: without one, it is the function called
-    in it that raises KeyboardInterrupt or SystemExit. Outside the main thread none come."""
+    """Yield a list that receives the stop signals whose handlers raise in this block. If it is
+    empty, a KeyboardInterrupt or SystemExit comes from the function called in the block. Outside
+    the main thread it stays empty."""
     came: list[int] = []
     noting: dict[int, tuple[Any, Any]] = {}
     try:
@@ -49,7 +50,7 @@ def _noting(handler: Callable[..., Any], came: list[int]) -> Callable[..., Any]:
     def receive(number: int, frame: Any) -> Any:
         try:
             return handler(number, frame)
-        except BaseException:  # most handlers of these signals raise what is no Exception
+        except BaseException:  # most handlers raise KeyboardInterrupt or SystemExit
             came.append(number)
             raise
 
@@ -58,11 +59,11 @@ def _noting(handler: Callable[..., Any], came: list[int]) -> Callable[..., Any]:
 
 def load_function(spec: str, kind: str) -> Callable[..., Any]:
     """The function that `spec` names: `package.module:function`, or `path/to/file.py:function`.
-    `kind` is what it is for, in messages: reward, estimator.
+    `kind` is its purpose in messages: reward, estimator.
 
-    Raises ValueError for a file or module that is not there, and for an attribute that is missing
-    or not callable; for a module that raises what is no Exception when it is imported, unless a
-    signal does. Exceptions that it raises are passed on.
+    Raises ValueError for a missing file or module, for an attribute that is missing or not
+    callable, and for a module whose import raises SystemExit or the like without a signal. Ordinary
+    exceptions of the import are passed on.
     """
     source, _, attribute = spec.rpartition(":")
     load = _import_file if source.endswith(".py") else _import_module
@@ -71,7 +72,7 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
             module = load(source, kind)
         except Exception:
             raise
-        except BaseException as error:  # it would end the run as if the user had
+        except BaseException as error:  # it would end the run like a stop by the user
             if came:
                 raise
             did = f"raised {error!r}"
@@ -93,8 +94,8 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
 
 
 def check_function(spec: str, kind: str) -> None:
-    """Raise the ValueErrors of `load_function` that can be told without running the user's code:
-    a file that is not there or is no Python, a name that stands nowhere in it, an unknown module.
+    """Raise the ValueErrors of `load_function` that need no run of the user's code: a file that is
+    missing or no valid Python, a name that does not occur in it, an unknown module.
     """
     source, _, attribute = spec.rpartition(":")
     if not source.endswith(".py"):
@@ -108,7 +109,7 @@ def check_function(spec: str, kind: str) -> None:
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(f"{source}{line}: {said} ({kind} {spec!r})") from error
     names = {word for node in ast.walk(tree) for word in _names_in(node)}
-    # What is imported whole, or put there by its name, stands nowhere.
+    # A name from `import *`, or set dynamically, does not occur in the file.
     if attribute not in names and not names & {"*", "globals", "setattr", "exec", "__getattr__"}:
         functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
         raise ValueError(_no_function(source, attribute, functions, f"{kind} {spec!r}"))
@@ -130,17 +131,17 @@ def _no_function(source: str, attribute: str, names: list[str], which: str) -> s
 
 def _path_of(source: str, kind: str) -> Path:
     path = Path(os.path.realpath(Path(source).expanduser()))
-    if not os.path.isfile(path):  # False also for a name that no file can have
+    if not os.path.isfile(path):  # False also for an invalid file name
         raise ValueError(f"there is no file {path} ({kind}s are given as file.py:function)")
     return path
 
 
 def _require_module(name: str, kind: str) -> None:
-    """Refuse what cannot be a module's name, or one whose package is not there."""
+    """Raise ValueError for an invalid module name, and for a module whose package is missing."""
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r} is no module name ({kind}s are package.module:function)")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # a program's own folder is first, not that it is started in
+        sys.path.append(os.getcwd())  # Python adds the script's folder, not the current one
     package = name.split(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise ValueError(_no_module(name, kind))
@@ -156,12 +157,12 @@ def _no_module(name: str, kind: str) -> str:
 def _import_file(source: str, kind: str) -> ModuleType:
     path = _path_of(source, kind)
     name = f"rloo_user_{path.stem}_{zlib.crc32(str(path).encode()):08x}"
-    if name in sys.modules:  # two functions of one file share its state
+    if name in sys.modules:  # functions of one file share its module
         return sys.modules[name]
     specification = importlib.util.spec_from_file_location(name, path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look up their module
     try:
         specification.loader.exec_module(module)
     except BaseException:
@@ -176,5 +177,5 @@ def _import_module(name: str, kind: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, something that it imports is not
+            raise  # the module exists, but one of its imports does not
         raise ValueError(_no_module(name, kind)) from error

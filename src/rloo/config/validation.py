@@ -1,6 +1,6 @@
-"""What makes a configuration wrong although every value has its type: ranges and contradictions.
+"""Checks of a configuration whose values have the right types: ranges and contradictions.
 
-What depends on models or data is checked where they are known.
+Checks that need models or data are made after these are loaded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ PRODUCTS = {
     **{kind: tuple(f"{kind}:{shape}" for shape in _SHAPES) for kind in OF_LAYERS},
     "bf16": ("bf16",),
 }
-# Completions of one rollout, or of one evaluated prompt: each is an object in this process.
+# Most completions of a rollout, or of an evaluated prompt: each is an object in this process.
 MOST_COMPLETIONS = 2**17
 BATCH_SIZES = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size",
     "steps_per_generation",
 )  # fmt: skip
 
-# (rule in words, the rule, the options it holds for); a null value is always allowed
+# (rule in words, the rule, its options); a null value is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 1", lambda x: x >= 1, (
         "num_generations", "kl_kwargs.horizon", "ref_model_sync_steps", "max_resample_times",
@@ -53,7 +53,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "max_tool_calling_iterations", "tool_kwargs.max_response_length",
         "dataset_kwargs.size",
     )),
-    # A rank beyond the widest layer adds nothing; the others only ever wait.
+    # A LoRA rank above the widest layer adds nothing; more of the others only means waiting.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
     ("must be at most 1,000", lambda x: x <= 1_000,
      ("max_resample_times", "max_restarts", "engine_kwargs.restarts")),
@@ -109,12 +109,12 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-# What takes every process to have all weights, and why.
+# Options that need unsharded weights, and the reason.
 _ONLY_WHOLE = {
     "fp16": "under which gradients are not scaled; bf16 needs no scale",
     "activation_offloading": "whose gathered weights it would move as well",
 }
-# Words of `offload` that do, too.
+# Words of `offload` that need unsharded weights, and the reason.
 _MOVED_WHOLE = {
     "reference": "which divides the reference; the word params moves it",
     "optimizer": "which divides the optimizer's state among the processes instead",
@@ -122,7 +122,7 @@ _MOVED_WHOLE = {
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """The options whose value is none, whatever the others are: name, value and the rule."""
+    """The options with values out of range: name, value and the rule."""
     values = {**values, **dict(flattened(values))}
     return [
         (name, values[name], rule)
@@ -283,7 +283,7 @@ def _check_parallel(config: TrainingOptions) -> None:
 
 
 def _check_alone(config: TrainingOptions, switch: str, names: Sequence[str]) -> None:
-    """Refuse options that were changed although the `switch` that they need is off."""
+    """Raise ValueError for options that were changed while the `switch` that they need is off."""
     for field in fields(TrainingOptions):
         value = getattr(config, field.name)
         if field.name in names and value != field.default and not getattr(config, switch):

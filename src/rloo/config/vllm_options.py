@@ -1,4 +1,4 @@
-"""TRL's ways of asking for vLLM, and what follows from its options."""
+"""Values derived from the vLLM options, including TRL's options to select vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rloo.config.options import TrainingOptions
 
 
 def servers_dtype(options: TrainingOptions) -> str:
-    """The precision in which servers compute: that asked for, or that of the trainer."""
+    """The dtype in which servers compute: `rollout_dtype`, or that of the trainer."""
     computed = "bfloat16" if options.bf16 else "float16" if options.fp16 else "float32"
     return options.rollout_dtype or computed
 
@@ -22,16 +22,16 @@ def tolerance_of(options: TrainingOptions) -> float:
 
 
 def engine_of(options: TrainingOptions) -> dict[str, Any]:
-    """`rollout_engine` and `vllm_server_base_url` as TRL's use_vllm, vllm_mode, vllm_server_host
-    and vllm_server_port say them, where they are not given. Without use_vllm the others mean
-    nothing, as in TRL."""
+    """`rollout_engine` and `vllm_server_base_url` from TRL's use_vllm, vllm_mode, vllm_server_host
+    and vllm_server_port, unless they are set. Without use_vllm the other three have no effect, as
+    in TRL."""
     if not options.use_vllm or options.rollout_engine != "auto":
         return {}
     if options.vllm_mode == "colocate":
         return {"rollout_engine": "vllm"}
     host = options.vllm_server_host
-    with suppress(ValueError):  # a name
-        # Where a server listens on all addresses, it is here.
+    with suppress(ValueError):  # the host is a name
+        # A server that listens on all addresses is on this machine.
         host = "127.0.0.1" if ip_address(host).is_unspecified else host
     url = options.vllm_server_base_url or [f"http://{host}:{options.vllm_server_port}"]
     return {"rollout_engine": "vllm_server", "vllm_server_base_url": url}

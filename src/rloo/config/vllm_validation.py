@@ -1,4 +1,4 @@
-"""What vLLM does not sample, and which of its options make no sense together."""
+"""Checks of the vLLM options: unsupported sampling, and contradictions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from rloo.config.engine_spec import engine_spec
 from rloo.config.options import TrainingOptions
 
-# Temperatures that vLLM takes as they are.
+# The range of temperatures that vLLM uses unchanged.
 COLDEST, HOTTEST = 0.01, 2.0
-# What samples from another distribution than the policy's, unless it has these values.
+# Options that filter the policy's distribution, unless they have these values.
 _FILTERS = {
     "top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "repetition_penalty": (1.0,),
     "eval_kwargs.top_p": (None, 1.0), "eval_kwargs.top_k": (None, 0),
@@ -18,7 +18,7 @@ _FILTERS = {
 
 
 def check_vllm(config: TrainingOptions) -> None:
-    """Raise ValueError for options of vLLM where another engine samples."""
+    """Raise ValueError for vLLM options if another engine samples."""
     if engine_spec(config.rollout_engine).options == "vllm":
         return
     for fault in _in_vain(config):
@@ -31,13 +31,14 @@ def check_vllm(config: TrainingOptions) -> None:
 
 
 def check_in_use(config: TrainingOptions) -> None:
-    """Raise ValueError for the first fault in how `config`, with vLLM as its engine, samples."""
+    """Raise ValueError for the first fault in the options of `config`, whose engine is vLLM."""
     for fault in _in_use(config):
         raise ValueError(fault)
 
 
 def _in_vain(config: TrainingOptions) -> Iterator[str]:
-    """TRL's options mean nothing without its use_vllm, and are left in scripts; ours are not."""
+    """Faults for keys of `engine_kwargs` that need vLLM. TRL's vLLM options are no faults: without
+    use_vllm they have no effect, and scripts contain them."""
     for name, value in (config.engine_kwargs or {}).items():
         if name not in ("copy_weights", "executable"):
             yield (
@@ -107,7 +108,7 @@ def _in_use(config: TrainingOptions) -> Iterator[str]:
 
 
 def _value(config: TrainingOptions, name: str) -> float | None:
-    """An option, or the key of a mapping."""
+    """The value of an option, or of a mapping's key (`option.key`)."""
     option, dot, key = name.partition(".")
     value: Any = getattr(config, option)
     return (value or {}).get(key) if dot else value

@@ -1,6 +1,6 @@
-"""YAML 1.2 that holds plain data: read with the line of every value, and written.
+"""Reads and writes YAML 1.2 with plain data; reading records the line of every value.
 
-Nothing in a file can run code, and aliases cannot make it much larger than it looks.
+A file cannot run code, and aliases cannot expand it beyond a limit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rloo.config.file_checks import check_file, one_line
 
 MAX_VALUES = 10_000
 MAX_BYTES = 1_000_000
-# Numbers of YAML 1.1, which are text in YAML 1.2; and 010, which is 8 in one and 10 in the other.
+# Numbers of YAML 1.1 that are text in YAML 1.2; and 010, which is 8 in YAML 1.1 and 10 in YAML 1.2.
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9]+|0b.*|.*_.*)")
 PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge")
 _PREFIX = "tag:yaml.org,2002:"
@@ -30,8 +30,9 @@ _PREFIX = "tag:yaml.org,2002:"
 
 def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values in a YAML file, nested names joined by dots, and `file, line n: ` for each name.
-    A mapping whose name `is_whole` is one value. Raises ValueError, with the line, for YAML that is
-    broken, empty, no mapping, tagged, too large with its aliases followed, or has a key twice."""
+    A mapping whose name `is_whole` is a single value. Raises ValueError, with the line, for YAML
+    that is broken, empty, no mapping, tagged, too large with aliases expanded, or has a key twice.
+    """
     check_file(path, "config", most=MAX_BYTES)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -63,7 +64,7 @@ def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any
 
 
 def read_value(text: str) -> Any:
-    """The value that `text` is in YAML, such as [a, 1] or null; itself where it is none."""
+    """The YAML value of `text`, such as [a, 1] or null; `text` itself if it is not valid YAML."""
     yaml = _yaml()
     try:
         node = yaml.compose(text)
@@ -76,7 +77,7 @@ def read_value(text: str) -> Any:
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """`values`, of JSON types, as YAML that `read_yaml` reads back equal."""
+    """`values`, of JSON types, as YAML that `read_yaml` reads back to equal values."""
     stream = StringIO()
     _yaml().dump(values, stream)
     return stream.getvalue()
@@ -91,7 +92,7 @@ def _yaml() -> YAML:
 
 
 class _Resolver(VersionedResolver):
-    """That of YAML 1.2; and yes, no, on and off are switches, as other programs read them."""
+    """The resolver of YAML 1.2; additionally yes, no, on and off are bools, as in YAML 1.1."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is ScalarNode and implicit[0] and value.lower() in ("yes", "no", "on", "off"):
@@ -103,7 +104,7 @@ class _Resolver(VersionedResolver):
 
 
 class _Representer(SafeRepresenter):
-    """Writes 1e-06 as 1.0e-06, which is a number in YAML 1.1 as well."""
+    """Writes 1e-06 as 1.0e-06, which is also a number in YAML 1.1."""
 
     def represent_float(self, data: float) -> ScalarNode:
         digits, e, exponent = repr(data).partition("e")
@@ -119,7 +120,7 @@ def _error(problem: str, node: Node) -> MarkedYAMLError:
 
 
 def _check_nodes(root: Node) -> None:
-    """Refuse tags and too many values, counting what an alias stands for wherever it stands."""
+    """Raise for tags and for too many values; the target of an alias counts at each use."""
     waiting = [root]
     number = 0
     while waiting:
@@ -146,7 +147,7 @@ def _leaves(
     is_whole: Callable[[str], bool],
     lines: dict[str, int],
 ) -> Iterator[tuple[str, Node]]:
-    """Every value with its name; `lines` takes the line of each name, those of sections too."""
+    """Every value with its name. Adds the line of each name, also of sections, to `lines`."""
     constructor.flatten_mapping(node)
     for key, value in node.value:
         if not isinstance(key, ScalarNode):

@@ -1,1 +1,1 @@
-"""Rows of a dataset to tokenised prompts, and the cursor that draws them."""
+"""Dataset rows to tokenised prompts, and the cursor that yields them."""

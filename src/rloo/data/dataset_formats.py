@@ -1,5 +1,5 @@
-"""Rows in the shapes in which datasets are published: conversations with the answer in them, and
-references in a column of another name, or within one."""
+"""Rows in the formats in which datasets are published: conversations that include the answer, and
+references in a column of another name, or nested within one."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from rloo.types import Message
 
 # Columns that hold whole conversations: OpenAI's and the hub's; ShareGPT's; OpenRLHF's.
 _CONVERSATIONS = ("messages", "conversations", "conversation", "context_messages")
-# Keys that say whose turn it is, and what was said: OpenAI's, ShareGPT's, and those of dialogues.
+# Keys of a turn's role and of its text: OpenAI's, ShareGPT's, and those of dialogues.
 _WHO, _WHAT = ("role", "from", "speaker"), ("content", "value", "text")
-# ShareGPT's names of roles, and others that models have been given.
+# ShareGPT's names of roles, and other datasets' names for the assistant.
 _ROLE_OF = {"human": "user", "prompter": "user", "observation": "tool", "function_response": "tool"}
 _ROLE_OF |= dict.fromkeys(
     ("gpt", "chatgpt", "bot", "bing", "bard", "model", "ai", "claude"), "assistant"
 )
-# Where a reference is published: verl, OpenRLHF, and others.
+# Columns of references, or keys within one: verl, OpenRLHF, and others.
 _REFERENCES = ("reward_model.ground_truth", "label", "ground_truth")
-# Columns of references that rewards here read by themselves.
+# Columns of references that the built-in rewards read.
 _READ = ("answer", "solution")
-# Columns that are often what a prompt is made of, for an example of a template.
+# Columns that often contain the question, for an example of a template.
 _QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
 
 
 def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None]:
-    """`rows` whose column `prompt` has the messages of a conversation, and a note of it; unchanged,
-    and None, where there is none, or another `template` than its column.
+    """Return `rows` with the messages of a conversation as column `prompt`, and a note about it.
+    Without a conversation, or if `template` is not just its column, return the rows unchanged and
+    None.
 
     The conversation, which may be JSON text, is in a column that is published for it, in
-    `{column}`, or in `prompt` itself. Its last turn, if that is the assistant's, is cut off, since
-    it is the answer: but not in a column `prompt`, which is meant to be one. Raises ValueError,
-    with the row, where nothing is left to answer or a role is unknown.
+    `{column}`, or in `prompt` itself. A last turn of the assistant is the answer and is removed,
+    except in a column `prompt`, which is meant to be a prompt. Raises ValueError, with the row, if
+    no question remains or a role is unknown.
     """
     column = _column_of(rows, template)
     if column is None:
@@ -70,7 +71,7 @@ def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None
 
 
 def with_column(rows: Dataset, name: str, values: list[Any]) -> Dataset:
-    """`rows` with these values in a column, in place of those that it may have."""
+    """Return `rows` with these values as column `name`, replacing an existing one."""
     if rows.column_names == [name]:  # removing it would leave no rows to add a column to
         return Dataset.from_dict({name: values})
     others = rows.remove_columns(name) if name in rows.column_names else rows
@@ -78,7 +79,7 @@ def with_column(rows: Dataset, name: str, values: list[Any]) -> Dataset:
 
 
 def _column_of(rows: Dataset, template: Any) -> str | None:
-    """The column of the conversation that prompts are made of."""
+    """The column whose conversation becomes the prompt."""
     names = rows.column_names
     if isinstance(template, str) and (whole := re.fullmatch(r"\s*\{([^{}]+)\}\s*", template)):
         named = whole[1]
@@ -94,13 +95,13 @@ def _column_of(rows: Dataset, template: Any) -> str | None:
 
 
 def _first(rows: Dataset, column: str) -> Any:
-    # Without the other columns, whose images would be decoded.
+    # Select the column first, since images in other columns would be decoded.
     return rows.select_columns([column])[0][column]
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a value is a list of messages, with `role` and `content`, ShareGPT's keys or those of
-    dialogues; or such a list as JSON text."""
+    """Return whether a value is a list of messages with `role` and `content`, ShareGPT's keys or
+    those of dialogues, or such a list as JSON text."""
     turns = _turns(value)
     if not isinstance(turns, (list, tuple)) or not turns:
         return False
@@ -108,8 +109,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def holds_messages(value: Any) -> bool:
-    """Whether a value has turns of a conversation in any form, with the answer among them: as text
-    it would be what Python writes for them."""
+    """Return whether a value contains turns of a conversation in any form, including the answer. As
+    text, it would be Python's repr of them."""
     if isinstance(value, dict):
         return any(map(holds_messages, value.values()))
     if isinstance(value, (list, tuple)):
@@ -118,21 +119,21 @@ def holds_messages(value: Any) -> bool:
 
 
 def _turns(value: Any) -> Any:
-    """The turns of a conversation that is JSON text; any other value as it is."""
+    """The turns of a conversation from JSON text; any other value unchanged."""
     is_list = isinstance(value, str) and re.match(r"\s*\[\s*\{", value)
     return _opened(value) if is_list else value
 
 
 def _keys(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Under what a turn says whose it is, and what was said: None where it does not."""
-    # Arrow gives every message the keys of all of them. A call of a tool has no content.
+    """The keys of a turn's role and of its text; None for a missing one."""
+    # Arrow gives every message the keys of all messages. A tool call has no content.
     who = next((key for key in _WHO if turn.get(key) is not None), None)
     what = next((key for key in _WHAT if turn.get(key) is not None), None)
     return who, "content" if what is None and "content" in turn else what
 
 
 def _is_openai(value: Any) -> bool:
-    """Whether a conversation is already in the form of prompts."""
+    """Whether a conversation already has the format of prompts."""
     return not isinstance(value, str) and all(
         _keys(turn) == ("role", "content") and turn["role"] in ROLES for turn in value
     )
@@ -153,7 +154,7 @@ def _message(turn: Any) -> Message:
         raise ValueError(
             f"a turn is from {turn[who]!r}; known are {', '.join((*ROLES, *_ROLE_OF))}"
         )
-    if who != "role":  # the other keys are those of its own format
+    if who != "role":  # its other keys belong to another format
         return _says(role, turn[what])
     others = {key: value for key, value in turn.items() if key != what and value is not None}
     return {**others, "role": role, "content": turn[what] if what else None}
@@ -175,12 +176,12 @@ def _before_the_answer(messages: list[Message]) -> list[Message]:
 def with_reference(
     rows: Dataset, path: str | None, reads: Callable[[str], bool]
 ) -> tuple[Dataset, str | None]:
-    """`rows` whose column `answer` has the reference at `path`, a column or keys within one
-    (`reward_model.ground_truth`), and a note of a path that was found rather than given.
+    """Return `rows` with the reference at `path` as column `answer`, and a note if the path was
+    found rather than given. `path` is a column, or keys within one (`reward_model.ground_truth`).
 
-    Without a path that of a published shape is taken, where rewards read references (`reads` tells
+    Without a path, the path of a published format is used if rewards read references (`reads` tells
     whether one has a parameter of that name) and the rows have no column for them. Raises
-    ValueError for a path that leads to nothing.
+    ValueError for a path that does not exist.
     """
     if path is not None:
         return _with_answers(rows, _values_at(rows, path)), None
@@ -242,7 +243,7 @@ def _values_at(rows: Dataset, path: str) -> list[Any]:
 
 
 def _opened(value: Any) -> Any:
-    """A mapping or a list that is JSON text; any other value as it is."""
+    """A mapping or a list from JSON text; any other value unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with suppress(ValueError):
             return json.loads(value)
@@ -256,15 +257,15 @@ def _has(value: Any, key: str) -> bool:
 
 
 def example_template(columns: Sequence[str]) -> str:
-    """A template of the columns that most probably have the question."""
-    if {"instruction", "input"} <= set(columns):  # Alpaca's, of which the second may be empty
+    """Return a template of the columns that most probably contain the question."""
+    if {"instruction", "input"} <= set(columns):  # Alpaca's; the second may be empty
         return "{instruction} {input}"
     return f"{{{next((name for name in _QUESTIONS if name in columns), columns[0])}}}"
 
 
 def reference_hint(rows: Dataset, reads: Callable[[str], bool]) -> str:
-    """What is added to a message that a column is missing: the option that names the reference, if
-    a reward reads one and there is none."""
+    """Return the suffix of an error message about a missing column: the option that names the
+    reference, if a reward reads one and there is none."""
     names = rows.column_names
     if not any(map(reads, _READ)) or set(_READ) & set(names):
         return ""

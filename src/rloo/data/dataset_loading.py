@@ -1,4 +1,4 @@
-"""From a dataset's name to its rows: files, folders, the hub. None of them can run code."""
+"""From a dataset's name to its rows: files, folders, the hub. No format can run code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rloo.types import sound
 
 Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-# Arrow's schemas end at 64 levels, and Python's recursion, which makes them, before that.
+# Arrow's schemas are limited to 64 levels, and Python's recursion, which builds them, to fewer.
 _MOST_LEVELS = 20
 _QUOTED = re.compile(
     rb'(?:\A(?:\xef\xbb\xbf)?|[,\r\n])(?P<open>")[^"]*+(?:""[^"]*+)*+(?P<closed>"(?=[,\r\n]|\Z))?'
@@ -34,7 +34,7 @@ SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 def load_rows(
     spec: Given | str | Path, *, split: str = "train", config_name: str | None = None
 ) -> Dataset | IterableDataset:
-    """Load the rows of a dataset, at least one; a stream is returned as it is.
+    """Return the rows of a dataset, at least one; a stream is returned unchanged.
 
     `spec` is a `Dataset` or `IterableDataset`, a dict of splits, a .jsonl, .json, .parquet or .csv
     file, a folder of such files or one written by `save_to_disk`, or a hub id. `split` chooses
@@ -62,9 +62,9 @@ def load_rows(
 
 
 def _read_once(rows: Dataset) -> Dataset:
-    """`rows` as a user's transform gives them, which it may do otherwise at each access: then a
-    reward would see another row than the one that its prompt was made of. A format of some columns
-    hides the others, which are shown."""
+    """Apply a user's transform once to each row. It may return another row at each access, and a
+    reward would then see another row than the prompt's. If a format selects some columns, the
+    others are added."""
     asked = rows.format
     if asked["type"] != "custom":
         whole = set(asked["columns"] or rows.column_names) == set(rows.column_names)
@@ -83,7 +83,7 @@ def _read_once(rows: Dataset) -> Dataset:
 
 def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
     path = Path(name).expanduser()
-    if not os.path.exists(path):  # False also for a name that no file can have
+    if not os.path.exists(path):  # False also for an invalid file name
         return _load_from_hub(name, split, config_name)
     if config_name is not None:
         raise ValueError(
@@ -124,7 +124,8 @@ def _choose_split(rows: Dataset | Mapping[str, Any], split: str, name: str) -> A
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """The data files in `folder` named after the split; if none is after any, all are "train"."""
+    """The data files in `folder` named after the split. If no name contains a split, all are
+    "train"."""
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise ValueError(f"dataset {folder} has no {', '.join(SUFFIXES)} file (dataset)")
@@ -168,7 +169,7 @@ def _read_file(path: Path) -> Dataset:
 
 
 def _check_csv(path: Path) -> None:
-    """Refuse what a parser takes in silence: a NUL, and a quote that swallows what follows it."""
+    """Reject what the parser accepts silently: NUL bytes, and unclosed quotes."""
     content = path.read_bytes()
     faults = {"has a NUL byte, which is no text": content.find(b"\0")}
     unclosed = (value.start("open") for value in _QUOTED.finditer(content) if not value["closed"])
@@ -180,7 +181,7 @@ def _check_csv(path: Path) -> None:
 
 
 def _read_objects(path: Path) -> list[dict[str, Any]]:
-    """Read one JSON object per line, or a file that holds a single list of objects."""
+    """Read one JSON object per line, or a file that contains a single list of objects."""
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     is_list = path.suffix == ".json" and content.lstrip().startswith(b"[")
     lines = [content] if is_list else content.split(b"\n")
@@ -212,7 +213,7 @@ def _read_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Whether a value has at most so many levels of lists and objects."""
+    """Whether a value has at most `_MOST_LEVELS` levels of lists and objects."""
     level = [value]
     for _ in range(_MOST_LEVELS + 1):
         level = [

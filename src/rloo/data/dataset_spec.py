@@ -1,4 +1,4 @@
-"""Datasets that are made by a program: `NAME:WHAT` as a dataset's name, such as `gym:gcd`."""
+"""Datasets that a program generates: `NAME:WHAT` as a dataset's name, such as `gym:gcd`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def _as_it_is(source: Any, options: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """What makes the rows of `NAME:WHAT`. All three are given the run's options, an `RLOOConfig`.
+    """The functions that generate the rows of `NAME:WHAT`. All three receive the run's options, an
+    `RLOOConfig`.
 
     `load(name, split, options)` returns a `datasets.Dataset` or a list of rows. It raises
-    ValueError for a name or a split that it does not have. `check(name, options)` raises ValueError
-    for what can be told before torch is loaded. `arrange(source, options)` may give the prompts
-    that are trained on another sampler (`PromptDataset.set_sampler`), and returns them.
+    ValueError for an unknown name or split. `check(name, options)` raises ValueError for errors
+    that it can detect before torch is loaded. `arrange(source, options)` may set another sampler on
+    the training prompts (`PromptDataset.set_sampler`), and returns them.
     """
 
     load: Callable[[str, str, Any], Any]
@@ -33,8 +34,8 @@ class DatasetSpec:
 
 
 def dataset_spec(name: Any) -> DatasetSpec | None:
-    """What makes the dataset of that name; None for files, folders, hub ids and rows. Raises
-    ValueError where its add-on is not there."""
+    """Return the spec of that dataset; None for files, folders, hub ids and rows. Raises ValueError
+    if its add-on is not installed."""
     if not isinstance(name, str) or ":" not in name:
         return None
     first = name.partition(":")[0]

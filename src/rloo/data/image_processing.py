@@ -1,4 +1,4 @@
-"""The image inputs of several prompts, joined into those of one forward pass."""
+"""The image inputs of several prompts, joined for one forward pass."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The processor's output with one entry per token; all others are per image.
+# The suffix of processor outputs with one entry per token; all others are per image.
 _PER_TOKEN = "token_type_ids"
 
 Inputs: TypeAlias = Mapping[str, Tensor]
@@ -21,12 +21,12 @@ def join_inputs(
     width: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Join the image inputs of each row's prompt into those of one forward pass.
+    """Return the image inputs of all rows' prompts, joined for one forward pass.
 
     `prompts` has for each row a number of its prompt and its `Prompt.pixels`, which is called once
-    per number. Rows have `width` tokens; `starts` says where in its row each prompt begins.
-    Inputs per token are placed along the rows, with 0 (text) elsewhere. Those per image are
-    concatenated; smaller images are padded with zeros, which models cut off again.
+    per number. Rows have `width` tokens; `starts` is the position in its row at which each prompt
+    starts. Per-token inputs are placed along the rows, with 0 (text) elsewhere. Per-image inputs
+    are concatenated; smaller images are padded with zeros, which models remove again.
     """
     inputs = {number: make and make() for number, make in dict(prompts).items()}
     rows = [inputs[number] for number, _ in prompts]

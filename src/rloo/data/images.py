@@ -1,7 +1,7 @@
 """Images in prompts: from a row's columns into its messages, and from there to model inputs.
 
-The model's own processor makes tensors of them when a forward pass needs them, and they are dropped
-afterwards, so that a dataset's pixels are never all in memory.
+The model's own processor converts them to tensors when a forward pass needs them. The tensors are
+dropped afterwards, so that a dataset's pixels are never all in memory.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 COLUMNS = ("image", "images")
 FOLDER = "images"
-# The processor's outputs that are about text, not images.
+# The processor's outputs for text.
 _TEXT = ("input_ids", "attention_mask")
 
 
 def is_vision_config(config: PretrainedConfig) -> bool:
-    """Whether a model with this configuration reads images."""
+    """Return whether a model with this configuration reads images."""
     return getattr(config, "vision_config", None) is not None
 
 
 def image_token_ids(config: PretrainedConfig) -> list[int]:
-    """The placeholder tokens that the model replaces by images; none for a text model."""
+    """Return the placeholder tokens that the model replaces by images; none for a text model."""
     names = ("image_token_id", "image_token_index")
     found = (getattr(config, name, None) for name in names if is_vision_config(config))
     return sorted({token for token in found if token is not None})
 
 
 def tokenizer_of(processing_class: Any) -> Any:
-    """The tokenizer inside a processor, or the argument itself if it is a tokenizer."""
+    """Return the tokenizer of a processor, or the argument itself if it is a tokenizer."""
     from transformers import ProcessorMixin
 
     processes = isinstance(processing_class, ProcessorMixin)
@@ -45,8 +45,8 @@ def tokenizer_of(processing_class: Any) -> Any:
 
 
 def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
-    """The messages with contents as lists of parts, and each image in its part, as in TRL: parts
-    `{"type": "image"}` are filled in order; without any, the images go before the text of the
+    """Return the messages with contents as lists of parts, and each image in its part, as in TRL:
+    parts `{"type": "image"}` are filled in order; without any, the images go before the text of the
     first user message. Raises ValueError if the numbers of images and parts differ."""
     if isinstance(content, str):
         raise ValueError(
@@ -73,7 +73,7 @@ def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
 
 
 def check_parts(parts: Sequence[Any]) -> None:
-    """Raise ValueError for parts of a message that are neither text nor images."""
+    """Raise ValueError for message parts that are neither text nor images."""
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "image"):
@@ -83,8 +83,8 @@ def check_parts(parts: Sequence[Any]) -> None:
 
 
 def _parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Drop all other keys: Arrow adds the keys of every part to each part, and a processor would
-    open any path or URL that it finds."""
+    """The content as parts, without other keys: Arrow adds the keys of every part to each part, and
+    a processor would open any path or URL that it finds."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -97,7 +97,7 @@ def _parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 
 def _with_parts(content: list[Message], change: Callable[[Any], Any]) -> list[Message]:
-    """The messages with `change(part)` in place of each part of those whose content is in parts."""
+    """The messages with `change(part)` for each part, if their content is a list of parts."""
     return [
         {**m, "content": list(map(change, m["content"]))}
         if isinstance(m.get("content"), list)
@@ -111,14 +111,14 @@ def _is_open(part: Mapping[str, Any]) -> bool:
 
 
 def images_of(content: Text) -> list[Any]:
-    """The images of the messages, in order."""
+    """Return the images of the messages, in order."""
     messages = [] if isinstance(content, str) else content
     parts = [p for m in messages if isinstance(m.get("content"), list) for p in m["content"]]
     return [part["image"] for part in parts if part.get("image") is not None]
 
 
 def without_images(content: Text) -> Text:
-    """The messages with empty image parts, which can be printed and written as JSON."""
+    """Return the messages with empty image parts, which can be printed and written as JSON."""
     if isinstance(content, str):
         return content
     return _with_parts(content, lambda p: {"type": "image"} if p["type"] == "image" else p)
@@ -126,15 +126,15 @@ def without_images(content: Text) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Turns rows, whose `columns` hold images, into prompts for a model that reads them. `process`
-    applies the processor, chat template included, to messages and returns a batch of one as
-    tensors. Without either, rows are text."""
+    """Converts rows with images in `columns` to prompts for a vision model. `process` applies the
+    processor, chat template included, to messages and returns a batch of one as tensors. Without
+    columns and `process`, rows are text."""
 
     columns: tuple[str, ...] = ()
     process: Callable[[list[Message]], Mapping[str, Any]] | None = None
 
     def content(self, row: Mapping[str, Any]) -> Text:
-        """The prompt of a row with its images. Raises ValueError for a value that is no image."""
+        """Return a row's prompt with its images. Raises ValueError for a value that is no image."""
         images = [image for name in self.columns for image in _listed(row[name])]
         for image in images:
             if not _is_picture(image):
@@ -148,7 +148,7 @@ class ImageReader:
         return with_images(content, images)
 
     def pixels(self, content: Text) -> Callable[[], dict[str, Tensor]] | None:
-        """A function that computes the model inputs for the images in `content`, if any."""
+        """Return a function that computes the model inputs for the images in `content`, if any."""
         if self.process is None or isinstance(content, str) or not images_of(content):
             return None
         process = self.process
@@ -156,7 +156,7 @@ class ImageReader:
 
 
 def image_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """The dataset's image column, if any. Raises ValueError if there are two."""
+    """Return the dataset's image column, if any. Raises ValueError if there are two."""
     found = tuple(name for name in COLUMNS if name in names)
     if len(found) > 1:
         raise ValueError(
@@ -178,8 +178,8 @@ def _is_picture(value: Any) -> bool:
 
 
 def in_colour(messages: list[Message]) -> list[Message]:
-    """The messages, all in parts, with every image converted to RGB, which not every processor
-    does. Raises ValueError for a part of the type image without one."""
+    """Return the messages, with contents as parts and every image converted to RGB, which some
+    processors do not do. Raises ValueError for an image part without an image."""
     return _with_parts(
         with_images(messages, []),
         lambda p: {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p,

@@ -1,4 +1,4 @@
-"""Prompts of a stream, a dataset without a length: a cursor that can be saved at any prompt."""
+"""Prompts of a streaming dataset (without a length): a cursor that can be saved at any prompt."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BLOCK = 1000
 
 
 class IterablePromptDataset:
-    """A cursor over the prompts of a stream; where the stream ends, the next pass begins.
+    """A cursor over the prompts of a stream. When the stream ends, the next pass starts.
 
-    The stream is read in blocks of `BLOCK` rows; `make_source(rows, seed)` makes prompts of one and
-    shuffles within it. A saved position is the stream's own state at the start of the block and the
-    place within it. If that state does not lead to the same block again (`datasets` does not
-    restore shuffle buffers), the stream is read again from its beginning up to the block.
+    The stream is read in blocks of `BLOCK` rows; `make_source(rows, seed)` converts a block to
+    prompts and shuffles within it. A saved position is the stream's own state at the start of the
+    block and the index within it. If that state does not restore the same block (`datasets` does
+    not restore shuffle buffers), the stream is read again from its start up to the block.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class IterablePromptDataset:
         *,
         seed: int,
     ) -> None:
-        """Raises ValueError for a stream without rows, and for faulty rows in the first block."""
+        """Raises ValueError for a stream without rows, and for invalid rows in the first block."""
         self._given, self._make_source, self._seed = rows, make_source, seed
         self.dropped = self.truncated = 0
         self._begin_pass(0)
@@ -42,12 +42,12 @@ class IterablePromptDataset:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each prompt in the current block; later blocks are not known."""
+        """The number of tokens of each prompt in the current block; later blocks are unknown."""
         return self._block.lengths
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was found out about the rows of the current block, for the user."""
+        """Notes for the user about the rows of the current block."""
         return self._block.notes
 
     @property
@@ -56,7 +56,7 @@ class IterablePromptDataset:
         return float(self._pass + (self._is_last and self._taken == len(self._block)))
 
     def next(self, num: int) -> list[Prompt]:
-        """The next `num` prompts; a prompt's id is the row's number within its pass."""
+        """Return the next `num` prompts; a prompt's id is the row's number within its pass."""
         prompts: list[Prompt] = []
         while len(prompts) < num:
             if self._taken == len(self._block):
@@ -67,10 +67,10 @@ class IterablePromptDataset:
         return prompts
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Nothing follows from rewards: a stream has an order of its own."""
+        """Do nothing: the order of a stream does not depend on rewards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor's position, as plain JSON values."""
+        """Return the cursor's position, as plain JSON values."""
         return {
             "pass": self._pass,
             "first_row": self._first_row,
@@ -147,7 +147,7 @@ Prompts: TypeAlias = PromptDataset | IterablePromptDataset
 
 
 def as_table(rows: list[dict[str, Any]], stream: IterableDataset) -> Dataset:
-    """Rows of a stream as a dataset with the stream's columns. Raises ValueError for no rows."""
+    """Return rows of a stream as a dataset with its columns. Raises ValueError for no rows."""
     if not rows:
         raise ValueError("the stream has 0 rows; at least 1 is needed (dataset)")
     names = dict.fromkeys(name for row in rows for name in row)

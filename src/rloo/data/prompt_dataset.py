@@ -1,4 +1,4 @@
-"""From rows to prompts: templates, and the cursor that draws them."""
+"""From rows to prompts: templates, and the cursor over the prompts."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
             "messages (prompt_template)"
         )
     readable = [name for name in columns if not _holds_images(rows.features[name])]
-    # Without the image columns, which would be decoded in vain; but a Dataset without any columns
-    # has no rows.
+    # The image columns are left out, since they would be decoded for nothing. A Dataset without
+    # columns has no rows.
     texts = rows.select_columns(readable) if readable else rows
     prompts = [_fill(template, row, number) for number, row in enumerate(texts)]
     return with_column(rows, "prompt", prompts)
@@ -61,7 +61,8 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
 def image_reader(
     rows: Dataset, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> ImageReader:
-    """The reader of the images in `rows`. Raises ValueError if the model would not see them."""
+    """Return the reader of the images in `rows`. Raises ValueError if the model cannot read
+    them."""
     columns = image_columns(rows.column_names)
     if not isinstance(processing_class, ProcessorMixin):
         if any(_holds_images(rows.features[name]) for name in columns):
@@ -82,10 +83,10 @@ def _holds_images(feature: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptLengthLimit:
-    """What is done with prompts of more than `max_tokens` tokens: "error" refuses them, "drop"
-    leaves them out, "left" keeps their last tokens. No prompt may be left only if `may_be_empty`.
-    The model embeds the tokens below `vocabulary`. Texts of more than `max_characters` have more
-    tokens than that for certain, and are not tokenised, which would take minutes.
+    """The limit of a prompt's length. `overlong` prompts, with more than `max_tokens` tokens:
+    "error" raises, "drop" removes them, "left" keeps their last tokens. Only with `may_be_empty`
+    may all prompts be dropped. The model embeds the tokens below `vocabulary`. Texts of more than
+    `max_characters` always exceed the limit, and are not tokenised, which would take minutes.
     """
 
     max_tokens: int
@@ -96,15 +97,15 @@ class PromptLengthLimit:
 
 
 class PromptDataset:
-    """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index), or in
-    another one (`set_sampler`).
+    """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index), or by
+    another sampler (`set_sampler`).
 
-    The constructor tokenises all rows, so that a faulty or overlong prompt is reported before the
-    first sample, by a ValueError. `dropped` and `truncated` count what the `limit` has left out and
-    cut; prompts of a dataset with images are never cut.
+    The constructor tokenises all rows, so that it reports an invalid or overlong prompt before the
+    first sample, as a ValueError. `dropped` and `truncated` count the prompts that the `limit`
+    removed and cut; prompts of a dataset with images are never cut.
     """
 
-    # What was found out about the rows, for the user.
+    # Notes for the user about the rows.
     notes: Sequence[str] = ()
 
     def __init__(
@@ -165,20 +166,20 @@ class PromptDataset:
 
     @property
     def epoch(self) -> float:
-        """The number of passes over the dataset made so far, with fractions."""
+        """The number of passes over the dataset so far, with fractions."""
         return self._order.drawn / len(self)
 
     def next(self, num: int) -> list[Prompt]:
-        """The next `num` prompts. Where an epoch ends the next one begins, so no row is left out,
-        and the same row can occur twice in one call."""
+        """Return the next `num` prompts. When an epoch ends, the next one starts, so no row is left
+        out, and the same row can occur twice in one call."""
         return [self._prompt(self._numbers[i], turn) for i, turn in self._order.next(num)]
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Take note of the rewards of prompts from here, where the order goes by them."""
+        """Pass the rewards of this dataset's prompts to the sampler."""
         self._order.update(groups)
 
     def set_sampler(self, order: PromptSampler) -> None:
-        """Draw in another order from now on, of indices that are below the number of prompts."""
+        """Use another sampler from now on; its indices are below the number of prompts."""
         self._order = order
 
     @property
@@ -187,30 +188,30 @@ class PromptDataset:
         return list(self._rows.column_names)
 
     def values(self, column: str) -> dict[int, Any]:
-        """What a column has for each prompt, by its row, in the order of the dataset. Raises
-        ValueError for one that the dataset does not have."""
+        """Return the values of a column by row number, in dataset order, for rows with a prompt.
+        Raises ValueError for an unknown column."""
         if column not in self._rows.column_names:
             raise ValueError(f"the dataset has no column {column!r} (dataset)")
         values = self._rows[column]
         return {number: values[number] for number in self._numbers}
 
     def all_prompts(self, limit: int | None = None) -> list[Prompt]:
-        """The first `limit` prompts in the order of the dataset; the cursor stays where it is."""
+        """Return the first `limit` prompts in dataset order; the cursor does not move."""
         return [self._prompt(number) for number in self._numbers[:limit]]
 
     def shared_with(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Those of `prompts`, without images, whose tokens are those of a prompt here."""
+        """Return those of `prompts`, without images, whose tokens equal those of a prompt here."""
         theirs = {tuple(p.token_ids): p for p in prompts if p.pixels is None}
         found = {ids for number in self._numbers if (ids := tuple(self._tokens[number])) in theirs}
         return [p for p in prompts if p.pixels is None and tuple(p.token_ids) in found]
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor's position and a fingerprint of its prompts, as plain JSON values."""
+        """Return the cursor's position and a fingerprint of its prompts, as plain JSON values."""
         return {**self._order.state_dict(), **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position. Raises ValueError if it was saved for other data or another
-        order, since the remaining rows would not be the unseen ones."""
+        order, since the remaining rows would not be the ones that are left."""
         for name, here in self._identity.items():
             if state[name] != here:
                 raise ValueError(
@@ -237,17 +238,17 @@ class PromptDataset:
 def _tokenise(
     rows: Dataset, encode: Encode, images: ImageReader, limit: PromptLengthLimit
 ) -> list[array]:
-    # Four bytes per token; a list of ints takes 36.
+    # An array takes 4 bytes per token, a list of ints 36.
     tokens: list[array] = []
     read = iter(rows.select_columns(["prompt", *images.columns]))
-    together = 1 if images.columns else 1000  # what is decoded at once
+    together = 1 if images.columns else 1000  # images that are decoded at the same time
     try:
         while contents := [images.content(row) for row in islice(read, together)]:
             first = len(tokens)
             small = [_bounded(content, limit, n) for n, content in enumerate(contents, first)]
             encoded = iter(encode([content for content in small if content is not None]))
             for content in small:
-                # What is too long for certain has one token more than it may.
+                # A text that is certainly too long counts as one token above the limit.
                 ids = [0] * (limit.max_tokens + 1) if content is None else next(encoded)
                 tokens.append(array("i", ids))
     except _TooLarge:
@@ -268,7 +269,7 @@ class _TooLarge(ValueError):
 
 
 def _bounded(content: Text, limit: PromptLengthLimit, number: int) -> Text | None:
-    """What is tokenised of a prompt: its end where that suffices, None where it is dropped."""
+    """The part of a prompt to tokenise: its end if that suffices, None if the prompt is dropped."""
     characters = _count_characters(content)
     if characters <= limit.max_characters:
         return content

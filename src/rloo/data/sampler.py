@@ -1,4 +1,4 @@
-"""The order in which the prompts of a dataset are drawn."""
+"""The order in which the prompts of a dataset are sampled."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from rloo.types import Group
 
 
 class Draw(NamedTuple):
-    """A prompt by its number among those that may be drawn, and the pass over them it is drawn in:
-    none is drawn twice in a pass."""
+    """The index of a prompt, and the pass over the prompts: each is sampled once per pass."""
 
     number: int
     turn: int
 
 
 class PromptSampler(Protocol):
-    """Draws prompts, and can go on from a position."""
+    """Samples prompts, with a position that can be saved and restored."""
 
-    # How many prompts were drawn so far.
+    # The number of prompts sampled so far.
     drawn: int
 
     def next(self, num: int) -> list[Draw]:
-        """Draw `num` prompts."""
+        """Sample `num` prompts."""
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Take note of the rewards of prompts that were drawn."""
+        """Receive the rewards of sampled prompts."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as plain JSON values."""
+        """Return the position, as plain JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position of the same prompts and seed."""
+        """Restore a position of the same prompts and seed."""
 
 
 class EpochSampler:
-    """All of `size` prompts, then all of them again, whatever their rewards are; each time in a new
-    random order, or always in their own."""
+    """Passes over all `size` prompts, independent of their rewards: each in a new random order, or
+    always in dataset order."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
         self.drawn = 0
@@ -47,20 +46,20 @@ class EpochSampler:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self, num: int) -> list[Draw]:
-        """The next `num`; where a pass ends, the next one begins."""
+        """Return the next `num`; when a pass ends, the next one starts."""
         places = [self._at(position) for position in range(self.drawn, self.drawn + num)]
         self.drawn += num
         return places
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Nothing follows from rewards."""
+        """Do nothing: the order does not depend on rewards."""
 
     def state_dict(self) -> dict[str, Any]:
-        """How many were drawn."""
+        """Return the number of prompts sampled."""
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after as many."""
+        """Restore the number of prompts sampled."""
         self.drawn = state["drawn"]
 
     def _at(self, position: int) -> Draw:
@@ -73,7 +72,7 @@ class EpochSampler:
 
 
 def shuffled(size: int, seed: int, turn: int) -> np.ndarray:
-    """The numbers below `size` in an order that is a function of the seed and the pass."""
+    """Return the numbers below `size` in an order that is a function of the seed and the pass."""
     # NumPy keeps the raw output of a bit generator stable across versions, but not `permutation`.
     key = np.array([seed % 2**64, turn], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

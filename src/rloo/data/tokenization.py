@@ -14,7 +14,7 @@ from rloo.types import Message, Text
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 Encode: TypeAlias = Callable[[Iterable[Text]], Iterable[list[int]]]
-# What an expression in a template may raise; a sandbox limits its ranges, and Python its depth.
+# Exceptions of expressions in a template, such as the sandbox's limit on ranges.
 _OF_TEMPLATES = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
 )  # fmt: skip
@@ -24,13 +24,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def encode_prompt(
     content: Text, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> list[int]:
-    """Token ids of a prompt, at least one.
+    """Return the token ids of a prompt, at least one.
 
-    A string gets the special tokens that the tokenizer puts before it, but no second beginning of
-    sequence, and none behind it, where the completion follows.
-    Messages go through the chat template, which opens the assistant's turn, or continues it if the
-    last message is the assistant's. Raises ValueError for other content, and for messages that the
-    chat template refuses.
+    A string gets the special tokens that the tokenizer puts before it, but no second BOS token, and
+    none after it, since the completion follows. Messages go through the chat template, which opens
+    the assistant's turn, or continues it if the last message is the assistant's. Raises ValueError
+    for other content, and for messages that the chat template rejects.
     """
     one = encode_prompts([content], processing_class, chat_template_kwargs=chat_template_kwargs)
     return next(one)
@@ -42,7 +41,7 @@ def encode_prompts(
     *,
     chat_template_kwargs: dict[str, Any],
 ) -> Iterator[list[int]]:
-    """What `encode_prompt` gives and raises for each in turn. Strings that follow each other are
+    """Yield the result of `encode_prompt` for each prompt in turn. Consecutive strings are
     tokenised in one call, since a call takes longer than a prompt."""
     tokenizer = tokenizer_of(processing_class)
     begin = str(tokenizer.bos_token) if tokenizer.bos_token is not None else None
@@ -67,7 +66,7 @@ def encode_prompts(
 
 
 def tokens_behind(processing_class: ProcessingClass) -> list[int]:
-    """The special tokens that a tokenizer puts behind a text, as for a classifier."""
+    """Return the special tokens that a tokenizer puts after a text, as for a classifier."""
     tokenizer = tokenizer_of(processing_class)
     plain, whole = (
         list(tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True)
@@ -81,7 +80,7 @@ def tokens_behind(processing_class: ProcessingClass) -> list[int]:
 def note_of_special_tokens(
     contents: Iterable[Text], processing_class: ProcessingClass
 ) -> list[str]:
-    """A note where special tokens behind texts are left out."""
+    """Return a note if special tokens after texts are left out."""
     behind = tokens_behind(processing_class)
     if not behind or not any(isinstance(content, str) for content in contents):
         return []
@@ -90,7 +89,7 @@ def note_of_special_tokens(
 
 
 def longest_token(processing_class: ProcessingClass) -> int:
-    """Characters of the longest token, an upper bound of those that any stands for."""
+    """Return the length of the longest token in characters, an upper bound for all tokens."""
     return max(map(len, tokenizer_of(processing_class).get_vocab()))
 
 
@@ -152,7 +151,7 @@ def apply_chat_template(
 
 
 def _in_words(message: Message) -> Message:
-    """A message whose content is a text, where it is a list of parts that are all texts."""
+    """The message, with its content joined to one text if it is a list of text parts."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or not content:
         return message
@@ -162,7 +161,7 @@ def _in_words(message: Message) -> Message:
 
 
 def check_message(message: Any, *, parts: bool = False) -> None:
-    """Raise ValueError for what is no message of a conversation."""
+    """Raise ValueError for an invalid message of a conversation."""
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
         found = sorted(message) if isinstance(message, dict) else type(message).__name__
         raise ValueError(f"a message needs the keys role and content; this one is {found}")

@@ -1,4 +1,4 @@
-"""Folders that other processes read: each is there as a whole, or not at all."""
+"""Atomic writes of folders: another process sees a complete folder or none."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rloo.distributed.file_lock import FileLock
 
-# Seconds within which a folder that is not locked may be about to be.
+# Age in seconds below which the writer of an unlocked folder may not have locked it yet.
 _JUST_MADE = 1.0
 
 
 def fsync_path(path: Path) -> None:
-    """Have a file's data, or a folder's names, on the disk: without it a power cut may lose them,
-    and a rename may reach the disk before what was renamed."""
+    """Flush a file's data, or a folder's entries, to the disk. Without this a power cut may lose
+    them, and a rename may reach the disk before the renamed data."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,9 +29,9 @@ def fsync_path(path: Path) -> None:
 
 @contextmanager
 def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
-    """A new folder `tmp-{name}-{process}` in `directory`, to be renamed into place afterwards; what
-    the block writes there is then on the disk. If it fails, even by Ctrl-C, nothing is left; what a
-    process has left that was killed, the next one that writes this name removes."""
+    """Yield a new folder `tmp-{name}-{pid}` in `directory`; its files are synced when the block
+    ends. The caller renames it into place. An error, also Ctrl-C, removes it. The next writer of
+    this name removes the folder of a killed process."""
     temporary = directory / f"tmp-{name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     for other in directory.glob(f"tmp-{glob.escape(name)}-*"):
@@ -40,7 +40,7 @@ def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
             _remove_abandoned(other)
     temporary.mkdir(parents=True)
     lock = None
-    with suppress(OSError):  # where nothing can be locked, nothing is removed either
+    with suppress(OSError):  # on a file system without locks nothing is removed either
         lock = FileLock(temporary)
     try:
         yield temporary
@@ -56,9 +56,9 @@ def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
 
 
 def open_as_usual(files: Iterable[Path]) -> None:
-    """Give files that their owner alone may read, as safetensors makes them, the mode that this
-    process gives to new ones."""
-    before = os.umask(0o077)  # nothing else tells it
+    """Give files of mode 600, which safetensors writes, the mode that this process's umask gives
+    to new files."""
+    before = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(before)
     for file in files:
         if not file.is_symlink() and file.stat().st_mode & 0o777 == 0o600:
@@ -66,7 +66,7 @@ def open_as_usual(files: Iterable[Path]) -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder that nobody writes, whoever does being known by its lock."""
+    """Remove a folder unless its writer holds its lock."""
     with suppress(OSError):
         lock = FileLock(folder)
         try:
@@ -77,8 +77,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, renamed first, so that half a removal does not leave half of it. Of a link
-    the link alone goes: what it leads to is elsewhere."""
+    """Remove a folder. It is renamed first, so that an interrupted removal leaves no partial folder
+    under its name. If it is a symlink, only the link is removed."""
     if folder.is_symlink():
         folder.unlink()
         return

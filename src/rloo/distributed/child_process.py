@@ -1,7 +1,7 @@
-"""A child process: how a program is started, watched and ended, and how it dies with its parent.
+"""Child processes: start, watch and end a program, and end it when its parent dies.
 
-Code that runs inside the sandbox cannot import this; it starts its own
-(`process_tree` of its guest side).
+Code inside the sandbox cannot import this module. It has its own implementation
+(`process_tree` on the guest side).
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from typing import IO, Any, Literal
 HAS_DEATH_SIGNAL = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.02
-# Starts the command and ends it when nobody is left who could close the standard input.
+# A shell that starts the command, and ends it when no process can write to the shell's stdin.
 _GUARD = (
     'exec 3<&0; "$@" </dev/null & child=$!; '
     "{ cat >/dev/null; kill -TERM $child 2>/dev/null; sleep 8; kill -KILL 0; } <&3 & "
     "wait $child; status=$?; kill -KILL 0; exit $status"
 )
 # How a child learns that its parent is dead.
-#   signal: Linux sends it SIGKILL when the thread that started it ends. Elsewhere as `guard`.
+#   signal: Linux sends SIGKILL when the thread that started the child ends. Elsewhere as `guard`.
 #   guard: a shell between the two ends the program when a pipe from the parent is closed. It needs
 #       no code between fork and exec, which would copy the page tables of a large process.
-#   lifeline: the program is ours and reads that pipe. Its last argument is the pipe's number.
+#   lifeline: a program of this package reads that pipe. Its last argument is the pipe's number.
 #   channel: the program ends when `channel` is closed at the other end.
 Tie = Literal["signal", "guard", "lifeline", "channel"]
 
 
 @dataclass(eq=False)
 class ChildProcess:
-    """A program, started in a session of its own: a terminal's Ctrl-C reaches the parent alone, and
-    the process group can be killed as one.
+    """A program in a new session: a terminal's Ctrl-C reaches only the parent, and the process
+    group can be killed as one.
 
-    `environment` replaces this process's own. `log` is a file to which the output is appended; the
-    child prints where this process does without one, or nothing to its standard output if `quiet`.
-    Its standard input is empty unless it `shares_input`. `channel` is a file that the child gets;
-    its number is the command's last argument but for that of a lifeline. Signals in `unblocked` are
-    delivered to the child, whatever this thread has blocked. `user` is the user that it becomes.
-    Raises OSError where the program cannot be started.
+    `environment` replaces this process's environment. Output is appended to the file `log`, or goes
+    to this process's streams. `quiet` discards standard output. Standard input is empty unless
+    `shares_input`. The child inherits the descriptor `channel`, whose number is the command's last
+    argument (before that of a lifeline). Signals in `unblocked` are delivered to the child even if
+    this thread blocks them. The child runs as `user`. Raises OSError if the program cannot be
+    started.
     """
 
     command: Sequence[str]
@@ -115,22 +115,22 @@ class ChildProcess:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The status with which it has ended, minus a signal's number; None while it runs."""
+        """The exit status, negative for a signal; None while the process runs."""
         return self._process.poll()
 
     def join(self) -> int:
-        """Its status, once it has ended."""
+        """Wait for the end of the process and return its exit status."""
         return self._process.wait()
 
     def wait(self, seconds: float) -> int | None:
-        """Its status; None if it runs after so many seconds."""
+        """The exit status; None if the process still runs after so many seconds."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def reap(self) -> int | None:
-        """Its status if it has ended. If it failed, what is left of its group is killed before its
-        number can be another one's."""
+        """The exit status if the process has ended. If it failed, the rest of its group is killed
+        first, before its pid can be reused."""
         seen = self._seen_status()
         if seen is None:
             return None
@@ -139,21 +139,21 @@ class ChildProcess:
         return self._process.wait()
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it runs."""
+        """Send a signal to the process, if it runs."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the process, if it runs. For any thread."""
+        """Kill the process, if it runs. Thread-safe."""
         self._process.kill()
 
     def kill_group(self) -> None:
-        """Kill the process and what it has started, unless that left its group. For any thread."""
+        """Kill the process and all children that are still in its group. Thread-safe."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, seconds: float = 0.0, *, group: bool = False) -> int:
-        """Ask it to end, kill it after so many seconds (with its `group`, also where it has ended),
-        and return its status. For any thread, also twice."""
+        """Terminate the process, kill it after so many seconds, and return its exit status. With
+        `group` its group is killed too, even if it has ended. Thread-safe, and may be repeated."""
         if seconds > 0 and self._process.poll() is None:
             if self._lifeline is None:
                 self._process.terminate()
@@ -169,7 +169,7 @@ class ChildProcess:
         return status
 
     def _seen_status(self) -> int | None:
-        """Its status, or its signal's number, if it has ended; its number stays its own."""
+        """The exit status, or the signal's number, if it has ended; its pid stays reserved."""
         if self._process.returncode is None:
             with suppress(ChildProcessError):  # another thread waited for it
                 how = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -182,12 +182,12 @@ class ChildProcess:
                 self._lifeline.close()
 
     def last_lines(self, count: int) -> str:
-        """The end of its log, each line on a line of its own for a message."""
+        """The last lines of the log, indented for a message."""
         return "" if self.log is None else last_lines(self.log, count)
 
 
 def last_lines(log: Path, count: int) -> str:
-    """The last lines of a file, each after a line break and indented; empty without any."""
+    """The last lines of a file, each after a line break and indented; empty if there are none."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -196,20 +196,20 @@ def last_lines(log: Path, count: int) -> str:
 
 
 def describe_status(status: int | None, name: Callable[[int], str] = "signal {}".format) -> str:
-    """How a process has ended, in words; `name` names a signal."""
+    """A sentence on how a process has ended; `name` names a signal."""
     if status is None:
         return "is gone, or cannot be reached any more"
     return f"was ended by {name(-status)}" if status < 0 else f"ended with status {status}"
 
 
 def shell_status(status: int) -> int:
-    """A status as a shell has it: 128 and the number of a signal."""
+    """An exit status as a shell reports it: 128 plus the number of a signal."""
     return status if status >= 0 else 128 - status
 
 
 def _prepare(unblocked: Collection[int], *, by_signal: bool) -> Callable[[], None]:
-    """What the child does before it becomes the program. All that it calls is looked up here: after
-    a fork the child has none of the other threads, which may hold locks."""
+    """The function that the child calls between fork and exec. Its functions are looked up here:
+    after a fork another thread may hold a lock, and the child does not have that thread."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl if by_signal else None
 
@@ -217,7 +217,7 @@ def _prepare(unblocked: Collection[int], *, by_signal: bool) -> Callable[[], Non
         if prctl is not None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, unblocked)
-        if prctl is not None and os.getppid() != parent:  # it died before
+        if prctl is not None and os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
     return prepare

@@ -1,4 +1,4 @@
-"""A lock that the system ends with the process, however that dies."""
+"""A file lock that the system releases when its process ends, however it dies."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-# The files of the locks that this process holds, by descriptor. A reward function may have closed
-# one; its number is then another file's, which its device and inode tell.
+# Device and inode of each lock that this process holds, by descriptor. A reward function may have
+# closed a descriptor; device and inode show whether its number now belongs to another file.
 _held: dict[int, tuple[int, int]] = {}
 
 
 class LockUnavailable(OSError):
-    """The file system has no locks."""
+    """The file system does not support locks."""
 
 
 class FileLock:
-    """A file, made if it is missing, or a folder, which this process alone holds until `release`.
-    Raises BlockingIOError where another holder has it, and LockUnavailable."""
+    """An exclusive lock on a folder, or on a file, which is created if missing, until `release`.
+    Raises BlockingIOError if it is held already, and LockUnavailable."""
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
         flags = os.O_RDONLY | os.O_NOFOLLOW if path.is_dir() else os.O_RDWR | os.O_CREAT
@@ -34,18 +34,18 @@ class FileLock:
             raise LockUnavailable(error.errno, error.strerror) from error
 
     def write(self, text: str) -> None:
-        """Replace what the file says."""
+        """Replace the content of the file."""
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, text.encode(), 0)
 
     def release(self) -> None:
-        """Let go of it; also twice."""
+        """Release the lock; may be repeated."""
         _release(self._descriptor)
 
 
 def require_free(path: Path) -> None:
-    """Raise BlockingIOError if another process holds the file's lock, and OSError if there is none.
-    Nothing is made or held."""
+    """Raise BlockingIOError if another process holds the file's lock, and OSError if the file does
+    not exist. Creates no file and holds no lock afterwards."""
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -56,7 +56,7 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _release(descriptor: int) -> None:
-    """Close a lock's file, unless that has been done and the number is another's."""
+    """Close a lock's file, unless it is closed and its number belongs to another file."""
     file = _held.pop(descriptor, None)
     with suppress(OSError):  # it is closed
         if _identity(descriptor) == file:
@@ -68,5 +68,5 @@ def _release_all() -> None:
         _release(descriptor)
 
 
-# A forked child would hold the locks when this process is gone.
+# A forked child would hold the locks after this process has ended.
 os.register_at_fork(after_in_child=_release_all)

@@ -1,5 +1,5 @@
-"""Groups of torch.distributed: made, tried, and left without waiting for what hangs in them; and
-what is sent in them at once."""
+"""Process groups of torch.distributed: create, test and destroy them without waiting for a hanging
+collective. Also the buckets of an all-reduce."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-# Elements of the gradients that are sent at once.
+# Most elements of gradients in one all-reduce.
 BUCKET = 1 << 24
-# Seconds in which NCCL is to give up what hangs, at the end of the process.
+# Seconds that NCCL gets to abort a hanging collective at the end of the process.
 PATIENCE = 3.0
-# What was waited for in vain and may still be under way, with its group.
+# Collectives that were given up and may still be pending, each with its group.
 _ABANDONED: list[tuple[Any, Any]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessGroups:
-    """Groups of all processes that compute on `device`. An exchange ends after `limit`."""
+    """Creates groups of all processes that compute on `device`. A collective times out after
+    `limit`."""
 
     device: torch.device
     limit: timedelta
 
     @property
     def backend(self) -> str:
-        """What torch calls it."""
+        """The name of the backend in torch."""
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def make(self) -> Any:
-        """Another group; all processes make it at the same point."""
+        """A new group. Collective: all processes create it at the same point."""
         return self._tried(dist.new_group(backend=self.backend, timeout=self.limit))
 
     def make_first(self, store: dist.Store, rank: int, size: int) -> None:
-        """The default group, in which this is process `rank` of `size`."""
+        """Create the default group, in which this is process `rank` of `size`."""
         dist.init_process_group(
             self.backend, store=store, rank=rank, world_size=size, timeout=self.limit
         )
         self._tried(None)
 
     def _tried(self, group: Any) -> Any:
-        """The group, after its first exchange: NCCL connects only then, and waits without end."""
+        """The group after its first collective: NCCL connects only then, and without a timeout."""
         if self.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             torch.cuda.synchronize(self.device)
@@ -61,8 +62,8 @@ class ProcessGroups:
 
 
 def in_thread(work: Callable[[], T], seconds: float) -> T:
-    """What `work` returns or raises, which waits where Python handles no signal. Raises
-    RuntimeError if that takes longer than `seconds`."""
+    """The result of `work`, or its exception. It runs in a thread, since it may wait where Python
+    handles no signal. Raises RuntimeError if it takes longer than `seconds`."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -79,14 +80,15 @@ def in_thread(work: Callable[[], T], seconds: float) -> T:
 
 
 def connect_alone(device: torch.device) -> None:
-    """A group of this process alone, for what needs one."""
+    """Create the default group of a single process, unless there is one."""
     if not dist.is_initialized():
         ProcessGroups(device, timedelta(minutes=30)).make_first(dist.HashStore(), 0, 1)
         atexit.register(destroy_groups)
 
 
 def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
-    """See `World.mesh`. A group of its own: a wait in another one may be given up."""
+    """See `World.mesh`. The mesh has a separate group, since waits in other groups may be given
+    up."""
     from torch.distributed.device_mesh import DeviceMesh
 
     group = dist.new_group(timeout=timedelta(seconds=timeout))
@@ -94,13 +96,13 @@ def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
 
 
 def abandon(work: Any, group: Any) -> None:
-    """Note that an exchange in a group, None for the default one, was given up."""
+    """Record that a collective in a group (None: the default one) was given up."""
     _ABANDONED.append((work, group or dist.group.WORLD))
 
 
 def destroy_groups() -> None:
-    """Leave all groups, unless another trainer of this process has. One with an exchange under way
-    would wait for its end; it is never let go."""
+    """Destroy all process groups, once. A group with a pending collective is leaked on purpose:
+    destroying it would block."""
     if not dist.is_initialized():
         return
     broken = [group for work, group in _ABANDONED if not work.is_completed()]
@@ -108,12 +110,13 @@ def destroy_groups() -> None:
         dist.destroy_process_group()
     for group in broken:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        with suppress(RuntimeError):  # there is no NCCL in it, or it does not end
+        with suppress(RuntimeError):  # the group has no NCCL, or the abort hangs
             in_thread(group._get_backend(torch.device("cuda")).abort, PATIENCE)
 
 
 def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters of one dtype and device, of at most `BUCKET` elements together or alone."""
+    """Split parameters into runs of one dtype and device with at most `BUCKET` elements. A larger
+    parameter gets its own bucket."""
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:

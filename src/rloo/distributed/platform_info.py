@@ -1,4 +1,4 @@
-"""What a process finds on its system, which not every one tells."""
+"""Properties of the system that not every operating system reports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 
 
 def num_processors() -> int:
-    """How many processors this process may use; where the system does not say so, as on macOS, how
-    many the machine has."""
+    """The number of processors that this process may use. If the system does not report it (macOS),
+    the number of processors of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Ways to end a process that skip whoever waits for its work."""
+"""Guards against calls that end or replace this process while its work is unfinished."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 from rloo.distributed.standard_streams import say
 
-_REPLACING = ("execv", "execve")  # by which all others of that kind do it
+_REPLACING = ("execv", "execve")  # all other functions of the exec family call one of these
 
 
 @contextmanager
 def no_silent_end(what: str) -> Iterator[None]:
-    """In this block, which is `what`, os._exit(0) from any thread ends this process with status 1
-    and says where it was called, and os.exec, by which another program would take its place, raises
-    PermissionError. Processes that were forked from it end and change as ever."""
+    """Inside the block, os._exit(0) from any thread ends this process with status 1 and prints its
+    caller. os.exec*, which would replace this process, raises PermissionError. `what` names the
+    block in messages. Forked children are not affected."""
     process, before = os.getpid(), {name: getattr(os, name) for name in ("_exit", *_REPLACING)}
 
     def leave(status: int) -> None:

@@ -1,5 +1,5 @@
-"""The lines between the processes of a run: torch.distributed, with waits that end, that can be
-interrupted, and that tell who is missing."""
+"""Collectives between the processes of a run, on torch.distributed. A wait has a timeout, handles
+signals, and its error names the missing rank."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ from rloo.distributed.signal_numbers import IgnoredSignals, Signals
 
 T = TypeVar("T")
 
-# Seconds between two looks at whether another process has failed, and between signs of life.
+# Seconds between two checks for a failed process, and between two heartbeats.
 POLL_SECONDS = 0.5
 HEARTBEAT_SECONDS = 1.0
-# Looks in a row at which a process gives no sign of life until it counts as gone.
+# Consecutive checks without a heartbeat after which a process counts as gone.
 MISSED_HEARTBEATS = 4
-# Seconds that the main process waits at its end for others to leave.
+# Seconds that the main process waits for the others to leave before it ends.
 SHUTDOWN_SECONDS = 3.0
 FAILED, ASKED, OVER, BROKEN = "failed", "asked", "over", "broken"
 _NUMBERS = itertools.count()
 
 
 class RankError(ConnectionError):
-    """Another process of the run has failed, is gone, or does not come."""
+    """Another process of the run has failed, is gone, or did not arrive in time."""
 
 
 class AllOutOfMemory(torch.OutOfMemoryError):
-    """Some process ran out of memory, and all know it."""
+    """Some process ran out of memory; every process raises this."""
 
 
 class Collectives:
-    """Collectives over all processes. A wait is interrupted by signals, ends after `timeout`
-    seconds, and ends as soon as another process has failed.
+    """Collectives over all processes. Signals interrupt a wait. A wait also ends after `timeout`
+    seconds, and as soon as another process has failed.
 
-    `where` tells what this process is doing, for the messages of others; `signals` are those that
-    stop this one. `seconds` were spent waiting and `received` bytes gathered since they were last
-    set to 0. `left_behind`: an error has ended a block of `in_step`. A run that has failed leaves
-    the collectives of the processes out of step: `make_group` makes another group, with which the
-    next run begins.
+    `where` returns the current phase of this process, for error messages of other ranks. `signals`
+    are the stop signals of this process. `seconds` counts the time spent waiting and `received` the
+    bytes gathered; callers reset both. `left_behind`: an error has ended a block of `in_step`. The
+    ranks' collectives no longer match after a failed run, so `make_group` creates the group of the
+    next run.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Collectives:
         threading.Thread(target=self._live, daemon=True).start()
 
     def all_gather_object(self, value: T) -> list[T]:
-        """The value of every process, in the order of ranks; see `flatten`."""
+        """The value of every process, in the order of ranks; see `flatten` for possible values."""
         mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
         self._all_gather(sizes, torch.tensor([len(mine)]))
@@ -111,7 +111,7 @@ class Collectives:
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """See `World.in_step`."""
-        if self.signals.is_held:  # all are in such a block already
+        if self.signals.is_held:  # all processes are in such a block already
             with self._others_waiting():
                 yield
             return
@@ -121,7 +121,7 @@ class Collectives:
                 with self._others_waiting():
                     yield
                 return
-            self.signals.pass_on(asked)  # and raised at the end of `held`
+            self.signals.pass_on(asked)  # `deferred` raises it at its end
 
     @contextmanager
     def _others_waiting(self) -> Iterator[None]:
@@ -135,12 +135,12 @@ class Collectives:
             raise
 
     def regroup(self, value: T) -> list[T] | None:
-        """See `World.regroup`; `value` is of JSON. Over the store, since a line may have been left
-        in the middle of a collective."""
+        """See `World.regroup`; `value` must be JSON-serializable. It travels over the store, since
+        the group may be in the middle of a collective."""
         keys = [self._key(f"meeting of {rank}") for rank in range(self._size)]
         until = time.monotonic() + self._timeout
         met: list[Any] = []
-        silences = 0  # in a row; a machine that is busy may miss some signs of life
+        silences = 0  # consecutive; a busy machine may miss some heartbeats
         try:
             self._store.set(keys[self._rank], json.dumps([self.left_behind, value]))
             while len(met) < self._size:
@@ -164,12 +164,12 @@ class Collectives:
         except RuntimeError:
             return None
         self._broken, self._met = None, True
-        self._runs += 1  # what has failed before is known to all
+        self._runs += 1  # all processes know of the earlier failure
         return [value for _, value in met]
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that this process has failed, unless one of them did before."""
-        if self._met:  # they know, and may still be saving
+        """Report this process's failure to the others, unless one of them failed before."""
+        if self._met:  # the others know, and may still be saving
             return
         said: dict[str, Any] = {"rank": self._rank, "where": self.where()}
         said["error"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -181,9 +181,9 @@ class Collectives:
             self._store.compare_set(self._key(FAILED), "", json.dumps(said))
 
     def end(self) -> None:
-        """Of the main process, when a run has ended and everything is saved; the others wait for
-        it, so that nobody ends it for their having ended. It says whether the next run needs other
-        lines."""
+        """End a run. The main process calls this after it has saved everything. The others wait for
+        it, so that no launcher ends it because they have ended. The main process also reports
+        whether the next run needs a new group."""
         over = self._key(OVER)
         with suppress(RuntimeError):
             if self._rank == 0:
@@ -199,8 +199,8 @@ class Collectives:
         self._runs += 1
 
     def close(self) -> None:
-        """Leave the group, at the end of the process; the main one, which may have the store that
-        the others look into, leaves last."""
+        """Leave the group at the end of the process. The main process leaves last, since it may
+        host the store that the others read."""
         self._over.set()
         with suppress(RuntimeError):
             if self._rank > 0:
@@ -229,7 +229,7 @@ class Collectives:
                 self._group = in_thread(self._make_group, self._timeout)
                 self._stale = False
             work = collective(*arguments, group=self._group, async_op=True)
-            # Not `work.wait`, in which Python handles no signal.
+            # Python handles no signal inside `work.wait`, so poll.
             while not work.is_completed():
                 now = time.monotonic()
                 if now - began > self._timeout:
@@ -240,7 +240,7 @@ class Collectives:
                 time.sleep(pause)
                 pause = min(1.5 * pause, 1e-3)
             ended, work = work, None
-            ended.wait()  # raises what has broken it
+            ended.wait()  # raises the error of a broken collective
         except RuntimeError as error:
             broke = f"the line to another process broke in {self.where()}: {error}"
             self._broken = self._lost() or RankError(broke)
@@ -259,11 +259,11 @@ class Collectives:
         if self._store.check([self._key(FAILED)]):
             said = json.loads(self._store.get(self._key(FAILED)))
             if "signal" in said:
-                self.signals.pass_on(said["signal"])  # raises, unless signals are held back
+                self.signals.pass_on(said["signal"])  # raises, unless signals are deferred
             raise RankError(f"rank {said['rank']} has failed in {said['where']}: {said['error']}")
 
     def _lost(self) -> RankError | None:
-        """What a broken line means, if it is known."""
+        """The cause of a broken connection, if it can be found."""
         try:
             for _ in range(20):
                 self._look()
@@ -279,7 +279,8 @@ class Collectives:
         return RankError(f"rank {names} is gone (killed?); this was in {self.where()}")
 
     def _late(self) -> RankError:
-        """Name those for which the others wait, and show what they are doing."""
+        """The error for a wait that timed out: names the ranks that others wait for, and prints
+        their stacks."""
         self._store.set(self._key(ASKED), "")
         time.sleep(3 * HEARTBEAT_SECONDS)
         said = []
@@ -300,7 +301,7 @@ class Collectives:
         )
 
     def _silent(self, unless: Callable[[], bool] = lambda: False) -> set[int]:
-        """The processes that give no sign of life; none where, before that is known, `unless`."""
+        """Ranks whose heartbeat did not change. Empty as soon as `unless()` is true."""
         keys = [f"alive {rank}" for rank in range(self._size)]
         before = self._store.multi_get(keys)
         until = time.monotonic() + 2.5 * HEARTBEAT_SECONDS
@@ -313,9 +314,10 @@ class Collectives:
         return {rank for rank, (old, new) in pairs if old == new and rank != self._rank}
 
     def _live(self) -> None:
-        """Give signs of life, and answer once where another process asks what this one does."""
+        """Write heartbeats, and once per run answer a rank that asks for this one's phase and
+        stack."""
         answered = -1
-        with suppress(RuntimeError):  # the store is gone with the process that has it
+        with suppress(RuntimeError):  # the process that hosts the store is gone
             beat = 0
             while True:
                 beat += 1
@@ -331,21 +333,21 @@ class Collectives:
 def connect(
     rank: int, size: int, timeout: float, device: torch.device, *, watched: bool = False
 ) -> Collectives:
-    """Meet the other processes, where the environment says (MASTER_ADDR, MASTER_PORT). `watched`:
-    whether NCCL is waited for elsewhere, too, and torch's watchdog is to end what hangs there.
-    Raises RankError if they do not come within `timeout` seconds."""
-    # Longer than the own waits, which say more.
+    """Connect to the other processes at MASTER_ADDR and MASTER_PORT. `watched`: other code waits
+    for NCCL too, so torch's watchdog must end hanging collectives. Raises RankError if they do not
+    meet within `timeout` seconds."""
+    # Longer than the waits of `Collectives`, whose errors say more.
     groups = ProcessGroups(device, timedelta(seconds=timeout + 10))
     if not watched:
-        # The watchdog would end the process, before anything is saved: `_wait` raises the error.
+        # The watchdog would end the process before it can save. `_wait` raises the error instead.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
 
     def meet() -> tuple[dist.Store, Any]:
         store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=groups.limit))
-        # A script may make several trainers, one after another.
+        # A script may create several trainers, one after another.
         store = dist.PrefixStore(f"rloo {next(_NUMBERS)}", store)
         store.set(f"alive {rank}", "0")
-        if dist.is_initialized():  # by the script, perhaps with lines between GPUs alone
+        if dist.is_initialized():  # by the script, perhaps with NCCL only
             return store, groups.make()
         groups.make_first(dist.PrefixStore("group", store), rank, size)
         return store, None
@@ -369,7 +371,7 @@ def connect(
 
 
 def _stack() -> str:
-    """What all threads of this process are doing."""
+    """The stacks of all threads of this process."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)

@@ -1,4 +1,4 @@
-"""Nested values as tensors and JSON: what checkpoints and messages are made of, without pickle."""
+"""Nested values as tensors and JSON, without pickle. Checkpoints and messages use this format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rloo.distributed.value_codec import Codec, Place, path_of
 
-# The name of what is no tensor; those of tensors begin with a slash, or are empty.
+# The key of the JSON part. Names of tensors begin with a slash, or are empty.
 _PLAIN = "plain"
 Flat = tuple[dict[str, Tensor], Any]
 _CODEC = Codec({"tuple": "tuple", "dict": "dict"}, exact=True)
@@ -41,7 +41,7 @@ def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """A nested value that `flatten` takes as bytes, to the last bit."""
+    """A nested value as bytes, without any loss; see `flatten` for the possible values."""
     tensors, plain = flatten(value)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = bytearray(json.dumps(plain, ensure_ascii=False).encode("utf-8", "surrogatepass"))

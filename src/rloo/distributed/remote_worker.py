@@ -1,7 +1,7 @@
-"""A worker of a run that somebody else has started: `rloo worker KIND FOLDER`.
+"""A worker that is started outside of the run: `rloo worker KIND FOLDER`.
 
-It goes to where the run's main process listens, works there as long as it is wanted, and goes
-there again when the connection has ended: the main process may have been started again.
+The worker connects to the run's main process and serves it until the connection ends. Then it
+connects again, since the main process may have been restarted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _CONNECT_SECONDS = 10.0
 
 
 def work(kind: str, folder: Path, *, patience: float) -> int:
-    """Work for the run in `folder` until it is over; how often it was gone to. Raises TimeoutError
-    where for `patience` seconds no run has listened there."""
-    before = _read(folder / FILE).get("secret")  # of an earlier run, if that is over
+    """Serve the run in `folder` until it is over; returns the number of connections. Raises
+    TimeoutError if no run listens there for `patience` seconds."""
+    before = _read(folder / FILE).get("secret")  # the secret of an earlier run, if that is over
     served, deadline = 0, time.monotonic() + patience
     while time.monotonic() < deadline:
         known = _read(folder / FILE)
@@ -48,7 +48,7 @@ def work(kind: str, folder: Path, *, patience: float) -> int:
 def _read(file: Path) -> dict[str, Any]:
     try:
         known = json.loads(file.read_text())
-    except (OSError, ValueError):  # there is none yet
+    except (OSError, ValueError):  # the file does not exist yet
         return {}
     return known if isinstance(known, dict) else {}
 
@@ -63,7 +63,7 @@ def _go_to(known: dict[str, Any], kind: str) -> Connection | None:
         hello = {"kind": kind, "host": socket.gethostname(), "pid": os.getpid()}
         connection.send_bytes(json.dumps(hello).encode())
         unhurried(connection)
-    except REFUSALS:  # it is gone, or another one
+    except REFUSALS:  # the main process is gone, or it is another process
         if connected is not None:
             connected.close()
         return None
@@ -71,7 +71,7 @@ def _go_to(known: dict[str, Any], kind: str) -> Connection | None:
 
 
 def _serve(kind: str, connection: Connection) -> None:
-    """Have a process of its own answer what comes, until one of the two ends."""
+    """Start a process that answers the calls, until it or the connection ends."""
     process = start(KINDS[kind], connection.fileno())
     try:
         _wait(process, connection)
@@ -81,11 +81,11 @@ def _serve(kind: str, connection: Connection) -> None:
 
 
 def _wait(process: ChildProcess, connection: Connection) -> None:
-    """Until the process has ended, or the run has closed the connection, also while the process
-    computes and does not see it."""
+    """Wait until the process has ended or the run has closed the connection. A process that is
+    computing does not notice a closed connection itself."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
     while process.poll() is None:
         if poll.poll(1000 * _POLL_SECONDS):
-            process.wait(_POLL_SECONDS)  # it may have seen it itself
+            process.wait(_POLL_SECONDS)  # the process may have noticed and be ending
             return

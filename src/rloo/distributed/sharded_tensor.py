@@ -1,5 +1,5 @@
-"""Tensors of which each process of a run may have a part: rows, as torch's FSDP2 (DTensors), or
-numbers of all in a row, as DeepSpeed's ZeRO-3 divides them. Whole tensors are left as they are."""
+"""Sharded tensors: by rows (FSDP2, DTensor) or as a flat slice (DeepSpeed ZeRO-3). Functions here
+also accept tensors that are not sharded."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor of `shape` is divided: process `rank` of `group` has `piece`, its numbers from
-    `rank * step` on, in the memory of its part. The last pieces may be shorter, or empty."""
+    """How a tensor of `shape` is sharded: process `rank` of `group` has `piece`, its elements from
+    `rank * step` on, a view of the local shard. The last pieces may be shorter, or empty."""
 
     piece: Tensor
     step: int
@@ -29,12 +29,12 @@ class Sharding:
 
     @property
     def start(self) -> int:
-        """How many numbers of the whole lie before the piece."""
+        """The number of elements of the full tensor before the piece."""
         return min(self.rank * self.step, self.shape.numel())
 
 
 def sharding(tensor: Tensor) -> Sharding | None:
-    """How a tensor is divided, None for one that is whole."""
+    """How a tensor is sharded; None if it is not."""
     found: Any = tensor
     if hasattr(tensor, "ds_tensor"):
         step, rank = found.ds_tensor.ds_numel, dist.get_rank(found.ds_process_group)
@@ -51,30 +51,31 @@ def sharding(tensor: Tensor) -> Sharding | None:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process has only its part of `tensor`."""
+    """Whether `tensor` is sharded over the processes."""
     return hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_tensor")
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The numbers that this process has, without gradients: of a whole tensor the tensor itself."""
+    """The local elements of a tensor, without gradients. A tensor that is not sharded is returned
+    detached."""
     found = sharding(tensor)
     return tensor.detach() if found is None else found.piece
 
 
 def numbers_before(tensor: Tensor) -> int:
-    """How many numbers of the whole tensor lie before those of this process."""
+    """The number of elements of the full tensor before those of this process."""
     found = sharding(tensor)
     return 0 if found is None else found.start
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
-    """That of the whole tensor."""
+    """The shape of the full tensor."""
     return tensor.ds_shape if hasattr(tensor, "ds_shape") else tensor.shape
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, without gradients. Of divided ones a copy, and a collective; it takes no
-    more memory than the copy."""
+    """The full tensor, without gradients. For a sharded tensor this is a collective that returns a
+    copy; it needs no memory beyond the copy."""
     found = sharding(tensor)
     if found is None:
         return tensor.detach()
@@ -82,7 +83,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if dist.get_backend(found.group) != "gloo":
         device = torch.device("cuda", torch.cuda.current_device())
     whole = torch.empty(found.shape.numel(), dtype=found.piece.dtype, device=device)
-    # torch's gathering is of pieces of one length, and copies what is left without the padding.
+    # torch's all-gather needs pieces of equal length, and makes another copy to drop the padding.
     for rank, part in enumerate(whole.split(found.step or 1)):
         if rank == found.rank:
             part.copy_(found.piece)
@@ -91,7 +92,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
-    """Give a tensor the values of a whole one, which every process has, in place."""
+    """Copy the values of a full tensor, which every process has, into `tensor`."""
     found = sharding(tensor)
     with torch.no_grad():
         if found is None:
@@ -99,19 +100,19 @@ def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
             return
         start, numbers = found.start, whole.reshape(-1)
         found.piece.copy_(numbers[start : start + len(found.piece)])
-        if hasattr(tensor, "ds_tensor") and tensor.numel():  # one that DeepSpeed keeps gathered
+        if hasattr(tensor, "ds_tensor") and tensor.numel():  # DeepSpeed holds it gathered
             tensor.copy_(whole)
 
 
 def lerp(tensor: Tensor, other: Tensor, share: float) -> None:
-    """tensor = (1 - share) * tensor + share * other, in place, of two that are divided alike."""
+    """tensor = (1 - share) * tensor + share * other, in place; both have the same sharding."""
     to_local(tensor).lerp_(to_local(other), share)
-    if hasattr(tensor, "ds_tensor") and tensor.numel():  # one that DeepSpeed keeps gathered
+    if hasattr(tensor, "ds_tensor") and tensor.numel():  # DeepSpeed holds it gathered
         tensor.data.copy_(full_tensor(tensor))
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole`, which every process has, divided by rows as `like` is."""
+    """`whole`, which every process has, sharded by rows as `like` is (FSDP2)."""
     if not hasattr(like, "device_mesh"):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -122,7 +123,7 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Whole tensors, which every process has, divided by rows where those of `model` are."""
+    """Full tensors, which every process has, sharded by rows if the parameters of `model` are."""
     rows = (p for p in model.parameters() if hasattr(p, "device_mesh"))
     like = next(rows, None)
     return (
@@ -132,8 +133,8 @@ def shard_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def writable(module: nn.Module) -> Iterator[None]:
-    """Inside, trained parameters that DeepSpeed has divided are whole, and may be changed by all
-    processes alike; a collective."""
+    """Gather the trained parameters that DeepSpeed has sharded. Inside the block all processes may
+    change them, in the same way. Collective."""
     divided = [p for p in module.parameters() if hasattr(p, "ds_tensor") and p.requires_grad]
     if not divided:
         yield
@@ -145,7 +146,8 @@ def writable(module: nn.Module) -> Iterator[None]:
 
 
 def whole_copy(module: nn.Module) -> Any:
-    """A deep copy with whole parameters and without hooks. Of divided ones a collective."""
+    """A deep copy of a module. If it is sharded, the copy has full parameters and no hooks, and
+    this is a collective."""
     if not any(map(is_sharded, module.parameters())):
         return copy.deepcopy(module)
     known: dict[int, Any] = {
@@ -154,7 +156,7 @@ def whole_copy(module: nn.Module) -> Any:
         if is_sharded(p)
     }
     for part in module.modules():
-        # What divides them has hooks there, and DeepSpeed parameters in a mapping of its own.
+        # FSDP2 and DeepSpeed register hooks; DeepSpeed also replaces the mapping of parameters.
         known |= {id(hooks := getattr(part, name)): type(hooks)() for name in _HOOKS}
         known[id(part._parameters)] = {
             name: copy.deepcopy(parameter, known) for name, parameter in part._parameters.items()

@@ -1,33 +1,33 @@
-"""Signals that ask a run to stop, as far as the lines between processes must know of them."""
+"""Stop signals, as far as the collectives need to know them."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-# With these a process is asked to stop; not all systems have all.
+# Signals that ask a process to stop. Not every system has all of them.
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class Signals(Protocol):
-    """Those that ask to stop. `received` is the first one, which `held` holds back in a block, and
-    `pass_on` takes from another process."""
+    """The stop signals of a process. `received` is the first one; `deferred` delays it in a block,
+    and `pass_on` takes one from another process."""
 
     received: int | None
 
     @property
     def is_held(self) -> bool:
-        """Whether they are held back."""
+        """Whether signals are deferred now."""
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Hold them back in this block; what came in it is raised at its end."""
+        """Defer signals in this block; one that arrived is raised at its end."""
 
     def pass_on(self, number: int) -> None:
-        """Another process has received one."""
+        """Handle a signal that another process has received."""
 
 
 class IgnoredSignals:
-    """Signals before a run, which nobody listens to."""
+    """The signals before a run: none is handled."""
 
     received: int | None = None
     is_held = True

@@ -1,4 +1,4 @@
-"""The standard streams of a process: that they are there, and what hostile text becomes on them."""
+"""The standard streams of a process: reopen closed ones, and print untrusted text escaped."""
 
 from __future__ import annotations
 
@@ -28,42 +28,43 @@ IS, HAS = ("is", "are"), ("has", "have")
 
 
 def counted(number: int, noun: str, verbs: tuple[str, str] = ("", "")) -> str:
-    """`1 note`, `2 notes`; with verbs, of one and of several, `1 note is`, `2 notes are`."""
+    """A number and its noun: `1 note`, `2 notes`; with verbs (singular, plural) `1 note is`,
+    `2 notes are`."""
     verb = verbs[number != 1]
     return f"{number:,} {noun}" + ("" if number == 1 else "s") + (f" {verb}" if verb else "")
 
 
 def show(text: str, stream: IO[str] | None = None) -> None:
-    """Print hostile text as a line on stdout, or on `stream`, at once. Raises OSError where nobody
-    reads it, such as after `| head`."""
+    """Print untrusted text, escaped, as a line on stdout or `stream`, and flush. Raises OSError if
+    the reader is gone, such as after `| head`."""
     stream = stream or sys.stdout
     encoding = getattr(stream, "encoding", None) or "utf-8"
     print(inert(text, encoding), file=stream, flush=True)
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:
-    """As `show`, of a command whose work is not its output: a stream that nobody reads leads
-    nowhere from then on."""
+    """Print as `show` does, but ignore errors: a stream whose reader is gone is redirected to
+    /dev/null. For commands whose purpose is not their output."""
     stream = stream or sys.stdout
     try:
         if stream is not None:
             show(text, stream)
-    except (OSError, ValueError):  # ValueError: it is closed
+    except (OSError, ValueError):  # ValueError: the stream is closed
         lead_nowhere(stream)
 
 
 def lead_nowhere(stream: IO[str] | None) -> None:
-    """Have what is still to come on a stream vanish, as that which it holds back."""
+    """Redirect a stream to /dev/null, including its buffered text."""
     if stream is None:
         return
     with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), stream.fileno())  # ValueError: it is closed, or no file
+        os.dup2(nowhere.fileno(), stream.fileno())  # ValueError: closed, or without a descriptor
         stream.flush()
 
 
 def complete() -> None:
-    """Put nothing where a standard stream of the process is closed: else the next file that it
-    opens becomes its output."""
+    """Open /dev/null for every closed standard stream. Otherwise the next file that the process
+    opens would become its output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""Which code is the user's own, and what of a traceback is about it."""
+"""Tracebacks reduced to the user's code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LIBRARIES = tuple(
 
 
 def of_the_user(error: BaseException) -> str | None:
-    """The traceback of `error` without what led to the user's code: its frames, those that it
-    called, and the error with its notes. None for an error that came about without such code, by
-    its own frames and notes."""
+    """The traceback of `error` from the first frame of the user's code on, without this package's
+    frames, and the error with its notes. None if the error's frames have no user code and it has no
+    notes."""
     whole = traceback.TracebackException.from_exception(error)
     if not getattr(error, "__notes__", None) and not any(is_users(f.filename) for f in whole.stack):
         return None
@@ -34,5 +34,5 @@ def of_the_user(error: BaseException) -> str | None:
 
 
 def is_users(name: str) -> bool:
-    """Whether a frame with this file name is of the user's code: neither ours nor a library's."""
+    """Whether a frame's file name is of user code: not of this package, nor of a library."""
     return not name.startswith((_OURS, *_LIBRARIES)) and not (name[:1] == "<" and name != "<stdin>")

@@ -1,9 +1,9 @@
-"""Plain values as JSON that keeps their types, and nothing that could run.
+"""Plain Python values as JSON that preserves their types. Decoding executes nothing it is sent.
 
-JSON's own types stand for themselves; every other value is an object of one key, its tag. What is
-decoded is made of Python's own types alone, whatever the other side has sent.
+JSON types are written as they are. Any other value is an object with one key, its tag. Decoded
+values have only types of the standard library and numpy, whatever the sender wrote.
 
-This file imports nothing of the package: it is sent as text to where the package is not installed.
+This file imports nothing of the package: its text is sent to hosts without the package.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fractions import Fraction
 from typing import Any
 
 Decode = Callable[[Any], Any]
-# Where a value is within another: where that is, and the value's key or number in it.
+# The place of a value in a nested one: the place of its container, and its key or index there.
 Place = tuple[Any, Any] | None
 _ARRAY = re.compile(r"[<>|=][biufcSU][0-9]+")
-_SMALL = 1 << 60  # Python's own reading and writing of decimals takes quadratic time
+_SMALL = 1 << 60  # Python converts larger integers to and from decimals in quadratic time
 
-# The classes of datetime: the attributes that each is made of.
+# The classes of datetime, each with the attributes that define a value.
 _DAY, _HOUR = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
 _MOMENTS = {
     "date": _DAY,
@@ -41,11 +41,11 @@ class NotSerializable(TypeError):
 
 
 class Codec:
-    """How values are written. `tags` are the names of the kinds of values that it knows besides
-    JSON's own, all those of `KINDS` if it is not given.
+    """Encodes and decodes values. `tags` maps each kind of value beyond JSON's to its tag; default:
+    all of `KINDS`.
 
-    With `plain_objects`, dictionaries whose keys are texts are objects of JSON. With `exact`, a
-    subclass of a number or a text is no plain value, and the keys of dictionaries are written as
+    With `plain_objects`, dictionaries whose keys are strings become JSON objects. With `exact`, a
+    subclass of a number or a string is no plain value, and the keys of dictionaries are written as
     JSON writes them, a tuple as a list.
     """
 
@@ -63,9 +63,9 @@ class Codec:
     def encode(
         self, value: Any, other: Callable[[Any, Place], Any] | None = None, place: Place = None
     ) -> Any:
-        """A value as what `json.dumps` takes. Subclasses are sent as the plain type that they
-        extend; `other` makes an object with one key of what is no plain value, given with its
-        place, or raises. Raises NotSerializable."""
+        """A value in a form that `json.dumps` takes. Subclasses are sent as the plain type that
+        they extend. `other(value, place)` returns an object with one key for a value that is not
+        plain, or raises. Raises NotSerializable without `other`."""
         kind = type(value)
         if value is None or kind is bool or kind is float or kind is str:
             return value
@@ -111,8 +111,8 @@ class Codec:
         }
 
     def decode(self, data: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-        """The value of what `encode` has made; `other(tag, content)` decodes tags of its own.
-        Raises ValueError for anything else."""
+        """The value that `encode` has encoded; `other(tag, content)` decodes unknown tags. Raises
+        ValueError for anything else."""
         if isinstance(data, list):
             return [self.decode(item, other) for item in data]
         if not isinstance(data, dict):
@@ -133,7 +133,7 @@ class Codec:
 
 
 def path_of(place: Place) -> str:
-    """A place as `/key/key`; empty for the value itself."""
+    """A place as `/key/key`; empty for the outermost value."""
     return "" if place is None else f"{path_of(place[0])}/{place[1]}"
 
 
@@ -148,7 +148,7 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def _kind_of(value: Any) -> str:
-    """The kind of a value that is none of JSON's, as in KINDS; empty for one that has no kind."""
+    """The kind of a value that is not of a JSON type, as in KINDS; empty if it has none."""
     for kind, types in _TYPES.items():
         if isinstance(value, types):
             return kind
@@ -159,7 +159,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _of_moment(value: Any) -> list[Any]:
-    """Its class, numbers, and the seconds that its zone is from UTC."""
+    """The class and numbers of a datetime value, and its offset from UTC in seconds, if any."""
     name = type(value).__name__
     found = [name, [getattr(value, part) for part in _MOMENTS[name]]]
     zone = value.utcoffset() if "hour" in _MOMENTS[name] else None
@@ -238,12 +238,12 @@ _ALL = Codec()
 
 
 def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """See `Codec.encode`, of a codec that knows all kinds; `other` is given the value alone."""
+    """Encode with a codec of all kinds; see `Codec.encode`. `other` gets the value only."""
     return _ALL.encode(value, None if other is None else lambda item, _: other(item))
 
 
 def decode(data: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-    """See `Codec.decode`."""
+    """Decode with a codec of all kinds; see `Codec.decode`."""
     return _ALL.decode(data, other)
 
 
@@ -253,8 +253,8 @@ def written(value: Any) -> bytes:
 
 
 def as_lists(value: Any) -> Any:
-    """A value whose tuples are lists, also within lists, tuples and values of dictionaries: rows of
-    a dataset know no tuples."""
+    """A value with tuples and arrays converted to lists, also inside lists, tuples and the values
+    of dictionaries: rows of a dataset have no tuples."""
     if type(value).__name__ == "ndarray":
         return as_lists(value.tolist())
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What runs in a worker's process; see `rloo.distributed.worker_process`."""
+"""The main function of a worker's process; see `rloo.distributed.worker_process`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.distributed.user_traceback import of_the_user
 from rloo.distributed.worker_process import ANSWER, FAILURE, describe
 
-leave = os._exit  # which is another while a reward function runs
+leave = os._exit  # os._exit is replaced while a reward function runs
 
 
 def main(target: str, channel: int, lifeline: int) -> None:
     """Answer calls over `channel` until it, or `lifeline`, is closed at the other end."""
-    for name in STOP_SIGNALS:  # it ends with the process that it works for, by that alone
+    for name in STOP_SIGNALS:  # only the end of its parent or connection ends a worker
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
@@ -30,16 +30,16 @@ def main(target: str, channel: int, lifeline: int) -> None:
         while True:
             message = connection.recv_bytes()
             try:
-                if handle is None:  # so that its errors are those of the first call
+                if handle is None:  # so that the first call reports an error of the setup
                     handle = getattr(importlib.import_module(module), function)(setup)
                 said = ANSWER + handle(message)
             except Exception as error:
                 said = FAILURE + describe(error, of_the_user(error) or traceback.format_exc())
             connection.send_bytes(said)
-    except (EOFError, OSError):  # nobody asks any more
+    except (EOFError, OSError):  # the caller has closed the connection
         leave(0)
 
 
 def _end_with(lifeline: int) -> None:
-    os.read(lifeline, 1)  # nothing is ever written there
+    os.read(lifeline, 1)  # returns when the other end is closed; nothing is ever written
     leave(0)

@@ -1,4 +1,4 @@
-"""Threads that have workers do jobs, and futures that tell of what comes of them."""
+"""A pool of workers: one thread per worker runs jobs and sets their futures."""
 
 from __future__ import annotations
 
@@ -17,56 +17,57 @@ from rloo.distributed.worker_process import Worker, WorkerDied
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Waits are cut into turns, so that signals are handled.
+# Waits are split into short ones, so that Python handles signals.
 _TURN_SECONDS = 0.2
-# How often in a row a job may cost a process before it is given up.
+# A job fails when it has lost this many workers.
 TRIES = 3
 
 
 def wait_result(future: Future[T]) -> T:
-    """What comes of it; every call behind it has a deadline. What it raises is of the run."""
+    """The result of a future whose calls all have deadlines. Its exception is marked `in_run`."""
     while not wait_for([future], _TURN_SECONDS).done:
         pass
     try:
         return future.result()
     except Exception as error:
-        error.in_run = True  # type: ignore[attr-defined]  # no fault of the input
+        error.in_run = True  # type: ignore[attr-defined]  # not an error in the input
         raise
 
 
 def chain_future(told: Future[T], other: Future[S], take: Callable[[S], T]) -> None:
-    """Have `told`, which nobody else sets, tell what `take` makes of the other's result, or what
-    that raises; where it is cancelled, RuntimeError."""
+    """When `other` is done, set `told` to `take(result)`, or to the exception. A cancelled `other`
+    gives RuntimeError. Nothing else may set `told`."""
 
     def tell(done: Future[S]) -> None:
         try:
             if done.cancelled():
                 raise RuntimeError("it was given up")
             told.set_result(take(done.result()))
-        except BaseException as error:  # raised by who waits
+        except BaseException as error:  # raised in the thread that waits for `told`
             told.set_exception(error)
 
     other.add_done_callback(tell)
 
 
 class WorkerPool:
-    """Workers that do jobs in the order in which they come, each one job at a time: `make` finds
-    one when there is something to do, and again where one is lost. A job that was under way then is
-    done again, by whichever worker is free, as often as `submit` says. Close it to end them; the
-    end of this process does the same."""
+    """Workers that run jobs in the order of submission, one at a time each. `make` returns a worker
+    when there are jobs, and a new one when a worker is lost. The job of a lost worker is retried on
+    any free worker, as often as `submit` allows. `close` ends the workers; so does the end of this
+    process."""
 
     def __init__(self, size: int, make: Callable[[], Worker]) -> None:
         self.size = size
         self._shared = _Shared(make)
         self.close = weakref.finalize(self, self._shared.close)
         for _ in range(size):
-            # It does not keep the crew alive.
+            # A thread refers to `_shared` only, so the pool can be garbage collected.
             threading.Thread(target=self._shared.work, daemon=True).start()
 
     def submit(
         self, job: Callable[[Worker], T], *, first: bool = False, tries: int = TRIES
     ) -> Future[T]:
-        """Have a worker do a job; `first` before all that wait. It may cost `tries` workers."""
+        """Queue a job and return its future; `first` puts it before all waiting jobs. The job fails
+        when it has lost `tries` workers."""
         future: Future[T] = Future()
         with self._shared.changed:
             if self._shared.closed:
@@ -75,22 +76,22 @@ class WorkerPool:
         return future
 
     def cancel_pending(self) -> None:
-        """Cancel the jobs that no worker has begun."""
+        """Cancel the jobs that no worker has started."""
         self._shared.cancel_pending()
 
     @property
     def lost(self) -> int:
-        """How many workers were lost so far."""
+        """The number of workers lost so far."""
         return self._shared.lost
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the processes."""
+        """The process ids of the workers."""
         with self._shared.changed:
             return [worker.pid for worker in self._shared.workers]
 
     def busy_seconds(self) -> float:
-        """For how long workers have had something to do so far, all together."""
+        """The seconds that workers have spent on jobs so far, summed over workers."""
         with self._shared.changed:
             begun, now = self._shared.begun, time.monotonic()
             return self._shared.busy + sum(now - start for start in begun.values())
@@ -105,7 +106,7 @@ class _Job:
 
 
 class _Shared:
-    """What the threads of a crew share."""
+    """The state that the threads of a pool share."""
 
     def __init__(self, make: Callable[[], Worker]) -> None:
         self.make = make
@@ -142,20 +143,20 @@ class _Shared:
             else:
                 self._count(job.future)
                 job.future.set_result(result)
-                del result  # it would be kept until the next one
+                del result  # else it would stay in memory until the next job
             del job
         if worker is not None:
             worker.end()
 
     def _something_to_do(self) -> bool:
-        """Wait for a job; False once the crew is closed."""
+        """Wait for a job; False once the pool is closed."""
         with self.changed:
             while not self.jobs and not self.closed:
                 self.changed.wait(60.0)
             return not self.closed
 
     def _next(self) -> _Job | None:
-        """The next job, None where another thread has taken the last one."""
+        """The next job; None if another thread has taken the last one."""
         with self.changed:
             while self.jobs:
                 job = self.jobs.popleft()
@@ -165,7 +166,7 @@ class _Shared:
         return None
 
     def _again(self, job: _Job, error: WorkerDied) -> None:
-        """Have a job done again whose worker was lost, if it may be."""
+        """Queue the job of a lost worker again, or fail it after its last try."""
         job.tries += 1
         with self.changed:
             if job.tries < job.most_tries and not self.closed:
@@ -178,13 +179,13 @@ class _Shared:
             self.busy += time.monotonic() - self.begun.pop(id(future))
 
     def _hire(self) -> Worker | None:
-        """A worker that was found. Where none is, and there is no other, the next job says why."""
+        """A new worker, or None. If no worker is left, the next job fails with the error."""
         try:
             worker = self.make()
         except Exception as error:
             with self.changed:
                 if self.workers or self.closed:
-                    self.changed.wait(1.0)  # others do what there is to do
+                    self.changed.wait(1.0)  # the other workers run the jobs
                     return None
             if (job := self._next()) is not None:
                 self._count(job.future)
@@ -207,8 +208,8 @@ class _Shared:
         with self.changed:
             waiting = list(self.jobs)
             self.jobs.clear()
-        for job in waiting:  # what is called then may begin others
-            if not job.future.cancel():  # its worker was lost, and it was to be done again
+        for job in waiting:  # outside of the lock: callbacks may submit jobs
+            if not job.future.cancel():  # a job that waits for a retry counts as running
                 job.future.set_exception(RuntimeError("it was given up"))
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Processes of ours beside a run: each answers one call after the other, and ends when we do.
+"""Worker processes: each answers one call after the other, and ends with this process.
 
-A worker is a new interpreter, not a fork: what threads of this process hold is none of its. What
-it is sent and what it answers are bytes, over a pair of sockets that only the two have. Those that
-others have started, on whatever machine, are in `rloo.distributed.worker_registry`.
+A worker is a new interpreter, not a fork, so it inherits no locks of other threads. Calls and
+answers are bytes over a private pair of sockets. Workers that are started elsewhere, on any
+machine, are in `rloo.distributed.worker_registry`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _PROGRAM = (
 
 
 class WorkerDied(OSError):
-    """A worker has died, or did not answer in time and was ended. `status` is that with which it
-    ended by itself, minus a signal's number, None where we have ended it."""
+    """A worker has died, or was killed because it did not answer in time. `status` is its exit
+    status, negative for a signal; None if it was killed here or is not known."""
 
     def __init__(self, name: str, fact: str, status: int | None = None) -> None:
         super().__init__(f"the process {name} {fact}")
@@ -35,7 +35,8 @@ class WorkerDied(OSError):
 
 
 class Worker(ABC):
-    """What answers calls at the other end of a connection, after it was told the bytes `setup`."""
+    """The process at the other end of a connection, which answers calls. It first gets the bytes
+    `setup`."""
 
     def __init__(self, name: str, connection: Connection, setup: bytes) -> None:
         self.name = name
@@ -46,41 +47,41 @@ class Worker(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """The process's number, on its machine."""
+        """The process id, on the worker's machine."""
 
     @property
     def is_alive(self) -> bool:
-        """False for a process that is known to have ended."""
+        """False if the process is known to have ended."""
         return True
 
     @abstractmethod
     def kill(self) -> None:
-        """Have the process end; a call under way raises WorkerDied. For any thread."""
+        """Kill the process; a pending call raises WorkerDied. Thread-safe."""
 
     @abstractmethod
     def end(self) -> None:
-        """Kill the process, if it lives, and close what led to it. For any thread, also twice."""
+        """Kill the process and close its connection. Thread-safe, and may be repeated."""
 
     def _disconnect(self) -> None:
-        """Close the connection, under the lock `_closing`: two threads at once would close its file
-        twice, and the second time it may be another one's."""
+        """Close the connection; the caller holds the lock `_closing`. Two threads could close the
+        descriptor twice, and the second time it may belong to another file."""
         with suppress(OSError):
             self._connection.close()
 
     @abstractmethod
     def _status(self) -> int | None:
-        """With what it has ended that closed its end: see `WorkerDied`."""
+        """The exit status of a process that has closed its connection: see `WorkerDied`."""
 
     def call(self, message: bytes, seconds: float | None = None) -> bytes:
-        """What it answers within so many seconds (None: however long). Raises WorkerDied, and what
-        the call raised there."""
+        """The answer to a message. Raises WorkerDied, also after so many seconds (None: no limit),
+        and the error that the call raised in the worker."""
         late = threading.Event()
 
         def give_up() -> None:
             late.set()
             self.kill()
 
-        # Writing, too, waits for a process that has stopped.
+        # A timer, since writing also blocks if the process is stopped.
         timer = threading.Timer(seconds or 0.0, give_up)
         timer.daemon = True
         try:
@@ -104,9 +105,9 @@ class Worker(ABC):
 
 
 class LocalWorker(Worker):
-    """A process that we start. It calls `target`, `module:function`, with the bytes `setup`, and
-    then what that has returned with the bytes of every call. With `group`, processes that it has
-    started are killed with it."""
+    """A worker that is started here. It calls `target` (`module:function`) with the bytes `setup`,
+    and the function that this returns with the bytes of every call. With `group`, its children are
+    killed with it."""
 
     def __init__(self, name: str, target: str, setup: bytes, *, group: bool = False) -> None:
         connection, theirs = Pipe()
@@ -139,21 +140,21 @@ class LocalWorker(Worker):
 
     def _status(self) -> int:
         status = self._process.wait(10.0)
-        # Else it has closed its end, and lives on.
+        # None: it has closed its connection but still runs.
         return self._process.end() if status is None else status
 
 
 def start(target: str, channel: int) -> ChildProcess:
-    """A new interpreter with `target`, which answers calls over the file `channel` until that is
-    closed at the other end, or this process ends."""
+    """Start an interpreter with `target`. It answers calls over the descriptor `channel` until the
+    other end is closed or this process ends."""
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), target]
-    # By a lifeline: a thread that starts one may end before it, and a worker sees its parent's
-    # death also while it computes.
+    # A lifeline, since the thread that starts the worker may end before it. The worker also notices
+    # its parent's death while it computes.
     return ChildProcess(command, "lifeline", channel=channel)
 
 
 def describe(error: BaseException, trace: str) -> bytes:
-    """An error as a worker sends it."""
+    """An error as bytes, in the form that a worker sends."""
     notes = list(getattr(error, "__notes__", ()))
     kind, name = type(error), type(error).__name__
     known = {"type": name, "module": kind.__module__, "text": str(error), "notes": notes}
@@ -161,8 +162,8 @@ def describe(error: BaseException, trace: str) -> bytes:
 
 
 def _error_of(said: dict[str, Any]) -> Exception:
-    """An error that was raised in a worker, of the same type where that is Python's
-    or ours."""
+    """The error that a worker sent. It has the same type if that is a builtin or of this package;
+    else it is a RuntimeError."""
     kind, text = None, said["text"]
     if said["module"] == "builtins" or said["module"].startswith("rloo."):
         kind = getattr(importlib.import_module(said["module"]), said["type"], None)
@@ -170,7 +171,7 @@ def _error_of(said: dict[str, Any]) -> Exception:
         kind, text = RuntimeError, f"{said['type']}: {text}"
     try:
         error: Exception = kind(text)
-    except TypeError:  # UnicodeDecodeError and the like take more
+    except TypeError:  # UnicodeDecodeError and others need more arguments
         error = RuntimeError(f"{said['type']}: {text}")
     for note in said["notes"]:
         error.add_note(note)

@@ -1,8 +1,8 @@
-"""Workers that others have started, on this machine or on another: they come to us, and are hired.
+"""Workers that are started elsewhere, on any machine, and connect to the main process.
 
-A hub listens at an address that it writes, with a secret, to a file that its user alone can read
-and all machines see. Who comes must know the secret, and so must we (HMAC, both ways); what is
-sent afterwards is in the clear, as between the ranks. Only bytes travel.
+A registry listens on a port. It writes its address and a secret to a file on a shared file system
+that only its user can read. Both ends prove that they know the secret (HMAC). Messages are plain
+bytes, and not encrypted, as between ranks.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from typing import Any
 
 from rloo.distributed.worker_process import LocalWorker, Worker, WorkerDied
 
-# What answers the calls of each kind of worker.
+# The function that serves each kind of worker.
 KINDS = {"sample": "rloo.engines.engine_worker:serve", "score": "rloo.rewards.reward_workers:serve"}
-# In the folder of a run: where its workers come to.
+# The file in a run's folder with the registry's address and secret.
 FILE = ".workers.json"
 HELLO_BYTES = 4096
-# What is raised where the other end is gone, or not who it should be. (multiprocessing asserts what
-# a message begins with.)
+# Errors if the other end is gone or fails authentication. (multiprocessing asserts the prefix of a
+# message.)
 REFUSALS = (
     OSError, EOFError, ValueError, KeyError, TypeError, AuthenticationError, AssertionError,
 )  # fmt: skip
 HELLO_SECONDS = 10.0
-# A machine that is gone answers nothing: after so many seconds of that a connection is closed.
+# Seconds without an answer after which the system closes a connection to a machine that is gone.
 _SILENCE_SECONDS = 60
 
 
 class WorkerRegistry:
-    """Once it is open, listens on `host`, and says so in `folder`."""
+    """Accepts workers. After `open` it listens on `host` and writes its address to `folder`."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self._file, self._host = folder / FILE, host
@@ -53,7 +53,7 @@ class WorkerRegistry:
         atexit.register(self.close)
 
     def open(self) -> None:
-        """Listen from now on. Raises OSError where it cannot listen on `host`, or write."""
+        """Start to listen, once. Raises OSError if it cannot listen on `host` or write the file."""
         if self._listener is None:
             try:
                 self._listener = socket.create_server((self._host, 0), backlog=1024)
@@ -66,8 +66,8 @@ class WorkerRegistry:
             threading.Thread(target=self._listen, args=(self._listener,), daemon=True).start()
 
     def acquire(self, kind: str, name: str, setup: bytes, seconds: float) -> RemoteWorker:
-        """A worker of this kind that has come and is free; waits for one. Raises WorkerDied after
-        so many seconds."""
+        """A free worker of this kind; waits for one. Raises WorkerDied after so many seconds, and
+        if the registry is closed."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not self._closed and time.monotonic() < deadline:
@@ -83,19 +83,19 @@ class WorkerRegistry:
         raise WorkerDied(name, f"has not come within {seconds:g} s (rloo worker {kind} FOLDER)")
 
     def members(self) -> list[dict[str, Any]]:
-        """Who is connected: kind, host, process, and since when."""
+        """The connected workers: kind, host, process id, and time of connection."""
         with self._changed:
             for worker in [w for w in self._members if not w.is_there()]:
                 self._part(worker)
             return [worker.hello.shown() for worker in self._members]
 
     def finish(self) -> None:
-        """The run is over: from its end on workers have nothing to wait for. Else they come again,
-        when the main process has been started again."""
+        """Mark the run as over: after `close` workers stop waiting. Otherwise they connect again to
+        a restarted main process."""
         self._over = True
 
     def close(self) -> None:
-        """Part with all workers; also twice."""
+        """Disconnect all workers and stop listening; may be repeated."""
         with self._changed:
             if self._closed:
                 return
@@ -124,10 +124,10 @@ class WorkerRegistry:
         while not self._closed:
             try:
                 accepted, _ = listener.accept()
-            except OSError:  # closed, or somebody who has left already
+            except OSError:  # the listener is closed, or the worker has left already
                 time.sleep(0.0 if self._closed else 0.1)
                 continue
-            # So that one who says nothing keeps nobody waiting.
+            # In a thread, so that a silent connection does not delay others.
             threading.Thread(target=self._welcome, args=(accepted,), daemon=True).start()
 
     def _welcome(self, accepted: socket.socket) -> None:
@@ -159,7 +159,7 @@ class WorkerRegistry:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a worker says when it comes, and when it came."""
+    """The first message of a worker, and the time of its connection."""
 
     kind: str
     host: str
@@ -172,7 +172,7 @@ class Registration:
 
 
 class RemoteWorker(Worker):
-    """A worker that somebody else has started. Ended, it comes back as another one."""
+    """A worker that is started elsewhere. After `end` it connects again, as a new worker."""
 
     def __init__(self, connection: Connection, hello: Registration) -> None:
         super().__init__(f"that {hello.kind}s on {hello.host}", connection, b"")
@@ -182,15 +182,15 @@ class RemoteWorker(Worker):
 
     @property
     def pid(self) -> int:
-        """The process's number, on its own machine."""
+        """The process id, on the worker's machine."""
         return self.hello.pid
 
     def hired_as(self, name: str, setup: bytes) -> None:
-        """Give it a name and tell it what to do, with the first call."""
+        """Give the worker a name, and `setup` to send with the first call."""
         self.name, self._setup = f"{name} (process {self.pid} on {self.hello.host})", setup
 
     def is_there(self) -> bool:
-        """Whether the other end is open, as far as is known here. Not while it is asked."""
+        """Whether the connection is open, as far as is known here. Not for use during a call."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -199,7 +199,7 @@ class RemoteWorker(Worker):
             return False
 
     def kill(self) -> None:
-        """See `Worker`: it ends when its connection does."""
+        """See `Worker`: the process ends when its connection does."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -216,8 +216,8 @@ class RemoteWorker(Worker):
 
 
 def acquire_worker(kind: str, setup: bytes, hub: WorkerRegistry | None, seconds: float) -> Worker:
-    """A worker of one of the KINDS: from a hub, waited for as long as `WorkerRegistry.acquire`
-    does, or else one that is started here."""
+    """A worker of one of the KINDS: from the registry `hub` (see `WorkerRegistry.acquire`), or a
+    process started here if there is none."""
     name = f"that {kind}s"
     return (
         LocalWorker(name, KINDS[kind], setup)
@@ -227,9 +227,9 @@ def acquire_worker(kind: str, setup: bytes, hub: WorkerRegistry | None, seconds:
 
 
 def authenticate(connected: socket.socket, secret: str, *, first: bool) -> Connection:
-    """The connection over a socket, once both ends have shown that they know the secret; `first`
-    is the one that asks first. Raises AuthenticationError, OSError or EOFError, also for one that
-    is silent for HELLO_SECONDS. The socket is taken over."""
+    """The connection over a socket, after both ends have proved that they know the secret. The end
+    with `first` sends the first challenge. Raises AuthenticationError, OSError or EOFError, also
+    after HELLO_SECONDS of silence. Takes ownership of the socket."""
     seconds = struct.pack("ll", int(HELLO_SECONDS), 0)
     connected.setblocking(True)
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -245,14 +245,14 @@ def authenticate(connected: socket.socket, secret: str, *, first: bool) -> Conne
 
 
 def unhurried(connection: Connection) -> None:
-    """From now on what is read may take any time."""
+    """Remove the timeouts of a connection."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             same.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", 0, 0))
 
 
 def watch(connected: socket.socket) -> None:
-    """Have the system find out when the machine at the other end is gone."""
+    """Turn on TCP keepalive, so that the system detects a machine that is gone."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (

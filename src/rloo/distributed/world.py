@@ -1,5 +1,5 @@
-"""World: the processes of a run and the device of this one. Made once, by the trainer, and handed
-down: no other module asks for a device or a rank."""
+"""World: the processes of a run and the device of this one. The trainer creates it once and passes
+it on; no other module queries a device or a rank."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Process `rank` of `size`, which computes on `device`; `collectives` lead to the others,
-    `device_groups` where weights are divided. To the `worker_registry` of the main process come
-    workers that others have started.
+    """Process `rank` of `size`, which computes on `device`. `collectives` connect it to the others;
+    `device_groups` exist if weights are sharded. Workers that are started elsewhere connect to the
+    `worker_registry` of the main process.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
-    with values of the same form, and get the same result; one alone gets what it gave. All raise
-    `RankError` where another process has failed, is gone, or does not come within `ddp_timeout`,
-    from then on at once.
+    with values of the same form, and get the same result. A single process gets its own value. All
+    raise `RankError` if another process has failed, is gone, or does not arrive within
+    `ddp_timeout`, and from then on at once.
     """
 
     device: torch.device
@@ -42,12 +42,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and prints for the user."""
         return self.rank == 0
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """The part of `count` things of this process, or of `rank`: equal parts, in the order of
-        ranks."""
+        """The indices, of `count` items, that belong to this process or to `rank`: equal parts in
+        the order of ranks."""
         rank = self.rank if rank is None else rank
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
@@ -56,8 +56,8 @@ class World:
         return [value] if self.collectives is None else self.collectives.all_gather_object(value)
 
     def broadcast_object(self, value: T) -> T:
-        """The value of the main process. That needs no answer: where another is gone, what it is
-        about to record is recorded whole, and its next gathering raises RankError."""
+        """The value of the main process. The main process itself does not need the others: if one
+        is gone, it still returns its value, and its next collective raises RankError."""
         try:
             return self.all_gather_object(value if self.is_main else None)[0]  # type: ignore[return-value]
         except ConnectionError:  # RankError
@@ -66,17 +66,17 @@ class World:
             return value
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether it is true in some process."""
+        """Whether `flag` is true in some process."""
         return any(self.all_gather_object(flag))
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returns in every process. Raises torch.OutOfMemoryError in all of them where
-        one runs out of memory, so that all do the same about it."""
+        """The results of `work` in every process. If one runs out of memory, all raise
+        torch.OutOfMemoryError, so that all react alike."""
         if self.collectives is None:
             return [work()]
         if (
             self.device_groups is not None
-        ):  # one that runs out of memory leaves the others in its midst
+        ):  # if one runs out of memory, the others hang in a collective of `work`
             return self.all_gather_object(work())
         import torch
 
@@ -94,7 +94,7 @@ class World:
 
     @contextmanager
     def reporting_failure(self) -> Iterator[None]:
-        """An error in this block is told to the other processes."""
+        """Report an error in this block to the other processes."""
         try:
             yield
         except BaseException as error:
@@ -102,17 +102,17 @@ class World:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other processes, as far as they still run, why this one ends."""
+        """Report to the other processes, as far as they still run, why this one ends."""
         if self.collectives is not None:
             self.collectives.fail(error)
 
     def end(self) -> None:
-        """Wait until the main process has ended its run, and saved what is to be saved."""
+        """Wait until the main process has ended its run and saved everything."""
         if self.collectives is not None:
             self.collectives.end()
 
     def require_device_groups(self) -> None:
-        """Raise ValueError where an error has left the processes out of step inside of torch."""
+        """Raise ValueError if an error has ended a collective of torch in some processes only."""
         if self.collectives is not None and self.collectives.left_behind:
             raise ValueError(
                 "an error in the midst of a step has broken the lines by which weights are "
@@ -120,15 +120,15 @@ class World:
             )
 
     def mesh(self) -> DeviceMesh:
-        """All processes in a row, with lines of their own: for weights that are divided."""
+        """The one-dimensional mesh of all processes, with its own group, for sharded weights."""
         assert self.device_groups is not None, "parallel"
         return self.device_groups
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """For work that waits for the others inside of torch, where no signal is handled and no
-        error of another process is seen: all processes enter this block or, where one was asked to
-        stop, none; signals wait for its end, and an error in it leaves the others behind."""
+        """A block with collectives inside torch, which handle no signal and do not notice errors of
+        other processes. All processes enter it, or none if one was asked to stop. Signals are
+        deferred to its end. After an error in it the processes are out of step."""
         if self.collectives is None:
             yield
         else:
@@ -136,45 +136,45 @@ class World:
                 yield
 
     def regroup(self, value: T) -> list[T] | None:
-        """At the end of a run: the values of all processes, None where one is gone, or does not
-        come, or has left others behind in a step."""
+        """The values of all processes, at the end of a run. None if one is gone, does not arrive,
+        or had an error inside `in_step`."""
         return [value] if self.collectives is None else self.collectives.regroup(value)
 
     def all_reduce_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Sum each parameter's gradient over the processes, in place. Where a process has none it
-        counts as zeros; where all have none there is none."""
+        """Sum each parameter's gradient over the processes, in place. A missing gradient counts as
+        zeros; if all processes lack it, it stays None."""
         if self.collectives is not None:
             self.collectives.all_reduce_gradients(parameters)
 
 
 def process_count() -> int:
-    """How many processes train together: as many as the launcher says, whichever it was."""
+    """The number of processes that train together (WORLD_SIZE), with any launcher."""
     return _number("WORLD_SIZE", 1)
 
 
 def process_rank() -> int:
-    """The number of this process among them."""
+    """The rank of this process (RANK)."""
     return _number("RANK", 0)
 
 
 def rank_here() -> int:
-    """The number of this process among those on this machine."""
+    """The rank of this process on this machine (LOCAL_RANK)."""
     return _number("LOCAL_RANK", 0)
 
 
 def processes_here() -> int:
-    """How many of them run on this machine."""
+    """The number of the run's processes on this machine (LOCAL_WORLD_SIZE)."""
     return _number("LOCAL_WORLD_SIZE", process_count())
 
 
 def _number(name: str, default: int) -> int:
-    """What is no number is refused by name in `rloo.config.launcher_env`."""
+    """`rloo.config.launcher_env` rejects values that are not numbers, by name."""
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
 
 
 def device_here(*, use_cpu: bool) -> torch.device:
-    """Where this process computes: on its GPU if there is one and `use_cpu` does not forbid it."""
+    """The device of this process: its GPU if there is one and not `use_cpu`, else the CPU."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():
@@ -189,10 +189,10 @@ def make_world(
     divides: bool = False,
     workers: str | None = None,
 ) -> World:
-    """This process among those that the launcher started, on the device of `device_here`.
-    `timeout`: seconds that a process waits for the others. `divides`: whether weights are divided
-    among them, be it one alone. `workers`: the folder where workers that others start find
-    the main process, None where there are none."""
+    """The World of this process, on the device of `device_here`. `timeout`: seconds that a process
+    waits for the others. `divides`: whether weights are sharded, also with a single process.
+    `workers`: the folder through which remote workers find the main process; None: there are
+    none."""
     world = _connected(use_cpu, timeout, divides)
     if workers is None or not world.is_main:
         return world

@@ -1,2 +1,2 @@
-"""Engines sample completions: `native` (fast, our own), `hf` (transformers' `generate`), and
-`vllm`, on servers of vLLM. `registry` makes the one that a run names."""
+"""Engines sample completions: `native` (fast, in this package), `hf` (transformers' `generate`) and
+`vllm` (on vLLM servers). `engine_registry` builds the engine that a run names."""

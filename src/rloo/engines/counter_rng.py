@@ -1,5 +1,5 @@
-"""The noise with which tokens are drawn: a function of (seed, purpose, step, prompt, k, position),
-counter-based, so that no draw depends on another, nor on batches, evaluation and resuming."""
+"""Counter-based noise to sample tokens: a function of (seed, purpose, step, prompt, k, position).
+The noise of a token does not depend on other tokens, batches, evaluation or resuming."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 def noise_key(seed: int, purpose: str, step: int) -> int:
     """The 64-bit number for the argument `noise` of `Engine.sample`. `purpose` separates training
-    and evaluation, which never share a draw, whatever the step."""
+    and evaluation, which never share noise, whatever the step."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def row_keys(noise: int, prompt_ids: Tensor, samples: Tensor) -> Tensor:
-    """The key of each row's noise, int64 (R,), from its prompt's id and its number k."""
+    """The key of each row's noise, int64 (R,), from its prompt's id and its sample number k."""
     start = _mix(torch.full_like(prompt_ids, _signed(noise)))
     return _mix(_mix(start + prompt_ids * _GOLDEN) + samples * _GOLDEN)
 
 
 def offset_keys(keys: Tensor, offsets: Tensor) -> Tensor:
-    """The keys (R,) of which the noise of position p is that of position p + offset of `keys`."""
+    """Keys (R,) shifted by `offsets`: their noise at position p is that of `keys` at p + offset."""
     return keys + offsets * _GOLDEN
 
 
@@ -45,7 +45,7 @@ def uniforms(keys: Tensor, start: int, count: int) -> Tensor:
 
 
 def uniforms_at(keys: Tensor, positions: Tensor) -> Tensor:
-    """`uniforms` at positions that a tensor has, int64, of which `keys` and these broadcast."""
+    """`uniforms` at the given positions, an int64 tensor that broadcasts with `keys`."""
     bits = _mix(keys + (positions + 1) * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
 

@@ -1,4 +1,4 @@
-"""Makes the engine that a run names."""
+"""Builds the engine that a run names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rloo.types import Engine, Weights
 
 @dataclass(frozen=True, slots=True)
 class EngineInputs:
-    """What an engine is made from. `weights` gives what `load` will be given (by default the
-    model's parameters). `precision` is that of the autocast that the model computes in, `dtype`
-    that of the fused decoder's matrix products (by default the model's). `no_copy` is the reason,
-    if there is one, why no copy of the weights may be made, as the fused decoder does. Within
-    `whole` this process has all weights of the model, outside perhaps a part. `tell` is told what
-    happens while it samples. `policy` (a `Policy`, with the run's options as `config`) and
-    `log_folder`, for what other processes print, are for an engine with processes of its own."""
+    """The inputs of an engine. `weights` returns the weights that `load` will get (default: the
+    model's parameters). `precision` is that of the model's autocast. `dtype` is that of the fused
+    decoder's matrix products (default: the model's). `no_copy` is a reason against a copy of the
+    weights, which the fused decoder makes. Inside the context `whole()` this process has all
+    weights; outside they may be sharded. `tell` gets messages for the user during sampling.
+    `policy` (a `Policy`, with the run's options as `config`) and `log_folder` (for the output of
+    other processes) are for engines that run in other processes."""
 
     model: PreTrainedModel
     pad_token_id: int
@@ -39,12 +39,12 @@ class EngineInputs:
     log_folder: Path | None = None
 
 
-# The engine, and one line for the user if it is another, or slower, than could be expected.
+# The engine, and a note for the user if it is another one, or slower, than expected.
 Made = tuple[Engine, str | None]
 
 
 def build_engine(name: str, inputs: EngineInputs) -> Made:
-    """The engine `name`; "auto" is native where the model allows it. ValueError if unknown."""
+    """Build the engine `name`; "auto" is native if the model allows it. ValueError if unknown."""
     made: Made = engine_spec(name).make(inputs)
     engine, note = made
     if isinstance(engine, InProcessEngine):
@@ -109,7 +109,7 @@ def _make_hf(inputs: EngineInputs) -> Made:
     return engine, "; ".join(told) or None
 
 
-# Each imports its engine itself: what another one needs does not have to be installed.
+# Each function imports its engine itself, so the libraries of other engines need not be installed.
 MAKERS: dict[str, Callable[[EngineInputs], Made]] = {
     "auto": _make_native,
     "native": _make_native,

@@ -1,4 +1,4 @@
-"""What samples in a process of its own: see `rloo.engines.remote_engine`, which calls it."""
+"""The worker process that samples for `rloo.engines.remote_engine`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rloo.types import Engine, Prompt, Sampling
 
 @dataclass(frozen=True, slots=True)
 class EngineWorkerConfig:
-    """What the process makes its engine from, as JSON values. `engine` is native or hf, `model` the
-    class of the model, as module and name; `precision` and `dtype`: see `EngineInputs`."""
+    """The settings of the worker's engine, as JSON values. `engine` is native or hf. `model` is the
+    class of the model, as module and name. `precision` and `dtype`: see `EngineInputs`."""
 
     engine: str
     model: tuple[str, str]
@@ -34,8 +34,8 @@ class EngineWorkerConfig:
 
 
 def engine_worker_config(model: PreTrainedModel, **values: Any) -> EngineWorkerConfig:
-    """`EngineWorkerConfig`, for a model of this class. Raises ValueError for one that another
-    process cannot import."""
+    """The `EngineWorkerConfig` for a model of this class. Raises ValueError for a class that
+    another process cannot import."""
     kind = type(model)
     if kind.__module__ == "__main__" or kind.__module__.startswith("transformers_modules"):
         raise ValueError(
@@ -46,12 +46,12 @@ def engine_worker_config(model: PreTrainedModel, **values: Any) -> EngineWorkerC
 
 
 def serve(setup: bytes) -> EngineWorker:
-    """What answers the calls, for `EngineWorkerConfig` as JSON."""
+    """The worker that answers calls, from an `EngineWorkerConfig` as JSON."""
     return EngineWorker(EngineWorkerConfig(**json.loads(setup)))
 
 
 class EngineWorker:
-    """The model and its engine in the process that samples."""
+    """The model and its engine in the worker process."""
 
     def __init__(self, how: EngineWorkerConfig) -> None:
         self._how = how

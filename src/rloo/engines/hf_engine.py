@@ -1,4 +1,4 @@
-"""The reference engine: transformers' own `generate` and filters, with our noise. It is slow, and
+"""The reference engine: transformers' `generate` and filters, with our noise. It is slow, but
 correct for every causal language model that `generate` can run, also with images."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from rloo.types import Sampling, Weights
 
 @dataclass(frozen=True, slots=True)
 class BatchingRule:
-    """How `generate` samples a model right: which rows it computes together (any, those whose
-    prompts are of one length, or one alone), and whether it keeps what it has computed."""
+    """How `generate` samples a model correctly: which rows it batches (any, those with prompts of
+    one length, or one at a time), and whether it uses a cache."""
 
     rows: Literal["any", "one length", "one"] = "any"
     cached: bool = True
@@ -39,23 +39,23 @@ _WAYS = (
     BatchingRule(cached=False), BatchingRule("one length", cached=False),
     BatchingRule("one", cached=False),
 )  # fmt: skip
-# Layers without a state that every token, padding too, goes into.
+# Layers without a recurrent state, which padding tokens would change.
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether layers have a state that goes on from token to token, as those of linear attention,
-    of state spaces and of short convolutions do."""
+    """Whether layers have a recurrent state, as in linear attention, state space models and short
+    convolutions."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     return bool(model._is_stateful or set(types) - _ATTENTION)
 
 
 def find_way(model: PreTrainedModel) -> BatchingRule:
-    """The fastest way whose log-probs are those of a forward pass, by trials; but never padding in
-    front of a recurrent state: how much of it goes in depends on the weights, which will change.
-    Raises ValueError where there is none."""
+    """The fastest batching rule whose log-probs match a forward pass, found by trials. A recurrent
+    model is never padded: how much padding changes its state depends on the weights, which will
+    change. Raises ValueError if no rule matches."""
     recurrent = is_recurrent(model)
-    # What a step of a state does otherwise than a whole pass adds up over tokens.
+    # Errors of a recurrent step, compared with a full pass, accumulate over tokens.
     sampling = replace(SAMPLING, max_tokens=16) if recurrent else SAMPLING
     found: str | None = None
     for way in _WAYS:
@@ -69,7 +69,7 @@ def find_way(model: PreTrainedModel) -> BatchingRule:
 
 
 def _fault_of(model: PreTrainedModel, way: BatchingRule, sampling: Sampling) -> str | None:
-    """What a trial of a way finds wrong."""
+    """Run a trial of a batching rule; return why it is wrong, or None."""
     prompts = trial_prompts(model, (2, 2, 5, 5))
     try:
         groups = HFEngine(model, pad_token_id=0, way=way).sample(prompts, 2, sampling, noise=0)
@@ -87,9 +87,9 @@ def _fault_of(model: PreTrainedModel, way: BatchingRule, sampling: Sampling) -> 
 
 
 class HFEngine(InProcessEngine):
-    """Samples with `generate` from the policy's own module. The placeholder tokens of images are
-    never sampled, since there would be no images for them: `behavior_logprobs` are without these
-    tokens, `policy_logprobs` with them, as in training, so that the difference shows."""
+    """Samples with `generate` from the policy's module. Placeholder tokens of images are never
+    sampled, since there would be no images for them. `behavior_logprobs` exclude these tokens, and
+    `policy_logprobs` include them, as in training, so that the difference is visible."""
 
     name = "hf"
     default_cache_bytes = 2 << 30
@@ -98,8 +98,8 @@ class HFEngine(InProcessEngine):
     def __init__(
         self, model: PreTrainedModel, *, way: BatchingRule | None = None, **options: Any
     ) -> None:
-        """`way`: see `find_way`; None: what is right for a model without a recurrent state, else
-        found out. Raises ValueError where there is none."""
+        """`way`: see `find_way`. None: the default rule for a model without a recurrent state, else
+        the result of `find_way`. Raises ValueError if no rule is correct."""
         super().__init__(model, **options)
         if way is None:
             way = find_way(model) if is_recurrent(model) else BatchingRule()
@@ -156,7 +156,7 @@ def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Drawing(LogitsProcessor):
-    """Chooses each token with our noise: it leaves the greedy `generate` no other."""
+    """Samples each token with our noise and masks all others: greedy `generate` then takes it."""
 
     def __init__(
         self,
@@ -203,8 +203,8 @@ class _Drawing(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def stop(self, *_: Any, **__: Any) -> Tensor:
-        """The rows that are as long as they may be, or whose last token completed a stop string: a
-        stopping criterion."""
+        """A stopping criterion: the rows that have reached their limit, or whose last token
+        completed a stop string."""
         return self.ended
 
 
@@ -226,7 +226,7 @@ class _PenaltyBehindPadding(LogitsProcessor):
 
 
 def _make_filters(sampling: Sampling, pads: Tensor) -> LogitsProcessorList:
-    """transformers' own filters, in the order in which its `generate` applies them."""
+    """transformers' filters, in the order in which its `generate` applies them."""
     filters = LogitsProcessorList()
     if sampling.repetition_penalty != 1.0:
         filters.append(_PenaltyBehindPadding(sampling.repetition_penalty, pads))

@@ -1,5 +1,5 @@
-"""Engines that run in this process: sampling in waves within bounded memory, with the policy's own
-module, which is given back as it was."""
+"""Engines that run in this process. They sample in waves within bounded memory, with the policy's
+module, whose state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampl
 
 # One row: a prompt and the sample's number k in its group.
 PromptRow = tuple[Prompt, int]
-# Tokens, policy and behavior log-probs, each (R, as many as the longest row may have), and the
-# lengths (R,) at which a stop string was complete.
+# Tokens, policy and behavior log-probs, each (R, largest limit of a row), and the lengths (R,) at
+# which a stop string was complete.
 SampledTokens = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-# The share of a GPU's memory that caches leave: for a prompt's forward, and what is scattered.
+# The share of a GPU's memory that caches leave free: for a prompt's forward, and fragmentation.
 RESERVE = 0.1
 
-# A token and its two log-probabilities; four float32 numbers for an entry of the vocabulary, while
-# one is drawn.
+# Bytes of a token and its two log-probs; and of four float32 numbers per vocabulary entry, while a
+# token is sampled.
 _DRAWN_TOKEN_BYTES, _ENTRY_BYTES = 16, 16
 
-# In the block of what this returns, a process has all weights.
+# Returns a context manager inside which a process has all weights.
 GatherWeights = Callable[[], AbstractContextManager[object]]
-# Takes one line for the user.
+# Receives a message for the user, a single line.
 Tell = Callable[[str], object]
 
 
@@ -46,10 +46,10 @@ Tell = Callable[[str], object]
 def in_inference_mode(
     model: PreTrainedModel, precision: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Evaluation mode (in which gradient checkpointing is inactive), autocast to `precision` (None:
-    without) and no autograd inside; each submodule's own mode is restored outside. Inside, a
-    mixture of experts does not return its router's logits, whatever its configuration says, since
-    a cached forward has no balancing loss."""
+    """Inside: evaluation mode (which disables gradient checkpointing), autocast to `precision`
+    (None: no autocast) and no autograd. Each submodule's mode is restored afterwards. Inside, a
+    mixture of experts does not return router logits, whatever its configuration says, since a
+    cached forward has no balancing loss."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     text_config = model.config.get_text_config()
@@ -58,8 +58,8 @@ def in_inference_mode(
         text_config.output_router_logits = False
     try:
         casts = precision is not None
-        # Not inference_mode, in which autocast would cast every weight again for every token, and
-        # what is gathered would be of no use to a later forward with gradients.
+        # In inference_mode autocast would cast every weight again for every token, and a later
+        # forward with gradients could not use gathered weights. no_grad avoids both.
         divided = any(map(is_sharded, model.parameters()))
         with (
             torch.autocast(model.device.type, dtype=precision, enabled=casts),
@@ -72,8 +72,8 @@ def in_inference_mode(
             module.training = True
         if routed:
             text_config.output_router_logits = routed
-        # Inside another autocast the low-precision copies of weights made here are kept, which a
-        # later forward with gradients cannot use.
+        # An enclosing autocast would cache the low-precision copies made here, which a later
+        # forward with gradients cannot use.
         torch.clear_autocast_cache()
 
 
@@ -90,7 +90,7 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
 def pad_left(
     rows: Sequence[list[int]], pad_token_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Rows of token ids, padded on the left to the longest (R, W), and by how much (R,)."""
+    """Rows of token ids padded on the left to the longest (R, W), and the padding lengths (R,)."""
     width = max(map(len, rows))
     padding = [width - len(ids) for ids in rows]
     padded = [[pad_token_id] * pad + ids for pad, ids in zip(padding, rows, strict=True)]
@@ -98,13 +98,13 @@ def pad_left(
 
 
 def limits_of(rows: Sequence[PromptRow], sampling: Sampling) -> list[int]:
-    """How many tokens may be drawn in each row."""
+    """The maximum number of tokens to sample in each row."""
     return [sampling.max_tokens - prompt.offset for prompt, _ in rows]
 
 
 def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = None) -> int:
-    """Bytes of the keys and values of one token over all layers (an upper estimate), in `dtype`, by
-    default that of the model, but at least float32."""
+    """Bytes of one token's keys and values over all layers (an upper estimate), in `dtype`. The
+    default is the model's dtype, but at least float32."""
     config = model.config.get_text_config()
     heads = largest_of_layers(config, "num_attention_heads") or 1
     kv_heads = largest_of_layers(config, "num_key_value_heads") or heads
@@ -113,8 +113,8 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
 
 
 def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:
-    """Bytes of the weights that are kept as autocast to `precision` has them (an upper estimate):
-    the trained matrices; float32, too, where those are rounded."""
+    """Bytes of the cached copies of weights in autocast's `precision` (an upper estimate): those of
+    the trained matrices. On a CPU, rounded copies are float32."""
     if precision is None:
         return 0
     size = 4 if model.device.type == "cpu" else precision.itemsize
@@ -122,8 +122,8 @@ def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:
 
 
 def cache_room(device: torch.device, on_cpu: int) -> int:
-    """Bytes that the caches of one wave may occupy now: on a GPU what is free but for a reserve, on
-    a CPU always as many, so that free memory does not decide which rows are computed together."""
+    """Bytes that the caches of one wave may occupy now. On a GPU: the free memory less a reserve.
+    On a CPU: always `on_cpu`, so that free memory does not decide which rows are batched."""
     if device.type != "cuda":
         return on_cpu
     reserve = int(RESERVE * torch.cuda.get_device_properties(device).total_memory)
@@ -132,9 +132,8 @@ def cache_room(device: torch.device, on_cpu: int) -> int:
 
 class InProcessEngine(ABC):
     """Samples `PromptRow`s with the policy's module, as many at once as `cache_bytes` allow (None:
-    see `cache_room`, asked for each call), whose keys and values are of `cache_dtype`. `precision`
-    is that of its autocast (None: the module computes in its own). `whole`, `tell`: see
-    `EngineInputs`."""
+    `cache_room`, computed at each call). Keys and values have the type `cache_dtype`. `precision`
+    is that of autocast (None: no autocast). `whole`, `tell`: see `EngineInputs`."""
 
     name: ClassVar[str]
     # Bytes that the caches of one wave may occupy on a CPU; further rows wait for the next wave.
@@ -154,11 +153,11 @@ class InProcessEngine(ABC):
         whole: GatherWeights = nullcontext,
     ) -> None:
         self._model = model
-        # Where memory did not suffice for more.
+        # The limit after a GPU ran out of memory with more rows.
         self._most_rows: int | None = None
         self._pad_token_id = pad_token_id
         self._precision = precision
-        # The module's own weights are needed where there is no copy of them.
+        # Without a copy of the weights, sampling needs the module's full weights.
         self._whole = nullcontext if copies_weights else whole
         self.version = -1
         self._cache_bytes = cache_bytes
@@ -175,8 +174,8 @@ class InProcessEngine(ABC):
         self._count_rows(cache_bytes_per_token(model, self.cache_dtype))
 
     def _count_rows(self, token_bytes: int, more_tokens: int = 0) -> None:
-        """Say in `capabilities` what rows occupy: so many bytes of keys and values for each token,
-        and in a row and its prompt room for `more_tokens`."""
+        """Set the memory of rows in `capabilities`: `token_bytes` of keys and values per token, and
+        room for `more_tokens` per row and its prompt."""
         self.capabilities = replace(
             self.capabilities,
             prompt_token_bytes=token_bytes,
@@ -195,7 +194,7 @@ class InProcessEngine(ABC):
             return self._sample(prompts, numbers, sampling, noise)
 
     def stats(self) -> dict[str, float]:
-        """See `rloo.types.Engine`: in this process nothing is lost."""
+        """See `rloo.types.Engine`. Empty: an engine in this process has no workers to lose."""
         return {}
 
     def _sample(
@@ -207,7 +206,7 @@ class InProcessEngine(ABC):
     ) -> list[list[Completion]]:
         if not prompts:
             return []
-        # Sorted, so that prompts of similar length come together and little is padded.
+        # Sorted by length, which leaves little padding.
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
         rows = [(index, k) for index in by_length for k in numbers[index]]
         wave = self._at_once([(prompts[index], k) for index, k in rows], sampling)
@@ -223,15 +222,15 @@ class InProcessEngine(ABC):
     def _wave(
         self, rows: list[PromptRow], sampling: Sampling, noise: int
     ) -> list[Completion] | None:
-        """The completions of rows that are computed together; None where a GPU's memory does not
-        suffice, and from now on fewer are. Raises torch.OutOfMemoryError for a single one."""
+        """The completions of one batch of rows. None if a GPU runs out of memory: from then on,
+        waves are smaller. Raises torch.OutOfMemoryError if a single row does not fit."""
         try:
             drawn = self._draw(rows, self._keys(rows, noise), sampling)
             return collect_completions(drawn, sampling.stop_token_ids, limits_of(rows, sampling))
         except torch.OutOfMemoryError:
             if len(rows) == 1:
                 raise
-        # Here the error no longer refers to the frames, and so to the memory that they allocated.
+        # The error, gone by now, referred to the frames and so to the memory that they allocated.
         torch.cuda.empty_cache()
         self._most_rows = len(rows) // 2
         self.tell(
@@ -246,13 +245,13 @@ class InProcessEngine(ABC):
         return cache_room(self._model.device, self.default_cache_bytes)
 
     def _at_once(self, rows: list[PromptRow], sampling: Sampling) -> int:
-        """How many of these rows make one wave."""
+        """The number of rows of a wave."""
         self.capabilities = replace(self.capabilities, cache_bytes=self._room())
         longest = max(len(prompt.token_ids) for prompt, _ in rows)
         return self.capabilities.rows_at_once(len(rows), longest, sampling.max_tokens)
 
     def _together(self, lengths: Sequence[int]) -> int:
-        """How many of the first rows, with prompts of these lengths, may be computed together."""
+        """How many of the first rows, with prompts of these lengths, may be batched."""
         return len(lengths)
 
     def _keys(self, rows: list[PromptRow], noise: int) -> Tensor:
@@ -263,5 +262,5 @@ class InProcessEngine(ABC):
 
     @abstractmethod
     def _draw(self, rows: list[PromptRow], keys: Tensor, sampling: Sampling) -> SampledTokens:
-        """What `collect_completions` takes, of one wave in the order of its `rows`; `keys` (R,)
-        are those of their noise."""
+        """Sample one wave and return the input of `collect_completions`, in the order of `rows`.
+        `keys` (R,) are the keys of their noise."""

@@ -1,8 +1,8 @@
-"""Engines in processes of their own, each with a copy of the weights: they sample while we train.
+"""An engine in worker processes, each with a copy of the weights: it samples during training.
 
-The processes are workers (`rloo.distributed.worker_process`), ours or placed by a launcher; weights
-reach them as versions of a folder. One that is lost is started again, or comes back, loads the
-newest version, and what it had not finished is done again."""
+The workers (`rloo.distributed.worker_process`) are started by the run or placed by a launcher. They
+read weights from a folder with a subfolder per version. A lost worker is started again, or comes
+back, and loads the newest version. Its unfinished work is repeated."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampl
 
 
 class WeightExporter(Protocol):
-    """The policy, as an engine in another process needs it."""
+    """Writes the policy's weights for an engine in another process."""
 
     world: World
 
     def write(self, folder: Path | None) -> None:
-        """Write model and tokenizer, in the main process (None in the others); a collective."""
+        """Write model and tokenizer in the main process; other ranks pass None. A collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngineConfig:
-    """The processes that sample: how many, and where they come from: from a `worker_registry`, else
-    we start them. `seconds` is the deadline of one call, and of one's coming. `folder` is where
-    weights are written for them, None where this machine has room; there they take `room` bytes."""
+    """The workers of a `RemoteEngine`: `size` of them, from a `worker_registry`, or else started by
+    the run. `seconds` is the deadline of a call and of a worker's start. Weights are written to
+    `folder`. None: to this machine's memory or temporary folder; a version takes `room` bytes."""
 
     size: int = 1
     worker_registry: WorkerRegistry | None = None
@@ -58,15 +58,15 @@ class RemoteEngineConfig:
     room: int = 0
 
     def make(self, how: EngineWorkerConfig) -> Worker:
-        """A worker that samples so."""
+        """Start or acquire a worker with this configuration."""
         return acquire_worker(
             "sample", json.dumps(asdict(how)).encode(), self.worker_registry, self.seconds
         )
 
 
 class RemoteEngine:
-    """Samples in processes beside the main one, for all, each an equal part of the completions.
-    Close it to end them; the end of this one does the same."""
+    """Samples in workers of the main process, for all processes. Each worker samples an equal part
+    of the completions. `close`, or the end of this process, ends the workers."""
 
     def __init__(
         self, how: EngineWorkerConfig, source: WeightExporter, workers: RemoteEngineConfig
@@ -88,8 +88,8 @@ class RemoteEngine:
         self.close = weakref.finalize(self, _close, self._crew, self._state)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Publish the weights: what is sampled from now on is sampled with them. See
-        `rloo.types.Engine`; a collective."""
+        """Publish the weights: sampling uses them from now on. See `rloo.types.Engine`. A
+        collective."""
         version = self._source.world.broadcast_object(version)
         if version == self.version:
             return
@@ -103,7 +103,7 @@ class RemoteEngine:
                 workers, name = self._workers, secrets.token_hex(4)
                 state.versions = WeightStore.made_in(workers.folder, name, workers.room)
             folder = state.versions.write(version, self._source.write)
-            # Those that a launcher has placed have threads of their own.
+            # Workers placed by a launcher choose their number of threads themselves.
             threads = None if self._workers.worker_registry else torch.get_num_threads()
             state.publish(version, folder, threads)
         self.version = version
@@ -111,13 +111,13 @@ class RemoteEngine:
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """As `sample`, and does not wait for it: of each prompt its completions, to come."""
+        """`sample` without waiting: return a future of the completions of each prompt."""
         return self._begin(prompts, [range(count)] * len(prompts), sampling, noise, first=False)
 
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`. It goes before what was only begun."""
+        """See `rloo.types.Engine`. It takes precedence over pending requests of `submit`."""
         if not prompts or self._crew is None:
             return []
         numbers = sample_indices(samples, prompts)
@@ -154,42 +154,42 @@ class RemoteEngine:
         return [each.future for each in joined]
 
     def cancel_pending(self) -> None:
-        """Give up what was begun and waits."""
+        """Cancel the submitted requests that still wait for a worker."""
         if self._crew is not None:
             self._crew.cancel_pending()
 
     def stats(self) -> dict[str, float]:
-        """How often the process was lost, and what it had begun was begun again."""
+        """How often a worker was lost and came back, and its request was repeated."""
         lost = float(self._crew.lost) if self._crew else 0.0
         return dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
 
     def busy_seconds(self) -> float:
-        """For how long the processes have sampled so far, in the mean."""
+        """The mean seconds that a worker has been sampling so far."""
         return self._crew.busy_seconds() / self._crew.size if self._crew else 0.0
 
 
 class _State:
-    """What the engine and the thread that speaks to the process share."""
+    """State shared by the engine and the threads that call the workers."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.versions: WeightStore | None = None
-        # The newest version, and the threads that it is sampled with.
+        # The newest version, its folder, and the number of threads to sample with.
         self.wanted: tuple[int, Path, int | None] | None = None
-        # The versions that processes have loaded, or are loading.
+        # The versions that workers have loaded, or are loading.
         self.loaded: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
         self.loading: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def publish(self, version: int, folder: Path, threads: int | None) -> None:
-        """Have a version loaded; older ones are removed, but for those that are being loaded."""
+        """Set the version to load. Older ones are removed, unless a worker is loading them."""
         assert self.versions is not None
         with self._lock:
             self.wanted = version, folder, threads
             self.versions.keep({version, *self.loading.values()})
 
     def take(self, worker: Worker) -> tuple[int, Path, int | None]:
-        """The newest version, to be loaded now by this process."""
+        """Return the newest version, and note that this worker loads it now."""
         with self._lock:
             assert self.wanted is not None, "load comes first"
             self.loading[worker] = self.wanted[0]
@@ -197,8 +197,8 @@ class _State:
 
 
 def _shares(numbers: Sequence[range], size: int) -> list[list[tuple[int, range]]]:
-    """The completions with these numbers, of each prompt, in at most `size` equal parts in their
-    order: of each part the prompts, by index, and which of their numbers."""
+    """Split the completions with these numbers into at most `size` equal parts, in order. A part
+    lists indices of prompts, each with its range of numbers."""
     total = sum(map(len, numbers))
     shares: list[list[tuple[int, range]]] = []
     for worker in range(size):
@@ -213,7 +213,7 @@ def _shares(numbers: Sequence[range], size: int) -> list[list[tuple[int, range]]
 
 
 class _Joined:
-    """The completions of one prompt, to come from several processes."""
+    """A future of one prompt's completions, which several workers sample."""
 
     def __init__(self) -> None:
         self.future: Future[list[Completion]] = Future()
@@ -223,7 +223,7 @@ class _Joined:
         self._lock = threading.Lock()
 
     def wait_for(self, done: Future[list[list[Completion]]], place: int, number: int) -> None:
-        """What comes first at `place` of `done` is the completion with this number."""
+        """Take the completions at `place` of `done`; the first of them has this `number`."""
         part: Future[list[Completion]] = Future()
         part.add_done_callback(partial(self._take, number))
         chain_future(part, done, itemgetter(place))
@@ -242,7 +242,7 @@ class _Joined:
 
 
 def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]]:
-    """Have the process load what is published, and then sample."""
+    """Make the worker load the newest version if needed, and then sample."""
     version, folder, threads = state.take(worker)
     if state.loaded.get(worker) != version:
         wanted = {"load": str(folder), "version": version, "threads": threads}

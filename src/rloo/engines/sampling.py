@@ -1,5 +1,5 @@
-"""Drawing tokens: the filters, the inverse CDF, stop strings, and collecting completions; for every
-engine of this process, so that two choose the same tokens from the same logits and noise."""
+"""Sampling tokens: filters, the inverse CDF, stop strings, and collecting completions. All engines
+of this process use it, so they choose the same tokens from the same logits and noise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rloo.types import Completion, NumSamples, Prompt, Sampling
 
 # The number of vocabulary entries that the inverse CDF first treats as one block.
 _BLOCK = 128
-# The number of most likely tokens that top-p tries before it sorts the whole vocabulary.
+# The number of most likely tokens that top-p tries before it sorts the full vocabulary.
 _NUCLEUS = 1024
 
 
@@ -32,7 +32,7 @@ class SampledIndices:
 def draw(
     logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None = None
 ) -> SampledIndices:
-    """Choose a token in each row: logits (R, V); noise float64 (R,) in [0, 1); seen bool (R, V),
+    """Sample a token in each row: logits (R, V); noise float64 (R,) in [0, 1); `seen` bool (R, V),
     True for tokens of prompt or completion (needed only for the repetition penalty)."""
     logits = logits.float()
     if sampling.greedy:
@@ -145,12 +145,12 @@ def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Samplin
 
 
 def sample_indices(samples: NumSamples, prompts: Sequence[Prompt]) -> Sequence[range]:
-    """The numbers of the completions that are to be drawn for each prompt."""
+    """The numbers of the completions to sample for each prompt."""
     return [range(samples)] * len(prompts) if isinstance(samples, int) else samples
 
 
 def refuse_images(prompts: Sequence[Prompt], fact: str) -> None:
-    """Raise ValueError for prompts with images, of which `fact` tells the rule and the knob."""
+    """Raise ValueError for prompts with images; `fact` is the reason and the option to change."""
     for prompt in prompts:
         if prompt.pixels is not None:
             raise ValueError(f"prompt {prompt.id} has images, {fact}")
@@ -164,7 +164,7 @@ class StopStringMatcher:
         if sampling.stop_strings:
             assert sampling.decode is not None
             self._ends = _ends_of(sampling.decode, sampling.stop_strings)
-        # Number of tokens up to the end of a stop string; more than max_tokens if there is none.
+        # The number of tokens up to the end of a stop string; max_tokens + 1 if there is none.
         self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
 
     def update(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
@@ -184,16 +184,17 @@ class StopStringMatcher:
         return self.lengths[index] <= position + 1
 
 
-# What decoding puts in the place of a part of a character.
+# Decoding returns this for an incomplete character.
 _PART = "\N{REPLACEMENT CHARACTER}"
 
 
 class _Ends:
-    """Finds stop strings at the end of tokens, and decodes little for it.
+    """Finds stop strings at the end of tokens, decoding as little as possible.
 
-    A token can complete a stop string only if its own text has the last character of one, or is
-    part of a character, where that is none of ASCII. Decoding puts spaces between tokens, and
-    strips them: where one is last, any token can; so, too, where a tokenizer cleans up spaces.
+    A token can complete a stop string only if its text has the last character of one, or, where
+    that character is not ASCII, a part of a character. Decoding adds and strips spaces between
+    tokens. So any token can complete a stop string that ends in a space, and any token can if the
+    tokenizer cleans up spaces.
     """
 
     def __init__(self, decode: Callable[[list[list[int]]], list[str]], stops: Sequence[str]):
@@ -202,15 +203,15 @@ class _Ends:
         self._any = " " in self._last or _cleans_up(decode)
         if not all(last.isascii() for last in self._last):
             self._last.add(_PART)
-        # Characters before the last token; cleaning up may have removed every other one.
+        # Characters to decode before the last token. Cleaning up may remove every other one.
         self._needed = 8 + (2 if self._any else 1) * max(map(len, stops))
-        # How many tokens `found` wants: one has a fourth of a character at least, but for a few.
+        # The tokens that `found` needs: nearly all have at least a quarter of a character.
         self.window = 8 + 4 * self._needed
-        # Of each token that was seen: whether it can be the last one, and how much text it has.
+        # For each known token: whether it can complete a stop string, and its characters.
         self._known: dict[int, tuple[bool, float]] = {}
 
     def possible(self, tokens: list[int]) -> list[bool]:
-        """Whether each of these can complete a stop string."""
+        """Whether each of these tokens can complete a stop string."""
         if new := list({token for token in tokens if token not in self._known}):
             for token, text in zip(new, self._decode([[token] for token in new]), strict=True):
                 parts = text.count(_PART)
@@ -219,20 +220,20 @@ class _Ends:
         return [self._known[token][0] for token in tokens]
 
     def found(self, recent: list[int]) -> bool:
-        """Whether a stop string is in the last tokens of a row."""
+        """Whether a stop string is in the given last tokens of a row."""
         begin, text = len(recent) - 1, 0.0
         self.possible(recent)
         while begin > 0 and text < self._needed:
             begin -= 1
             text += self._known[recent[begin]][1]
         texts = self._decode([recent[begin:]])
-        if _PART in texts[0]:  # perhaps as it begins within a character, of at most four tokens
+        if _PART in texts[0]:  # it may begin inside a character, which has at most four tokens
             texts += self._decode([recent[start:] for start in range(max(0, begin - 3), begin)])
         return any(stop in text for stop in self._stops for text in texts)
 
 
 def _cleans_up(decode: Callable[..., list[str]]) -> bool:
-    """Whether this is a tokenizer's own that removes spaces before some words."""
+    """Whether `decode` is the method of a tokenizer that removes spaces before some words."""
     tokenizer = getattr(decode, "__self__", None)
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
@@ -243,7 +244,7 @@ def _cleans_up(decode: Callable[..., list[str]]) -> bool:
 
 @lru_cache(maxsize=4)
 def _ends_of(decode: Callable[[list[list[int]]], list[str]], stops: tuple[str, ...]) -> _Ends:
-    """The same in each wave and rollout, since it remembers the tokens."""
+    """A cached `_Ends`, since it remembers the tokens of earlier waves and rollouts."""
     return _Ends(decode, stops)
 
 
@@ -255,7 +256,7 @@ def collect_completions(
     """Cut each row after its first stop token, at the end of its first stop string, or at its
     limit.
 
-    drawn: tokens, policy and behavior log-probs, each (R, W), arbitrary after a row's end; and
+    `drawn`: tokens, policy and behavior log-probs, each (R, W), arbitrary after a row's end; and
     `StopStringMatcher`'s lengths (R,). Raises FloatingPointError if the model's logits were NaN.
     """
     tokens, policy, behavior, stop_lengths = drawn

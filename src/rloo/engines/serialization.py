@@ -1,4 +1,4 @@
-"""Completions as tensors, as they travel between processes."""
+"""Converts completions to tensors and back, to send them between processes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rloo.types import Completion, Episode, FinishReason
 
 
 def pack(completions: Sequence[Completion]) -> dict[str, Any]:
-    """N completions of T tokens in all as tensors (N,) and (T,), to the last bit. `behavior` is
-    None where it equals `policy`, `versions` where none is known. Of an episode, what can be
-    sent."""
+    """Convert N completions with T tokens in total to tensors (N,) and (T,), without loss.
+    `behavior` is None if it equals `policy`, `versions` if no version is known. Episodes lose the
+    fields that cannot be sent."""
     known = any(c.weight_versions for c in completions)
     same = all(
         c.behavior_logprobs is c.policy_logprobs or c.behavior_logprobs == c.policy_logprobs
@@ -35,8 +35,8 @@ def pack(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def pack_episodes(completions: Sequence[Completion]) -> dict[str, Any]:
-    """Which tokens are trained, and what happened in each of N episodes; None where all tokens are,
-    and where none is an episode."""
+    """Convert the masks of trained tokens and the episodes of N completions. `trained` is None if
+    all tokens are trained, `episodes` if there is no episode."""
     trained = [None if c.trained is None else _runs(c.trained) for c in completions]
     episodes = [_plain(c.episode) for c in completions]
     return {
@@ -81,7 +81,7 @@ def unpack(packed: dict[str, Any]) -> list[Completion]:
 
 
 def _runs(trained: Sequence[bool]) -> list[int]:
-    """How many tokens are trained, how many then are not, and so on in turn."""
+    """Run lengths of the mask: how many tokens are trained, then how many are not, and so on."""
     lengths = [len(list(run)) for _, run in groupby(trained)]
     return lengths if not trained or trained[0] else [0, *lengths]
 
@@ -91,7 +91,7 @@ def _of_runs(runs: Sequence[int]) -> tuple[bool, ...]:
 
 
 def _plain(episode: Episode | None) -> tuple[Any, ...] | None:
-    """The first fields of an episode: the others are of the process that played it."""
+    """The fields of an episode that can be sent; other fields belong to the process that ran it."""
     if episode is None:
         return None
     counts = episode.turns, episode.calls, episode.errors, episode.seconds, episode.failed
@@ -111,7 +111,7 @@ def _array_of(kind: str, values: Tensor) -> array[Any]:
 
 
 def _floats(parts: Sequence[Sequence[float]]) -> Tensor:
-    """In half the bytes where nothing is lost by it."""
+    """The values as one tensor: float32 if that loses nothing, else float64."""
     whole = _join("d", parts)
     half = whole.float()
     return half if torch.equal(half.double(), whole) else whole

@@ -1,4 +1,4 @@
-"""The engines that sample in this process, by name. Torch is loaded when one is made."""
+"""Specs of the engines that sample in this process. Torch is imported when one is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few tokens sampled as a trial, and scored again by plain forward passes of the module."""
+"""Trials of engines: a few sampled tokens are scored again by plain forward passes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rloo.engines.in_process import in_inference_mode
 from rloo.engines.sampling import gather_logprobs
 from rloo.types import Completion, Prompt, Sampling
 
-# What is drawn in a trial.
+# The sampling settings of a trial.
 SAMPLING = Sampling(max_tokens=4, stop_token_ids=())
 
 
 def trial_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[Prompt]:
-    """Prompts of these lengths, each of other tokens, none of which stands for an image."""
+    """Prompts of these lengths with different tokens, none of which stands for an image."""
     vocabulary, never = model.config.get_text_config().vocab_size, image_token_ids(model.config)
     usual = [token for i in range(64) if (token := (7 * i + 3) % vocabulary) not in never]
     return [
@@ -29,7 +29,7 @@ def trial_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[Prompt
 def worst_error(
     model: PreTrainedModel, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
 ) -> float:
-    """The largest difference between the log-probs of completions, as `SAMPLING` draws them, and
+    """The largest difference between the log-probs of completions, sampled as by `SAMPLING`, and
     those of the same tokens by one forward each, without a cache and without padding."""
     worst = 0.0
     with in_inference_mode(model):

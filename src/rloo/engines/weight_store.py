@@ -1,4 +1,4 @@
-"""Weights as versions of a folder, for engines in other processes and on other machines."""
+"""A folder of weight versions, for engines in other processes and on other machines."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from rloo.distributed.atomic_io import atomic_directory, list_files, remove_tree
 from rloo.distributed.file_lock import FileLock
 
 MANIFEST = "manifest.json"
-# What folders of versions are called, and the file that their process has locked.
+# The name prefix of a store's folder, and the file in it that its process has locked.
 NAME, LOCK = "rloo-weights", "in-use"
 SHARED = Path("/dev/shm")
 
 
 class WeightStore:
-    """The folders `v00000012`, ... in `folder`, of which each holds the weights of one version:
-    written beside and renamed into place, so that a reader finds a whole one or none."""
+    """The folders `v00000012`, ... in `folder`, each with the weights of one version. A version is
+    written to a temporary folder and renamed, so that a reader finds it complete or not at all."""
 
     def __init__(self, folder: Path, lock: FileLock | None = None) -> None:
         self.folder, self._lock = folder, lock
 
     @classmethod
     def made_in(cls, parent: Path | None, token: str, size: int = 0) -> WeightStore:
-        """A new folder in `parent` (None: in shared memory, where this machine has it, with room
-        for three versions of `size` bytes), locked as long as this process lives. What killed
-        processes have left there is removed: nobody else does."""
+        """Create a folder in `parent`, locked until this process ends. None: in shared memory if it
+        has room for three versions of `size` bytes, else in the temporary folder. Removes stores
+        that killed processes have left in `parent`."""
         if parent is None:
             roomy = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 3 * size
             parent = SHARED if roomy else Path(tempfile.gettempdir())
@@ -50,17 +50,17 @@ class WeightStore:
             self._lock = None
 
     def path(self, version: int) -> Path:
-        """Where a version is, or will be."""
+        """The folder of a version, which need not exist yet."""
         return self.folder / f"v{version:08d}"
 
     def all(self) -> list[int]:
-        """The versions that are there, from old to new."""
+        """The versions that exist, from old to new."""
         names = [path.name for path in self.folder.glob("v*") if path.is_dir()]
         return sorted(int(name[1:]) for name in names if re.fullmatch(r"v\d{8,}", name))
 
     def write(self, version: int, write: Callable[[Path], object]) -> Path:
-        """Have `write` fill the folder of a new version, and add the manifest. If it fails, nothing
-        is left. Raises FileExistsError for a version that is there."""
+        """Create a version: call `write` with its folder, and add the manifest. If `write` fails,
+        nothing is left. Raises FileExistsError if the version exists."""
         final = self.path(version)
         if final.exists():
             raise FileExistsError(f"{final} is there already; a version stands for one state")
@@ -76,14 +76,14 @@ class WeightStore:
         self.keep({each for each in self.all() if each >= version})
 
     def keep(self, versions: Collection[int | None]) -> None:
-        """Remove all others."""
+        """Remove all versions except these."""
         for each in self.all():
             if each not in versions:
                 remove_tree(self.path(each))
 
 
 def locked(folder: Path) -> FileLock | None:
-    """The lock of `folder`; None where another process, of whatever container, has it."""
+    """Lock `folder` and return the lock; None if another process, in any container, has it."""
     with suppress(OSError):
         return FileLock(folder / LOCK, 0o600)
     return None

@@ -1,1 +1,1 @@
-"""Completions of several turns: the model speaks, its tools answer, and so on (`engine.py`)."""
+"""Multi-turn completions: the model calls tools, and reads their replies in its next turn."""

@@ -1,4 +1,4 @@
-"""How the episodes of a prompt begin: all alike, also where several processes play them."""
+"""Checks that all episodes of a prompt begin in the same state, also across processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from rloo.distributed import World
 from rloo.types import Completion, Prompt
 
-# Of a prompt's episodes: a hash of the state in which they began, and where they began with
-# another prompt than the row's, its tokens and, if these differ as well, its messages.
+# A hash of the first state of a prompt's episodes. If they began with a prompt other than the
+# row's, also its tokens and, if these differ too, its messages.
 Beginning = tuple[str | None, tuple[list[int], Any] | None]
-# By the `noise_id` of their prompts.
+# Keys: the `noise_id` of the prompts.
 Beginnings = dict[int, Beginning]
 
 
 def beginnings_of(completions: Sequence[Completion], prompts: Sequence[Prompt]) -> Beginnings:
-    """Those of the episodes among `completions`, but for such as could not begin: of each prompt
-    the first one's, which the others here share."""
+    """The beginnings of the episodes in `completions`, without those that could not begin. Each
+    prompt has that of its first episode, which the others in this process share."""
     rows = {prompt.noise_id: prompt for prompt in prompts}
     found: Beginnings = {}
     for begun, start, _ in _begun(completions):
@@ -37,9 +37,9 @@ def require_alike(
     prompts: Sequence[Prompt],
     world: World,
 ) -> dict[int, Prompt]:
-    """By `noise_id` the prompts as their episodes began with them, where each process has found its
-    part. Raises ValueError in all of them where those of a prompt have begun differently; `own` are
-    this one's."""
+    """The prompts with which the episodes began, by `noise_id`. `parts` are the beginnings that
+    each process found, `own` the completions of this process. Raises ValueError in all processes if
+    episodes of a prompt began differently."""
     first: dict[int, tuple[int, Beginning]] = {}
     for rank, part in enumerate(parts):
         for key, found in part.items():
@@ -57,7 +57,8 @@ def require_alike(
 
 
 def with_prompt(completion: Completion, prompt: Prompt | None) -> Completion:
-    """The completion, whose episode has begun with `prompt`, where that is known."""
+    """The completion with `prompt` as the prompt of its episode. Unchanged if it has no episode or
+    `prompt` is None."""
     if completion.episode is None or prompt is None:
         return completion
     return replace(completion, episode=replace(completion.episode, prompt=prompt))
@@ -66,7 +67,7 @@ def with_prompt(completion: Completion, prompt: Prompt | None) -> Completion:
 def _begun(
     completions: Sequence[Completion],
 ) -> list[tuple[Prompt, str | None, Mapping[str, Any]]]:
-    """Of each episode that could begin: its prompt, the hash of its state, and that state."""
+    """The prompt, the hash of the first state, and that state of each episode that could begin."""
     episodes = [c.episode for c in completions if c.episode is not None]
     return [
         (e.prompt, e.start, e.state)
@@ -83,7 +84,7 @@ def _told(row: Prompt, told: tuple[list[int], Any] | None) -> Prompt:
 
 
 def _state_of(key: int, own: Sequence[Completion]) -> dict[str, list[str]]:
-    """Of each value of a prompt's first state a hash, and how it begins."""
+    """A hash and the first characters of each value of a prompt's first state."""
     states = [state for begun, _, state in _begun(own) if begun.noise_id == key]
     texts = {name: repr(value) for name, value in next(iter(states), {}).items()}
     return {n: [hashlib.sha256(t.encode()).hexdigest(), t[:80]] for n, t in texts.items()}

@@ -1,9 +1,9 @@
-"""Environments: each episode has one to itself while it lasts, and all of a group begin in the same
+"""Environments: each episode has exclusive use of one. All episodes of a group begin in the same
 state.
 
 An environment is an object of the user's class, as in TRL: `reset(...)` begins an episode, its
-other public methods are tools. It is made once and used for one episode after another; one that has
-failed is closed and not used again.
+other public methods are tools. It is created once and reused for further episodes. A failed one is
+closed and not reused.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from rloo import plugins
 from rloo.episodes.tool_executor import Asked, ToolExecutor, ToolResult
 from rloo.types import Prompt, sound
 
-# Methods that are ours to call, and no tools.
+# Methods that this module calls; they are no tools.
 OURS = ("reset", "get_reward", "close")
-# Seconds that an environment may take to close, and a server to say what tools it has.
+# Seconds that an environment may take to close, and that a server may take to list its tools.
 _CLOSING = 10.0
 _LISTING = 60.0
 
 
 @dataclass(slots=True)
 class EnvironmentSlot:
-    """An environment for one episode: what its `reset` has said, a hash of the state in which it
-    begins, the seconds that this took. `failed` is why the episode cannot go on; the environment
-    is then not used again."""
+    """An environment for one episode. `said` is the text that `reset` returned, `start` a hash of
+    the first `state`, `seconds` the time of reset and tools so far. `failed` is the reason why the
+    episode cannot continue; the environment is then not reused."""
 
     environment: Any = None
     said: str | None = None
@@ -47,15 +47,15 @@ class EnvironmentSlot:
 
 
 class EnvironmentPool:
-    """Makes environments by calling `factories`: by the name that the column `environment` of a row
-    has, or the one of the name None."""
+    """A pool of environments that `factories` create. The column `environment` of a row names its
+    factory; a factory named None serves all rows."""
 
     def __init__(self, factories: Mapping[str | None, Callable[[], Any]]) -> None:
         self._factories = dict(factories)
         self._free: dict[str | None, list[Any]] = {name: [] for name in factories}
         self._caller = ToolExecutor()
         self._around: dict[str | None, type[Any]] = {}
-        for name in factories:  # one of each tells what tools it has
+        for name in factories:  # one example of each shows its tools
             self._free[name].append(self._make(name))
         self.examples = {name: free[0] for name, free in self._free.items()}
         self.close = weakref.finalize(self, _close_all, self._free)
@@ -66,7 +66,7 @@ class EnvironmentPool:
         return [_reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")]
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for rows that there is no environment for."""
+        """Raise ValueError for rows without an environment, and for a column `environments`."""
         for prompt in prompts:
             self.name_of(prompt)
             if "environments" in prompt.columns:
@@ -76,13 +76,13 @@ class EnvironmentPool:
                 )
 
     def check_names(self, names: Mapping[int, Any]) -> None:
-        """Raise ValueError for what the column `environment` has in a row, by its number, where
-        there is no environment of that name."""
+        """Raise ValueError for unknown names in the column `environment`; `names` maps the number
+        of a row to its name."""
         for number, name in names.items():
             self._named(number, name)
 
     def name_of(self, prompt: Prompt) -> str | None:
-        """Which environment a row is for. Raises ValueError for one that there is not."""
+        """The name of a row's environment. Raises ValueError for an unknown one."""
         return self._named(prompt.id, prompt.columns.get("environment"))
 
     def _named(self, number: int, name: Any) -> str | None:
@@ -100,9 +100,9 @@ class EnvironmentPool:
     def acquire(
         self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int, seconds: float
     ) -> Iterator[list[list[EnvironmentSlot]]]:
-        """So many environments for each prompt, which have been reset with its row and its seed.
-        Afterwards they are free again. Raises ValueError where those of one prompt begin in
-        different states."""
+        """Yield `counts` environments for each prompt, reset with its row and its seed. They return
+        to the pool afterwards. Raises ValueError if environments of one prompt begin in different
+        states."""
         names = [self.name_of(prompt) for prompt in prompts]
         leases: list[list[EnvironmentSlot]] = [[] for _ in prompts]
         try:
@@ -159,13 +159,14 @@ class EnvironmentPool:
 
 
 def environment_tools(environment: Any) -> list[str]:
-    """The names of the methods that a model may call: those that its class makes public."""
+    """The names of the methods that a model may call: the public ones of the class."""
     methods = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     return [name for name, _ in methods if name not in OURS and not name.startswith("_")]
 
 
 def _reward_of(kind: Any) -> Callable[..., Any]:
-    """What environments of exactly that class give, None for others: as in TRL."""
+    """A reward function: `get_reward` of environments of exactly that class, None for others, as
+    in TRL."""
 
     async def later(environments: Sequence[Any], **_: Any) -> list[Any]:
         return [await e.get_reward() if type(e) is kind else None for e in environments]
@@ -179,9 +180,9 @@ def _reward_of(kind: Any) -> Callable[..., Any]:
 
 
 def _reset(environment: Any, prompt: Prompt, noise: int, *, chosen: bool) -> Callable[[], Any]:
-    """The call that begins an episode: with what `reset` takes of the row, and with a `seed` that
-    is the same for all episodes of a prompt in a rollout. Where the row has `chosen` among
-    environments, its column `environment` is not for these."""
+    """The call that begins an episode. `reset` gets the columns of the row that it accepts, and a
+    `seed` that is the same for all episodes of a prompt in a rollout. If the column `environment`
+    has `chosen` the environment, `reset` does not get that column."""
     digest = hashlib.blake2b(f"{noise}/{prompt.noise_id}".encode(), digest_size=4).digest()
     offered = {"seed": int.from_bytes(digest, "little") >> 1, "prompt": prompt.content}
     offered |= {n: v for n, v in prompt.columns.items() if not (chosen and n == "environment")}
@@ -221,12 +222,12 @@ def _require_same(prompt: Prompt, leases: Sequence[EnvironmentSlot]) -> None:
         one, two = zip(values, ("in one", "in the other"), strict=True)
         raise ValueError(different_states(prompt.id, name, " ".join(one), " ".join(two)))
     for other in leases[1:]:
-        other.state = {}  # as the first one's
+        other.state = {}  # equal to the first one's
 
 
 def different_states(prompt: int, name: str, one: str, other: str) -> str:
-    """What is wrong where two environments of a prompt begin with different values, `one` and
-    `other` with where they were found, of the attribute `name`."""
+    """The error text for two environments of a prompt that begin with different values of the
+    attribute `name`: `one` and `other`, each with the place where it was found."""
     return (
         f"two environments of prompt {prompt} begin in different states: {name} is {one} and "
         f"{other}; episodes of a group are compared with each other, so reset(seed=...) must set "
@@ -236,13 +237,14 @@ def different_states(prompt: int, name: str, one: str, other: str) -> str:
 
 
 def _state_of(environment: Any) -> dict[str, Any]:
-    """What can be compared of an environment's public attributes, in the order of their names."""
+    """The comparable values of an environment's public attributes, sorted by name."""
     attributes = getattr(environment, "__dict__", {})
     return {n: _plain(v) for n, v in sorted(attributes.items()) if not n.startswith("_")}
 
 
 def _plain(value: Any) -> Any:
-    """`value` as far as equal ones look equal: of other objects the name of their class."""
+    """`value` in a form whose equality is that of the values. For other objects: the name of the
+    class."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple)):
@@ -267,7 +269,7 @@ def _close_all(free: Mapping[str | None, list[Any]]) -> None:
 
 
 def _close(environment: Any) -> None:
-    """Close it; one that does not tell how may hold clients of OpenEnv, which are."""
+    """Close an environment; if it has no `close`, the OpenEnv clients among its attributes."""
     close = getattr(environment, "close", None)
     if not callable(close):
         for held in getattr(environment, "__dict__", {}).values():
@@ -281,7 +283,7 @@ def _close(environment: Any) -> None:
 
 
 def _is_client(value: Any) -> bool:
-    """Whether it is a client of OpenEnv: it, or what it inherits from, is of that package."""
+    """Whether `value` is a client of OpenEnv: its class or a base class is of that package."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     return "openenv" in packages and hasattr(value, "connect")
 

@@ -1,9 +1,9 @@
-"""An engine whose completions are episodes: around any engine, it lets the model speak, has its
-tools answer, appends what they say, and lets it speak again.
+"""An engine whose completions are episodes. It wraps any engine: it samples a turn, calls the tools
+in it, appends their replies, and samples the next turn.
 
-Each round is one call of the inner engine, for all episodes that go on. A row of tokens is only
-ever appended to: the model's turns as the engine drew them, which are trained, and the answers,
-which are not. All of it counts in the length of the completion.
+Each round is one call of the inner engine, for all unfinished episodes. Token rows are append-only:
+the model's turns, as sampled, which are trained, and the replies, which are not. Both count in the
+length of the completion.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from rloo.types import (
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """How often the model may call tools in an episode (None: as long as there is room), for how
-    many seconds these may run in all, and how many tokens a prompt may have, and one with its
-    completion (None: any number)."""
+    """Limits of an episode: the rounds of tool calls (None: as many as fit), the seconds that tools
+    may run in total, the tokens of a prompt, and those of prompt and completion together (None: any
+    number)."""
 
     rounds: int | None = None
     seconds: float = 300.0
@@ -46,15 +46,15 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """Who takes part in an episode: tools, and the dialect in which the model is told of them."""
+    """The tools of an episode, and the renderer that describes them to the model."""
 
     tools: ToolSet
     renderer: Renderer
 
 
 class MultiTurnEngine:
-    """Samples episodes with the engine `inner`. `casts` are by the name of an environment, None
-    where there is one for all, or none at all. See `rloo.types.Engine`."""
+    """Samples episodes with the engine `inner`. The keys of `casts` are names of environments; None
+    if one serves all rows, or if there is none. See `rloo.types.Engine`."""
 
     def __init__(
         self,
@@ -64,19 +64,19 @@ class MultiTurnEngine:
         stage: EnvironmentPool | None = None,
     ) -> None:
         self._inner, self._casts, self._limits, self._stage = inner, casts, limits, stage
-        # Where environments are, reward functions are called.
+        # Reward functions must run in the process that has the environments.
         self.capabilities: EngineCapabilities = replace(
             inner.capabilities, whole_groups=stage is not None
         )
         self.version = inner.version
 
     def load(self, weights: Weights, version: int) -> None:
-        """Have the inner engine take these weights."""
+        """Load the weights into the inner engine."""
         self._inner.load(weights, version)
         self.version = self._inner.version
 
     def stats(self) -> dict[str, float]:
-        """Those of the inner engine."""
+        """The statistics of the inner engine."""
         return self._inner.stats()
 
     def sample(
@@ -105,7 +105,7 @@ class MultiTurnEngine:
     def _with_environments(
         self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int
     ) -> AbstractContextManager[list[list[EnvironmentSlot]]]:
-        """An environment for each episode; without any there is nothing to lease."""
+        """A slot for each episode; without a pool the slots are empty."""
         if self._stage is None:
             return nullcontext([[EnvironmentSlot() for _ in range(count)] for count in counts])
         return self._stage.acquire(prompts, counts, noise, self._limits.seconds)
@@ -113,11 +113,11 @@ class MultiTurnEngine:
     def _begin(
         self, prompt: Prompt, numbers: range, leases: Sequence[EnvironmentSlot], max_tokens: int
     ) -> list[_Episode]:
-        """The episodes of a prompt, which they all begin with: and with what their environments,
-        all alike, say first."""
+        """The episodes of a prompt. All begin with the prompt and the text that `reset` of their
+        environments returned, which is the same for all."""
         name = None if self._stage is None else self._stage.name_of(prompt)
         cast, said = self._casts[name], next((x.said for x in leases if x.said is not None), None)
-        if said is not None or name is not None:  # its tools are not those that others have
+        if said is not None or name is not None:  # a named environment has its own tools
             prompt = self._told(prompt, said or "", cast.renderer, max_tokens)
         return [
             _Episode(prompt, number, cast, lease)
@@ -125,8 +125,8 @@ class MultiTurnEngine:
         ]
 
     def _told(self, prompt: Prompt, said: str, dialect: Renderer, max_tokens: int) -> Prompt:
-        """The prompt with what an environment says behind its last message. Raises ValueError for
-        one that is too long then."""
+        """The prompt with an environment's text appended to its last message. Raises ValueError if
+        it is too long then."""
         assert isinstance(prompt.content, list)  # check_prompts
         *before, last = prompt.content
         content: list[Message] = [*before, {**last, "content": last["content"] + said}]
@@ -145,8 +145,8 @@ class MultiTurnEngine:
     def _answered(
         self, going: Sequence[_Episode], turns: Sequence[Completion], max_tokens: int
     ) -> Iterator[_Episode]:
-        """Append its turn to each episode, have the calls in it answered, and give those that go
-        on."""
+        """Append to each episode its turn and the replies to its calls; yield the episodes that
+        continue."""
         asking: list[tuple[_Episode, ParsedTurn]] = []
         for episode, turn in zip(going, turns, strict=True):
             said = episode.cast.renderer.read(turn.token_ids)
@@ -161,7 +161,7 @@ class MultiTurnEngine:
                     yield episode
 
     def _call(self, asking: Sequence[tuple[_Episode, ParsedTurn]]) -> list[list[ToolReply]]:
-        """What the tools say in each episode: those of one cast are called together."""
+        """The replies of the tools for each episode. The calls of one setup are made together."""
         answers: list[list[ToolReply]] = [[] for _ in asking]
         for cast in self._casts.values():
             places = [n for n, (episode, _) in enumerate(asking) if episode.cast is cast]
@@ -179,12 +179,12 @@ class MultiTurnEngine:
 
     @property
     def _last_turn(self) -> int:
-        """The number of the turn whose calls are not answered any more; 0: there is none."""
+        """The number of the turn whose calls are no longer made; 0: no limit."""
         return 0 if self._limits.rounds is None else self._limits.rounds + 1
 
 
 def kept_across_turns(engine: Engine) -> AbstractContextManager[None]:
-    """Within it the engine may go on from what it has computed, if it can."""
+    """A block in which the engine may reuse the prefixes that it has computed, if it can."""
     return engine.prefix_caching() if isinstance(engine, PrefixCaching) else nullcontext()
 
 
@@ -210,7 +210,7 @@ def check_prompts(prompts: Sequence[Prompt]) -> None:
 
 @dataclass(slots=True)
 class _Episode:
-    """An episode as far as it has come: of each token, whether it is trained, and its log-probs."""
+    """An unfinished episode, with `trained` and log-probs for each token so far."""
 
     prompt: Prompt
     number: int
@@ -228,23 +228,23 @@ class _Episode:
 
     @property
     def failed(self) -> str | None:
-        """Why it cannot go on."""
+        """The reason why the episode cannot continue."""
         return self.lease.failed
 
     def row(self) -> Prompt:
-        """What the model sees at its next turn: at the first one the prompt itself, which the
-        engine computes once for the whole group."""
+        """The input of the next turn. For the first turn it is the prompt object itself, so that
+        the engine computes it once for the whole group."""
         if not self.token_ids:
             return self.prompt
         tokens = self.prompt.token_ids + self.token_ids
         return replace(self.prompt, token_ids=tokens, offset=len(self.token_ids))
 
     def seconds_left(self, seconds: float) -> float:
-        """Of those that tools may take in an episode."""
+        """The rest of the `seconds` that tools may take in an episode."""
         return max(seconds - self.lease.seconds, 1e-3)  # 0 would be no limit
 
     def hear(self, turn: Completion, said: ParsedTurn) -> None:
-        """The model has spoken."""
+        """Append a turn of the model."""
         self.token_ids += turn.token_ids
         self.trained += [True] * len(turn.token_ids)
         self.policy_logprobs += turn.policy_logprobs
@@ -254,7 +254,8 @@ class _Episode:
         self.turns += 1
 
     def take(self, said: ParsedTurn, answers: Sequence[ToolReply], seconds: float) -> bool:
-        """Its tools have answered; returns whether they did so in time, in `seconds` altogether."""
+        """Append the replies of the tools. Returns False if the episode has failed: the tools took
+        more than `seconds` in total, or a tool reported it lost."""
         lease = self.lease
         self.calls += len(answers)
         self.errors += sum(answer.is_error for answer in answers)
@@ -269,8 +270,8 @@ class _Episode:
         return True
 
     def append(self, tokens: Sequence[int], answers: int, max_tokens: int) -> bool:
-        """Append what the last messages, so many answers, are in tokens. Returns False, and leaves
-        them out, where no room would be left for a turn: then the episode is cut off here."""
+        """Append the tokens of the last `answers` messages. Returns False if no room would be left
+        for a turn: the messages are removed, and the episode ends here."""
         if len(self.token_ids) + len(tokens) >= max_tokens:
             del self.messages[-answers:]
             self.finish = "length"
@@ -282,7 +283,7 @@ class _Episode:
         return True
 
     def completion(self) -> Completion:
-        """The whole of it."""
+        """The completion with all turns."""
         lease = self.lease
         episode = Episode(
             self.messages, self.turns, self.calls, self.errors, lease.seconds, lease.failed,

@@ -1,8 +1,8 @@
-"""What a model and its tools say to each other, in tokens: calls are read from a turn's tokens, and
-answers become tokens to append.
+"""Conversion between tokens and messages: parses the calls in a turn's tokens, and renders replies
+as tokens to append.
 
-Tokens that are there are never rendered again. What is appended is what the chat template puts
-behind a turn; `proof.py` shows at the start that both come to the same.
+Existing tokens are never rendered again. The appended tokens are those that the chat template puts
+after a turn. `renderer_check.py` verifies at the start that both give the same rows.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from transformers import PreTrainedTokenizerBase
 
 from rloo.types import Message, sound
 
-# What parsing hostile text may raise: json's errors, a placeholder that is not there, a value of
-# another shape than the template expects, brackets nested too deep.
+# Errors of parsing untrusted text: json's errors, a missing placeholder, a value of another shape
+# than the template expects, brackets nested too deep.
 _NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-# Put inside of a special token's name it makes text of it. No text has this character: Unicode
-# says that it is none.
+# Inserted into the name of a special token, this turns the name into text. It is one of Unicode's
+# noncharacters, which no text should contain.
 _MARK = "\ufdd0"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model has written it; `fault` is why it cannot be made."""
+    """A call as the model has written it; `fault` is the reason why it cannot be made."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """One turn of the model: a message, and the calls in it."""
+    """One turn of the model: its message and the calls in it."""
 
     message: Message
     calls: list[ToolCall]
@@ -49,33 +49,33 @@ class ChatTemplate:
     options: dict[str, Any]
 
     def text(self, messages: Sequence[Message], *, opens: bool = True) -> str:
-        """The conversation as text; `opens` the model's next turn."""
+        """The conversation as text; with `opens` it ends with the opening of the model's turn."""
         rendered = self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=opens, tokenize=False, **self.options
         )
         return str(rendered)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a part of such a text, in which special tokens are written out."""
+        """The tokens of a part of such a text; names of special tokens become special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Their text, special tokens written out."""
+        """The text of tokens, including the names of special tokens."""
         return str(self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The tokenizer's name for messages."""
         return self.tokenizer.name_or_path or type(self.tokenizer).__name__
 
 
-# What comes before a turn whose answer is asked for: it does not show in the answer.
+# The message before a turn that is rendered for its replies; their tokens do not depend on it.
 ASKED: Message = {"role": "user", "content": "x"}
 
 
 class Renderer:
-    """How one model speaks. `schema` is its response template; `opening` the text with which the
-    chat template opens a turn, `end` the token that ends one."""
+    """Parses and renders the turns of one model. `schema` is its response template, `opening` the
+    text with which the chat template opens a turn, and `end` the token that ends one."""
 
     def __init__(
         self, template: ChatTemplate, schema: dict[str, Any], *, opening: str, end: int
@@ -83,7 +83,7 @@ class Renderer:
         self.template, self.schema, self.opening, self.end = template, schema, opening, end
         self._end_text = template.decode([end])
         added = template.tokenizer.get_added_vocab()
-        # Blank ones, as for runs of spaces, are the text that they stand for.
+        # Added tokens of spaces only are ordinary text.
         names = {name: token for name, token in added.items() if len(name) > 1 and name.strip()}
         self._special = frozenset(names.values())
         # Longest first: one name may begin with another.
@@ -93,8 +93,8 @@ class Renderer:
         self._specials_of: dict[int, int] = {}
 
     def read(self, token_ids: Sequence[int]) -> ParsedTurn:
-        """The message and the calls of one turn. A turn that is not as the schema wants it is a
-        message without calls, and one call that cannot be made."""
+        """The message and the calls of one turn. A turn that the schema cannot parse becomes a
+        plain message, and one call with a `fault`."""
         text = self.template.decode(token_ids)
         try:
             message = sound(
@@ -113,24 +113,24 @@ class Renderer:
         return ParsedTurn(message | ({"tool_calls": made} if made else {}), calls)
 
     def answer(self, said: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """The tokens that follow a turn of the tokens `said` once tools have answered: the rest of
-        that turn, their `messages`, and the opening of the next turn. Special tokens are the
-        template's own: those in a message are text."""
+        """The tokens that follow a turn of the tokens `said`: the rest of that turn, the tools'
+        `messages`, and the opening of the next turn. Only the template's special tokens are
+        special; their names in a message are text."""
         tokens = self._behind(messages)
         if len(messages) not in self._specials_of:
             plain = self._behind([message | {"content": "x"} for message in messages])
             self._specials_of[len(messages)] = self._count_special(plain)
         if self._count_special(tokens) != self._specials_of[len(messages)]:
-            # A tokenizer may make them of other characters, such as wide ones.
+            # A tokenizer may make special tokens of other characters, such as fullwidth ones.
             tokens = self._behind([m | {"content": "(no text)"} for m in messages])
         return tokens[1:] if said[-1] == self.end else tokens
 
     def follow(
         self, before: Sequence[Message], said: str, messages: Sequence[Message]
     ) -> list[int]:
-        """The tokens of `messages` behind a conversation `before` them, and of the opening of the
-        next turn. The conversation reads `said` so far; raises ValueError for a template that now
-        renders it in another way. Special tokens in these messages are text."""
+        """The tokens of `messages` after the conversation `before`, and of the opening of the next
+        turn. `said` is the text of that conversation. Raises ValueError if the template now renders
+        it differently. Names of special tokens in these messages are text."""
         inert = [message | {"content": self._inert(message["content"])} for message in messages]
         text = self.template.text([*before, *inert])
         if not text.startswith(said):
@@ -143,7 +143,7 @@ class Renderer:
         return [token for part in parts for token in self.template.encode(part)]
 
     def _behind(self, messages: Sequence[Message]) -> list[int]:
-        """What the template puts behind a turn that these messages follow, from its end on."""
+        """The tokens after a turn with these replies in the template, from its end token on."""
         turn = {"role": "assistant", "content": "", "tool_calls": [_wrapped(messages[0]["name"])]}
         inert = [message | {"content": self._inert(message["content"])} for message in messages]
         text = self.template.text([ASKED, turn, *inert])
@@ -154,7 +154,7 @@ class Renderer:
         """`text` with a mark inside the name of every special token."""
         text, parts, begin = text.replace(_MARK, ""), [], 0
         while match := self._names.search(text, begin):
-            # Not behind it: another name may begin inside of this one.
+            # Not after the match: another name may begin inside this one.
             parts.append(text[begin : match.start() + 1])
             begin = match.start() + 1
         return _MARK.join([*parts, text[begin:]])

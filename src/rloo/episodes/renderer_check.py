@@ -1,8 +1,8 @@
-"""Which dialect a model speaks, proven before the first sample: its chat template, rendered with
-calls and answers, gives the tokens that an episode would have appended.
+"""Finds the renderer of a model and verifies it before the first sample: the chat template must
+render calls and replies to the tokens that an episode would append.
 
-At each of its turns the model sees what the template makes of the conversation so far. Appended
-rows are that, if what it sees at one turn is the beginning of what it sees at the next.
+The input of each turn should be the template's rendering of the conversation so far. Appended rows
+equal it if the input of one turn is a prefix of the input of the next.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _CHAT_TEMPLATE = "(chat_template gives it another one)"
 def find_renderer(
     tokenizer: PreTrainedTokenizerBase, stop_token_ids: Sequence[int], options: dict[str, Any]
 ) -> Renderer:
-    """The dialect of a tokenizer whose chat template gets these `options`, the tools among them.
-    Raises ValueError, with the tokenizer's name, for a template that shows no calls or answers,
-    writes calls in an unknown format, or renders what was said before in another way later on."""
+    """The renderer of a tokenizer whose chat template gets these `options`, including the tools.
+    Raises ValueError, with the tokenizer's name, if the template omits calls or replies, writes
+    calls in an unknown format, or later renders earlier messages differently."""
     template = ChatTemplate(tokenizer, options)
     if not tokenizer.chat_template:
         raise ValueError(
@@ -41,7 +41,7 @@ def find_renderer(
     try:
         seen = _seen(template)
     except _Rewritten:
-        # Where every turn begins with a thought, one without any is no turn of the model's.
+        # A model that always thinks first has no turns without a thought.
         seen = _seen(template, reasoning_content="So.")
     turns = [_turn(template, *both, stop_token_ids) for both in pairwise(seen)]
     end = template.encode(turns[0])[-1]
@@ -59,11 +59,11 @@ def find_renderer(
 
 
 class _Rewritten(ValueError):
-    """A template renders what was said in another way later on."""
+    """A template later renders earlier messages differently."""
 
 
 def _seen(template: ChatTemplate, **thought: str) -> list[str]:
-    """What the model sees at three turns, the first two of which call a tool."""
+    """The inputs of three turns, the first two of which call a tool."""
     conversation: list[Message] = [ASKED]
     seen = [template.text(conversation)]
     for call, answer in zip(_CALLS, _ANSWERS, strict=True):
@@ -100,7 +100,7 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turn(template: ChatTemplate, before: str, after: str, stop_token_ids: Sequence[int]) -> str:
-    """The model's turn between what it sees before and after, with the token that ends it."""
+    """The model's turn between the inputs `before` and `after`, with the token that ends it."""
     said = after[len(before) :]
     ends = [template.decode([token]) for token in stop_token_ids]
     found = [said.index(end) + len(end) for end in ends if end and end in said]
@@ -124,7 +124,7 @@ def _reads(dialect: Renderer, turns: Sequence[str]) -> bool:
 
 
 def _prove(dialect: Renderer, seen: Sequence[str], turns: Sequence[str]) -> None:
-    """Raise ValueError where a row that was appended to is not what the template renders."""
+    """Raise ValueError if an appended row differs from the template's rendering."""
     encode = dialect.template.encode
     row = encode(seen[0])
     for turn, answer, whole in zip(turns, _ANSWERS, seen[1:], strict=True):

@@ -1,8 +1,8 @@
-"""How families of models write a call of a tool: response templates, as transformers' tokenizers
-have them (`parse_response`), for tokenizers that come without one.
+"""Response templates (transformers' `parse_response`) for families of models whose tokenizers have
+none. They define how a model writes a tool call.
 
-Which of them is a model's is not told by its name: `proof.py` renders a call with the model's own
-chat template, and takes the first format that reads it back.
+The model's name does not select a template: `renderer_check.py` renders a call with the model's
+chat template, and takes the first format that parses it back.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _THOUGHT = {"open": "<think>", "close_pattern": r"</think>\s*"}
 
 
 def _format(anchor: str, end: str, call: dict[str, Any], *, thinks: bool = False) -> dict[str, Any]:
-    """A response template: turns begin behind `anchor`, which the prompt ends with, and end with
-    the pattern `end`; calls are regions of the field `call`."""
+    """A response template. A turn begins after `anchor`, the end of the prompt, and ends with the
+    pattern `end`; `call` defines the field of the calls."""
     fields: dict[str, Any] = {"reasoning_content": _THOUGHT} if thinks else {}
     fields |= {
         "tool_calls": {"repeats": True, "transform": _CALL} | call,
@@ -27,12 +27,12 @@ def _format(anchor: str, end: str, call: dict[str, Any], *, thinks: bool = False
 
 
 def _tagged(name: str, argument: str) -> dict[str, Any]:
-    """A call as tags: behind <tool_call> the pattern `name`, then one `argument` after another."""
+    """A call as tags: <tool_call>, the pattern `name`, then `argument` for each argument."""
     return {
         "open_pattern": rf"<tool_call>\s*{name}",
         "close_pattern": r"</tool_call>\s*",
         "content": "xml-inline",
-        # As text: the types are those of the tool's own schema.
+        # Parsed as text: the tool's schema gives the types.
         "content_args": {"tag_pattern": argument, "value_parser": {"name": "text"}},
     }
 
@@ -113,7 +113,7 @@ FORMATS: dict[str, dict[str, Any]] = {
             "close_pattern": r"\)(?=,\s*\w+\(|\]<\|tool_call_end)(?:\]<\|tool_call_end\|>\s*)?",
             "content": "xml-inline",
             "content_args": {
-                # Of lists and objects only flat ones: an expression cannot count brackets.
+                # Lists and objects must be flat: a regular expression cannot count brackets.
                 "tag_pattern": r"(?P<key>\w+)=(?P<value>'[^']*'|\[[^]]*\]|\{[^}]*\}|[^,]*)",
                 "value_parser": {
                     "name": "json",

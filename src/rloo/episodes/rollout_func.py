@@ -1,5 +1,5 @@
-"""Rollouts that a function of the user's makes (`rollout_func`, as in TRL): it is given prompts,
-and returns tokens, their log-probs, and which of them the model said."""
+"""Rollouts by a user's function (`rollout_func`, as in TRL): it gets prompts, and returns tokens,
+their log-probs, and a mask of the tokens that the model sampled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rloo.types import (
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
 FAILED = "failed"
-# What has one entry for each token, and is no reward function's.
+# Results with one entry per token; reward functions do not get them.
 _OF_TOKENS = (*NEEDED, MASK, FAILED, "logprob_token_ids")
 # A prompt, and the number of one of its completions.
 _Row = tuple[Prompt, int]
@@ -36,7 +36,7 @@ _Row = tuple[Prompt, int]
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """One completion as a user's function sees it: its tokens and log-probs are lists."""
+    """One completion in the form that a user's function gets: tokens and log-probs are lists."""
 
     token_ids: list[int]
     finish: FinishReason
@@ -46,15 +46,15 @@ class SampledTurn:
 
     @classmethod
     def of(cls, c: Completion) -> SampledTurn:
-        """The view of a completion."""
+        """The turn with the values of a completion."""
         policy, behavior = list(c.policy_logprobs), list(c.behavior_logprobs)
         return cls(list(c.token_ids), c.finish, policy, behavior, c.weight_versions)
 
 
 class RolloutFuncEngine:
-    """Has `function(prompts, trainer)` make completions; `trainer()` gives the trainer. Within the
-    function `turn` samples with the engine `inner`, and `rows` are what the prompts are of, with
-    their columns. See `rloo.types.Engine`."""
+    """An engine whose completions `function(prompts, trainer)` makes; `trainer()` returns the
+    trainer. Inside the function, `turn` samples with the engine `inner`, and `rows` are the prompts
+    with their columns. See `rloo.types.Engine`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class RolloutFuncEngine:
     ) -> None:
         self._inner, self._function, self._trainer = inner, function, trainer
         self._vocabulary = vocabulary
-        # Where they are made, reward functions get what the function returns.
+        # Reward functions get the function's results, which only this process has.
         self.capabilities: EngineCapabilities = replace(inner.capabilities, whole_groups=True)
         self.version = inner.version
         self.rows: Sequence[Prompt] = ()
@@ -73,26 +73,25 @@ class RolloutFuncEngine:
         self._turns = 0
 
     def load(self, weights: Weights, version: int) -> None:
-        """Have the inner engine take these weights."""
+        """Load the weights into the inner engine."""
         self._inner.load(weights, version)
         self.version = self._inner.version
 
     def stats(self) -> dict[str, float]:
-        """Those of the inner engine."""
+        """The statistics of the inner engine."""
         return self._inner.stats()
 
     def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[SampledTurn]:
-        """One completion of each row of tokens, with the present weights and sampling options, of
-        at most `max_tokens` (None: those of a whole completion). Where there are as many rows as
-        the function was given prompts, noise is keyed by these, in whichever process, else by the
-        place of the row among this process's. For the function, while it is called; RuntimeError
-        otherwise."""
+        """Sample one completion for each row of tokens, with the current weights and sampling
+        options, of at most `max_tokens` (None: the limit of a completion). If there are as many
+        rows as prompts of the function, noise is keyed by the prompts, independent of the process;
+        else by the index of the row in this process. Raises RuntimeError outside the function."""
         sampling, noise, own = self._called()
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
         self._turns += 1
         noise = noise_key(noise, "turn", self._turns)
         if len(rows) != len(own):
-            first, number = own[0]  # which no other process has
+            first, number = own[0]  # no other process has this completion
             noise = noise_key(noise, f"from completion {number} of", first.noise_id)
             own = [(Prompt(place, [], ""), 0) for place in range(len(rows))]
         prompts = [
@@ -103,9 +102,9 @@ class RolloutFuncEngine:
         return self._sample(prompts, numbers, sampling, noise)
 
     def go_on(self, rows: Sequence[Prompt]) -> list[SampledTurn]:
-        """The next turn of each row, whose `id` is the place of its prompt among those that the
-        function was given, and whose last `offset` tokens are its completion's so far. These places
-        and offsets key the draws, in whatever order rows are sampled. See `turn`."""
+        """Sample the next turn of each row. The `id` of a row is the index of its prompt among the
+        function's prompts; its last `offset` tokens are its completion so far. Noise is keyed by
+        prompt and offset, whatever the order of the rows. See `turn`."""
         sampling, noise, own = self._called()
         prompts = [replace(row, id=own[row.id][0].id, epoch=own[row.id][0].epoch) for row in rows]
         numbers = [range(own[row.id][1], own[row.id][1] + 1) for row in rows]
@@ -114,7 +113,7 @@ class RolloutFuncEngine:
     def _sample(
         self, prompts: Sequence[Prompt], numbers: NumSamples, sampling: Sampling, noise: int
     ) -> list[SampledTurn]:
-        """A completion of each; prompts that are equal are computed once."""
+        """One completion per prompt; equal prompts are computed once."""
         known: dict[Any, Prompt] = {}
         rows = [known.setdefault((p.noise_id, p.offset, *p.token_ids), p) for p in prompts]
         return [
@@ -129,8 +128,8 @@ class RolloutFuncEngine:
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """What the function makes of each prompt, which it is given once for each completion; it is
-        not called for none. Raises ValueError for what is no completion."""
+        """The completions that the function makes. It gets each prompt once for each completion,
+        and is not called without any. Raises ValueError for invalid completions."""
         numbers = sample_indices(samples, prompts)
         keyed = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
         if not keyed:
@@ -151,7 +150,7 @@ class RolloutFuncEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """What the function returned: lists with one entry for each of its prompts."""
+    """The function's result: lists with one entry for each of its prompts, and other columns."""
 
     lists: Mapping[str, Sequence[Any]]
     columns: Mapping[str, Any]
@@ -223,12 +222,12 @@ class _Given:
 
 
 def _number(value: Any) -> float:
-    """A log-prob, perhaps as the first one of a list, as servers return them."""
+    """A log-prob; servers may return it as the first entry of a list."""
     return float(value[0] if isinstance(value, (list, tuple)) else value)
 
 
 def _of(values: Any, n: int) -> Any:
-    """What a reward function gets of it for completion `n`: of a list its own, else the same."""
+    """The value for the reward of completion `n`: entry `n` of a list, else the value itself."""
     if not isinstance(values, list):
         return values
     return values[n] if n < len(values) else None
@@ -241,7 +240,7 @@ def _require_one_prompt(prompt: Prompt, group: Sequence[Completion]) -> None:
 
 
 def other_prompt(number: int) -> str:
-    """What is wrong where completions of a prompt do not begin with the same tokens."""
+    """The error text for completions of a prompt that do not begin with the same tokens."""
     return (
         f"rollout_func: completions of prompt {number} have different prompt_ids; those of a group "
         f"begin alike, and what differs belongs into completion_ids, with {MASK} 0"

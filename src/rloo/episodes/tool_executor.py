@@ -1,5 +1,5 @@
-"""Calls of a user's functions, each within its time: one after another, or together where they are
-coroutine functions."""
+"""Calls user functions, each with a time limit: functions one after another, coroutine functions
+concurrently."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from typing import Any, ClassVar
 from rloo.rewards.async_functions import LoopThread, is_coroutine
 from rloo.rewards.timeout import RewardTimeout, call_with_timeout
 
-# Seconds that the loop has, beyond the deadline, to tell that a coroutine has missed it.
+# Seconds that the event loop has, beyond the deadline, to report a late coroutine.
 _TELLS = 1.0
 
 
 class EpisodeLost(Exception):
-    """Raised by a tool: its episode cannot go on, for no fault of the model's."""
+    """Raised by a tool if its episode cannot continue, and the model is not the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What came of a call: its value, or the error that it raised; or it was `late`, and has
-    neither."""
+    """The outcome of a call: its value, or the error that it raised. A `late` call has neither."""
 
     value: Any = None
     error: BaseException | None = None
@@ -33,18 +32,19 @@ class ToolResult:
     seconds: float = 0.0
 
 
-# A function without arguments, and the seconds that it may take.
+# A function without arguments, and its time limit in seconds.
 Asked = tuple[Callable[[], Any], float]
 
 
 class ToolExecutor:
-    """Calls functions. Coroutine functions run in one event loop, which is kept between calls, and
-    is that of all callers: a connection that `reset` has opened is used by tools, and closed."""
+    """Calls functions. Coroutine functions run in one event loop, which all executors share and
+    which stays open between calls: tools can use the connection that `reset` has opened."""
 
     _shared: ClassVar[LoopThread | None] = None
 
     def call(self, asked: Sequence[Asked]) -> list[ToolResult]:
-        """First the functions, in their order, then the coroutine functions, at the same time."""
+        """The outcomes of the calls: first the functions, in order, then the coroutine functions,
+        concurrently."""
         waits = [is_coroutine(function) for function, _ in asked]
         found = {n: _call(*call) for n, call in enumerate(asked) if not waits[n]}
         found |= self._call_together({n: call for n, call in enumerate(asked) if waits[n]})
@@ -57,7 +57,7 @@ class ToolExecutor:
         calls = {str(number): partial(_await, *call) for number, call in asked.items()}
         longest = max(seconds for _, seconds in asked.values())
         done, late = loop.run(calls, longest + _TELLS, lambda _: nullcontext())
-        if late and not loop.responds():  # a coroutine that blocks it
+        if late and not loop.responds():  # a coroutine blocks the loop
             loop.close()
             ToolExecutor._shared = None
         found = {int(name): future.result() for name, future in done.items()}
@@ -70,7 +70,7 @@ def _call(function: Callable[[], Any], seconds: float) -> ToolResult:
         value = call_with_timeout(seconds, function)
     except RewardTimeout:
         return ToolResult(late=True, seconds=time.perf_counter() - began)
-    except (Exception, SystemExit) as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # a user's function may raise anything
         return ToolResult(error=error, seconds=time.perf_counter() - began)
     return ToolResult(value, seconds=time.perf_counter() - began)
 

@@ -1,5 +1,5 @@
-"""What a model may call, functions and the methods of its environment: what it is told of them, and
-what they answer."""
+"""The tools of a model: functions and the methods of its environment, their schemas, and their
+replies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from rloo.types import sound
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """What came of a call: its text, whether that is an error, and the seconds that it took. The
-    text is None where the call did not end in time, or where the episode is `lost`, for this
-    reason."""
+    """The reply to a call: its text, whether that is an error, and the seconds that it took. The
+    text is None if the call did not end in time, or if the episode is `lost` (the reason)."""
 
     text: str | None
     is_error: bool
@@ -30,7 +29,7 @@ class ToolReply:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """A call that may take so many seconds, in an episode with this environment, if any."""
+    """A call with its time limit in seconds, and the environment of its episode, if any."""
 
     call: ToolCall
     seconds: float
@@ -38,8 +37,8 @@ class ToolRequest:
 
 
 class ToolSet:
-    """Functions by name, and the `methods` of environments like this `example`. Of a text of more
-    than `characters` the head and the tail are kept."""
+    """Functions by name, and the `methods` of environments like `example`. A reply of more than
+    `characters` is cut to its head and tail."""
 
     def __init__(
         self,
@@ -62,8 +61,8 @@ class ToolSet:
         self.schemas = [_schema_of(function) for function in described]
 
     def call(self, requests: Sequence[ToolRequest]) -> list[ToolReply]:
-        """Make each call: the functions one after another, then coroutine functions at the same
-        time."""
+        """The replies to the calls: functions run one after another, then coroutine functions
+        concurrently."""
         faults = [self._fault_of(request) for request in requests]
         asked: list[Asked] = [
             (partial(self._function(request), **request.call.arguments), request.seconds)
@@ -82,7 +81,7 @@ class ToolSet:
         return found
 
     def _fault_of(self, request: ToolRequest) -> str | None:
-        """Why a call cannot be made."""
+        """The reason why a call cannot be made, or None."""
         call = request.call
         if call.fault is not None:
             return call.fault
@@ -125,11 +124,11 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     given: dict[str, Any] | None = getattr(function, "json_schema", None)
-    if given is not None:  # a server's own (openenv.py)
+    if given is not None:  # a server's own schema (OpenEnv)
         return given
     try:
         return get_json_schema(function)
-    except Exception as error:  # of several modules of transformers, one for each kind of fault
+    except Exception as error:  # transformers raises errors of several modules
         raise ValueError(
             f"the tool {_name_of(function)!r} cannot be described to a model: {error} It needs "
             "type hints, and a docstring that tells of each argument under `Args:` (tools)"
@@ -139,5 +138,5 @@ def _schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 def _text_of(value: Any) -> str:
     try:
         return str(value)
-    except Exception:  # a user's own __str__ may raise anything
+    except Exception:  # a user's __str__ may raise anything
         return ""

@@ -1,5 +1,5 @@
-"""Numbers rounded to bfloat16 and kept in float32, for products of a processor whose own in 16 bits
-are slower. What is rounded more than once can be kept."""
+"""Rounds tensors to bfloat16 values stored as float32, for CPUs whose 16-bit products are slower.
+Results that are needed more than once can be cached."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rloo.kernels.fused_layers import computes
 
 
 class _Last(NamedTuple):
-    """What was rounded: as long as it is held, no other tensor lies there."""
+    """A rounded tensor and its input. Holding the input keeps its memory from being reused."""
 
     given: Tensor
     version: int
     found: Tensor
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether it is what x would give. Autograd has another object for the same memory."""
+        """Whether x is the same input. Memory is compared, since autograd makes new objects."""
         given = self.given
         place = x.data_ptr(), x.shape, x.stride()
         same = place == (given.data_ptr(), given.shape, given.stride())
@@ -34,7 +34,7 @@ class _Last(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """Matrices by their place in memory, and the rows that came last."""
+    """The cache: rounded matrices by address, and the last rows."""
 
     matrices: dict[int, _Last] = field(default_factory=dict)
     rows: _Last | None = None
@@ -45,7 +45,7 @@ _kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def keeping() -> Iterator[None]:
-    """Inside, weights that are trained, and what several layers read, are rounded once."""
+    """Inside, trained weights, and rows that several layers read in turn, are rounded once."""
     before = _kept.set(_kept.get() or _Kept())
     try:
         yield
@@ -54,24 +54,24 @@ def keeping() -> Iterator[None]:
 
 
 def reduced_precision(config: RLOOConfig) -> torch.dtype | None:
-    """The 16 bits in which autocast computes products (`bf16`, `fp16`), if any."""
+    """The 16-bit dtype of autocast's products (options `bf16`, `fp16`), or None."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 
 def in_float32(rounding: bool) -> AbstractContextManager[Any]:
-    """Without autocast, where numbers are rounded here in its place."""
+    """A context without autocast if `rounding` replaces it; else a null context."""
     return torch.autocast("cpu", enabled=False) if rounding else nullcontext()
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x as float32, in values of bfloat16."""
+    """Return x as float32, rounded to bfloat16 values."""
     if x.dtype == torch.bfloat16:
         return x.float()
     return ops.rounded(x.contiguous()) if computes(x) else x.bfloat16().float()
 
 
 def round_in_place(x: Tensor) -> None:
-    """`rounded`, of dense float32."""
+    """`rounded` in place, for a dense float32 tensor."""
     if computes(x):
         ops.rounded(x, x)
     else:
@@ -81,17 +81,17 @@ def round_in_place(x: Tensor) -> None:
 def operands(
     rows: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Those of a product, rounded."""
+    """Return the operands of a product, rounded: rows, weight and bias."""
     return _rows(rows), *rounded_layer(weight, bias)
 
 
 def rounded_layer(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Those of a product that stay the same for all rows."""
+    """Return weight and bias, rounded."""
     return rounded_matrix(weight), None if bias is None else rounded(bias)
 
 
 def _rows(rows: Tensor) -> Tensor:
-    """`rounded`, but once of what is the same as the last time."""
+    """`rounded`, cached for the last rows."""
     if (kept := _kept.get()) is None:
         return rounded(rows)
     if kept.rows is None or not kept.rows.is_of(rows):
@@ -100,7 +100,7 @@ def _rows(rows: Tensor) -> Tensor:
 
 
 def rounded_matrix(weight: Tensor) -> Tensor:
-    """`rounded`, but once of a weight that is trained and has not changed."""
+    """`rounded`, cached for a trained weight until it changes."""
     if (kept := _kept.get()) is None:
         return rounded(weight)
     last = kept.matrices.get(weight.data_ptr())

@@ -1,5 +1,5 @@
-"""The C library: built once for a machine, a compiler and a source, kept in the user's cache, and
-loaded beside torch, with whose OpenMP threads it computes."""
+"""Builds and loads the C library. It is built once per machine, compiler and source, and stored in
+the user's cache. It computes with torch's OpenMP threads."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _SECONDS = 120
 
 
 class BuildUnavailable(RuntimeError):
-    """Why there is no library, in words that go on a sentence."""
+    """Raised if there is no library. Its message is the reason, as the end of a sentence."""
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library. Raises BuildUnavailable where there is none."""
+    """Return the library, built if needed. Raises BuildUnavailable if that is not possible."""
     compiler = _find_compiler()
     file = tuning_cache.folder() / f"kernels-{_digest(compiler)}.so"
     if not file.exists():
@@ -53,7 +53,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def unavailable_reason() -> str | None:
-    """Why there is no library, or None where there is one."""
+    """Why there is no library, or None if there is one."""
     try:
         library()
     except BuildUnavailable as error:
@@ -71,7 +71,7 @@ def _find_compiler() -> str:
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library that torch has brought, so that there is one pool of threads."""
+    """The OpenMP library that torch ships, so that both share one thread pool."""
     found = sorted(Path(torch.__file__).parent.glob("lib*/lib?omp*.so*"))
     found += sorted(Path(torch.__file__).parent.with_name("torch.libs").glob("lib?omp*.so*"))
     return [str(found[0])] if found else []
@@ -98,4 +98,4 @@ def _build(compiler: str, file: Path) -> None:
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["(nothing)"]
             raise BuildUnavailable(f"{compiler} failed: {said[0][:200]}")
-        os.replace(made, file)  # whole or not at all: other processes may build it, too
+        os.replace(made, file)  # atomic, since other processes may build it at the same time

@@ -1,4 +1,4 @@
-"""Exact attention over packed groups by kernels in C: see attend.c."""
+"""Exact attention over packed groups by the C kernels: see attend.c."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rloo.kernels.ffi import AttentionShape, call
 
 
 class SpanTable(NamedTuple):
-    """Spans of the packed row, int64 (S, 4): tokens from, to, and those of the prompt that all see
-    besides (none: equal numbers); `offsets` (G + 1,): those of each group, of which a prompt is the
-    first; and the most keys of a query."""
+    """`spans` of the packed row, int64 (S, 4): start and stop of the span, then of the prompt to
+    which all its tokens also attend (no prompt: equal numbers). `offsets` (G + 1,) delimit the
+    spans of each group; its prompt comes first. `longest`: the most keys of a query."""
 
     spans: Tensor
     offsets: Tensor
@@ -23,8 +23,8 @@ class SpanTable(NamedTuple):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, table: SpanTable, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """query (T, H, D), key and value (T, H_kv, D) to (T, H, D), and the logarithms (T, H) of the
-    softmax's normalizers. `scaling` multiplies the scores."""
+    """Attention of query (T, H, D) to key and value (T, H_kv, D): the output (T, H, D), and the
+    logarithms (T, H) of the softmax's normalizers. `scaling` multiplies the scores."""
     shapes = _shapes(query, key, table, scaling)
     output, normalizer = torch.empty_like(query), query.new_empty(query.shape[:2])
     room = _room(query, table, backward=False)
@@ -39,7 +39,7 @@ def attend_backward(
     table: SpanTable,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value; `kept` are these, output and normalizer."""
+    """The gradients of query, key and value; `kept` holds query, key, value, output, normalizer."""
     query, key, _, _, _ = kept
     shapes = _shapes(query, key, table, scaling)
     gradients = [torch.empty_like(query) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Products by matrices in panels, and a sampler's tokens: what `decode.c` computes, on tensors."""
+"""The functions of `decode.c` on tensors: products by matrices packed in panels, and decoding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rloo.kernels.ffi import call
 _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 _STORE, _ADD, _GATE = range(3)
-# Floats in which a thread keeps scores of attention, at least.
+# The minimum number of floats for a thread's attention scores.
 _SCORES = 1 << 15
-# Tokens of a row for which there is room at first; the room doubles.
+# The initial slots of a row in the cache; they double when it is full.
 _FIRST_SLOTS = 64
 
 
@@ -76,29 +76,29 @@ _Drawing = _struct(
 
 @cache
 def columns() -> int:
-    """Of a panel: two vectors of float32."""
+    """The columns of a panel: two SIMD vectors of float32."""
     return int(call("rloo_columns"))
 
 
 def round_up(size: int) -> int:
-    """To whole panels."""
+    """Round a size up to full panels."""
     return -(-size // columns()) * columns()
 
 
 def filled_up(token_bytes: int, size: int) -> int:
-    """What a token's keys and values of so many bytes, in heads of this size, occupy in a
-    `DecodingRows`, whose panels of values are filled up."""
+    """Bytes that a token's keys and values (`token_bytes`, heads of this `size`) occupy in
+    `DecodingRows`, including the padding of the values' panels."""
     values = token_bytes // 2
     return token_bytes - values + values * round_up(size) // size
 
 
 def filling() -> int:
-    """By how many tokens the panels of a row's keys and of its prompt's are filled up at most."""
+    """The most tokens of padding in the panels of a row's keys and of its prompt's."""
     return 2 * (columns() - 1)
 
 
 def to_panels(matrix: Tensor) -> Tensor:
-    """(.., N, K) as panels (.., ceil(N / columns), K, columns), filled up with zeros."""
+    """Pack (.., N, K) into panels (.., ceil(N / columns), K, columns), padded with zeros."""
     step, (*others, count, depth) = columns(), matrix.shape
     whole, rest = divmod(count, step)
     panels = matrix.new_empty(*others, whole + bool(rest), depth, step)
@@ -111,16 +111,16 @@ def to_panels(matrix: Tensor) -> Tensor:
 
 
 def _gates_to_panels(matrix: Tensor) -> Tensor:
-    """The same of gates above what they multiply: each panel has half of both."""
+    """Pack a gated matrix (gates, then the rows that they multiply): half of a panel is of each."""
     step = columns()
     halves = matrix.view(2, len(matrix) // step, step // 2, -1)
     return halves.permute(1, 3, 0, 2).reshape(len(matrix) // step, -1, step)
 
 
 class PackedMatrix:
-    """A matrix (N, K), float32 or bfloat16, and perhaps a bias (N,), for products with float32 rows
-    (T, K). A `gated` one has the gates in the first half of its rows and N must be a multiple of
-    `columns`."""
+    """A matrix (N, K), float32 or bfloat16, and an optional bias (N,), for products with float32
+    rows (T, K). A `gated` matrix has the gates in the first half of its rows, and N must be a
+    multiple of `columns()`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
         self.size, self.depth = weight.shape
@@ -137,7 +137,7 @@ class PackedMatrix:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of what torch does not count: nothing."""
+        """Bytes that torch's allocation statistics do not count: 0."""
         return 0
 
     def times(self, rows: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class PackedMatrix:
         return self.times(rows).add_(hidden)
 
     def gated(self, rows: Tensor) -> Tensor:
-        """SiLU of the gates times the others, (T, N / 2)."""
+        """SiLU(gates) times the other half: (T, N / 2)."""
         return self._product(rows, rows.new_empty(len(rows), self.size // 2), _GATE)
 
     def _product(self, rows: Tensor, result: Tensor, how: int) -> Tensor:
@@ -162,7 +162,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Of a decoder; the floors are widths times the norm's epsilon."""
+    """Sizes of a decoder; the floors are widths times the norm's epsilon."""
 
     hidden: int
     heads: int
@@ -175,8 +175,8 @@ class DecoderSizes:
 
 
 class CDecoder:
-    """A decoder in C: `layers` have the matrices queries-keys-values, out, gate-up, down and
-    perhaps the norm of queries and keys; the others are embedding, final norm and head."""
+    """A decoder in C. Each of `layers` has the matrices queries-keys-values, out, gate-up and down,
+    and an optional norm of queries and keys. `others` are embedding, final norm and head."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class CDecoder:
         )
 
     def rotate_by(self, rotations: Tensor) -> None:
-        """Use these, complex64 (positions, size / 2)."""
+        """Use these rotary embeddings, complex64 (positions, size / 2)."""
         cosines, sines = rotations.real, rotations.imag
         of_pairs = torch.stack([cosines, cosines, -sines, sines], dim=-1).unflatten(-1, (2, 2))
         self._rotations = of_pairs.movedim(-2, 1).contiguous()
@@ -217,9 +217,9 @@ class CDecoder:
 
 
 class DecodingRows:
-    """Rows that are decoded together, one token each a step. `prompts` gives the keys and values of
-    each layer (P, H_kv, longest, D), of which prompt p has `lengths[p]` (P,); `prompt_of` (R,) is
-    each row's prompt."""
+    """Rows that are decoded together, one token of each per step. `prompts` yields the keys and
+    values of each layer (P, H_kv, longest, D). Prompt p has `lengths[p]` tokens (P,). `prompt_of`
+    (R,) is each row's prompt."""
 
     def __init__(
         self,
@@ -252,18 +252,18 @@ class DecodingRows:
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of those in computation, in order."""
+        """The numbers of the active rows, in order."""
         return self._rows[: self._state.active]
 
     def keep(self, alive: Tensor) -> None:
-        """Take those of `rows` that are not `alive`, bool, out of computation."""
+        """Keep only those of `rows` active that are `alive`, bool."""
         left = self.rows[alive]
         self._rows[: len(left)] = left
         self._state.active = len(left)
 
     def decode(self, noise: Tensor, start: int, steps: int) -> int:
-        """Draw up to `steps` tokens more for each row by its noise, float64 (R, X), of the
-        positions from `start` on. Returns how many were made before no row was left."""
+        """Sample up to `steps` more tokens of each active row, with noise, float64 (R, X), for the
+        positions from `start` on. Returns the number of steps taken until no row was left."""
         done, noise = 0, noise.contiguous()
         self._drawing.use(noise, start)
         while done < steps and self._state.active:
@@ -275,7 +275,7 @@ class DecodingRows:
         return done
 
     def _make_cache(self, rows: int, slots: int) -> _Tokens:
-        """Empty, but for what is never written: zeros."""
+        """An uninitialized cache; zeros if its panels have columns that are never written."""
         sizes, step = self._model.sizes, columns()
         wide = round_up(sizes.size) // step
         make = torch.empty if sizes.size % step == 0 else torch.zeros
@@ -285,7 +285,7 @@ class DecodingRows:
         return _Tokens([make(key) for _ in layers], [make(value) for _ in layers])
 
     def _grow(self) -> None:
-        """Twice as many slots, but no more than will be used, for the rows that are left."""
+        """Double the slots, up to the number that can be used, for the active rows only."""
         left, old = self._places[self.rows], self._own
         new = self._make_cache(len(left), min(2 * old.slots, round_up(self._drawing.width)))
         for layer in range(self._model.num_layers):
@@ -293,7 +293,7 @@ class DecodingRows:
             new.keys[layer][:, :, : part.shape[2]] = part[left]
             part = old.values[layer]
             new.values[layer][:, :, :, : old.slots] = part[left]
-            old.keys[layer] = old.values[layer] = part[:0]  # one layer after the other is freed
+            old.keys[layer] = old.values[layer] = part[:0]  # frees the old cache layer by layer
         self._places[self.rows] = torch.arange(len(left))
         self._own = new
         self._state.own = new.struct
@@ -325,14 +325,14 @@ class DecodingRows:
 
 
 def _whole_slots(states: Tensor) -> Tensor:
-    """(.., L, D), filled up to whole panels of tokens."""
+    """Pad (.., L, D) to full panels of tokens."""
     length = states.shape[-2]
     return F.pad(states, (0, 0, 0, round_up(length) - length))
 
 
 class _Tokens:
-    """Keys (B, H_kv, slots / columns, D, columns) and values (B, H_kv, ceil(D / columns), slots,
-    columns) of each layer."""
+    """A KV cache in panels: keys (B, H_kv, slots / columns, D, columns) and values (B, H_kv,
+    ceil(D / columns), slots, columns) of each layer."""
 
     def __init__(self, keys: list[Tensor], values: list[Tensor]) -> None:
         self.keys, self.values = keys, values
@@ -343,8 +343,8 @@ class _Tokens:
 
 
 class TokenSampling:
-    """How tokens are drawn, and where they are written: `tokens` int64 and `logprobs` float32, both
-    (R, W), of which the first column is known."""
+    """The sampling settings, and the outputs: `tokens` int64 and `logprobs` float32, both (R, W).
+    The first column of both is given."""
 
     def __init__(
         self,
@@ -372,7 +372,7 @@ class TokenSampling:
         )
 
     def use(self, noise: Tensor, start: int) -> None:
-        """Of the positions from `start` on: float64 (R, X)."""
+        """Set the noise of the positions from `start` on: float64 (R, X)."""
         self._noise = noise
         self.struct.noise = noise.data_ptr()
         self.struct.noise_width, self.struct.noise_from = noise.shape[1], start

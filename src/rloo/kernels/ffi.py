@@ -1,4 +1,4 @@
-"""How functions of the library are called: tensors as addresses of dense arrays."""
+"""Calls functions of the C library; tensors are passed as addresses of dense arrays."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from rloo.kernels.c_build import library
 
-# The arguments of each function: tensors or structures of their addresses, whole numbers, numbers,
-# and shapes; behind an arrow what it returns.
+# The arguments of each function, as letters of `_TYPES`: tensors or pointers to structures (t),
+# integers (l), floats (f), and shapes (h, a). The result follows an arrow.
 _SIGNATURES = {
     "rms_norm": "tttt llf",
     "rms_norm_backward": "ttttttt ll",
@@ -34,7 +34,7 @@ _SIGNATURES = {
 
 
 class HeadShape(ctypes.Structure):
-    """Heads of tokens, and the number of tokens after which positions begin again."""
+    """The shape of tokens' heads; positions restart after every `period` tokens."""
 
     _fields_ = (
         ("tokens", ctypes.c_long),
@@ -46,7 +46,7 @@ class HeadShape(ctypes.Structure):
 
 
 class AttentionShape(ctypes.Structure):
-    """Shapes of queries and keys, groups, the most keys of a query, and the factor of scores."""
+    """Shapes of queries and keys, groups, the most keys of a query, and the scores' factor."""
 
     _fields_ = (
         *((name, ctypes.c_long) for name in ("tokens", "heads", "key_heads", "size", "groups")),
@@ -74,6 +74,6 @@ def _function(name: str) -> Any:
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Call a function of the library with tensors, which must be dense, numbers and structures."""
+    """Call a function of the library with dense tensors, numbers and structures."""
     given = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
     return _function(name)(*given)

@@ -1,6 +1,6 @@
-"""Norms, gated units and rotary embeddings of known architectures by kernels in C, where these are
-in use (`rloo.kernels`), on float32 tensors of a CPU; by compiled ones on a GPU (`gpu_kernels`); for
-all else a module's own forward computes.
+"""Fused norms, gated units and rotary embeddings of known architectures: on float32 CPU tensors by
+the C kernels if these are in use (`rloo.kernels`), on a GPU by compiled ones (`gpu_kernels`). In
+all other cases the module's original forward computes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rloo.kernels import gpu_kernels, ops
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _PLAIN = (Tensor, nn.Parameter)
-# What a forward pass calls its cache: since transformers 5.24, and before.
+# The argument name of the cache in a forward pass: since transformers 5.24, and before.
 CACHES = ("cache", "past_key_values")
 
 
 def computes(*tensors: Tensor) -> bool:
-    """Whether kernels in C are to compute with these: a subclass of Tensor (divided, or of no
-    memory) is left to torch."""
+    """Whether to use the C kernels for these tensors. Subclasses of Tensor (sharded, or without
+    memory) are left to torch."""
     return (
         kernels.in_use()
         and all(
@@ -64,7 +64,7 @@ class _GatedUnit(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """Of heads (B, T, H, D), which are normalized before where there is a weight."""
+    """Rotates heads (B, T, H, D), after normalizing them if there is a weight."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ def _kernels_for(*tensors: Tensor | None) -> _Kernels | None:
 
 
 class _RMSNorm(nn.Module):
-    """Before an RMSNorm of transformers."""
+    """A base class in front of transformers' RMSNorm classes."""
 
     weight: Tensor
     variance_epsilon: float
@@ -114,7 +114,7 @@ class _RMSNorm(nn.Module):
 
 
 class _MLP(nn.Module):
-    """Before a gated layer of transformers."""
+    """A base class in front of transformers' gated MLP classes."""
 
     gate_proj: Any
     up_proj: Any
@@ -130,7 +130,7 @@ class _MLP(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Before an attention of transformers: what it does without a cache."""
+    """A base class in front of transformers' attention classes, for forwards without a cache."""
 
     config: Any
     q_proj: Any
@@ -181,7 +181,7 @@ class _Attention(nn.Module):
         return self.o_proj(output.reshape(*shape, -1)), weights
 
     def _rotated(self, x: Tensor, name: str, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Heads (B, T, H, D) as (B, H, T, D), normalized where there is a norm."""
+        """Rotate heads (B, T, H, D), after a norm if there is one; return (B, H, T, D)."""
         norm = getattr(self, name, None)
         weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         if (own := _kernels_for(x, weight)) is not None:
@@ -193,7 +193,7 @@ class _Attention(nn.Module):
 
 
 def _window_of(attention: Any) -> int | None:
-    """Of layers that differ in it their own, else the model's."""
+    """The layer's attribute `sliding_window` if it has one, else the configuration's."""
     own = getattr(attention.config, "sliding_window", None)
     window: int | None = getattr(attention, "sliding_window", own)
     return window
@@ -203,8 +203,8 @@ _KINDS = {"RMSNorm": _RMSNorm, "MLP": _MLP, "Attention": _Attention}
 
 
 def install(model: nn.Module) -> None:
-    """Have the modules of `model` that are of a known class ask here; names of weights, and what
-    else is called a module's, stay."""
+    """Make the modules of known classes in `model` use the fused kernels. Their attributes and the
+    names of weights do not change."""
     for module in model.modules():
         if (kind := _kind_of(module)) is not None:
             theirs: Any = type(module)
@@ -225,6 +225,6 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 
 @cache
 def asking(theirs: Any, ours: Any) -> type[nn.Module]:
-    """The class of modules of the class `theirs` that ask one of ours before."""
+    """Return a subclass of both classes, named like `theirs`, in which `ours` comes first."""
     named = {"__module__": ours.__module__, "__qualname__": theirs.__qualname__}
     return type(theirs.__name__, (ours, theirs), named)

@@ -1,5 +1,5 @@
-"""The vocabulary's matrix and the log-probs of tokens, a block of rows at a time, so that logits
-are read where they were written: in the processor's cache."""
+"""The output head fused with the log-probs of tokens: a block of rows at a time, so that logits are
+read while they are still in the processor's cache."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
 
 # The number of elements processed at a time, so that they stay in the processor's cache.
 CACHED_ELEMENTS = 2**21
-# Fewer rows make a product slow, however many elements these are.
+# The minimum rows of a block: with fewer rows a product is slow, whatever the vocabulary's size.
 _MIN_ROWS = 256
 
 
 @runtime_checkable
 class HasMatrix(Protocol):
-    """A head that may be a matrix (V, D) and perhaps a bias (V,), and nothing else."""
+    """A head that can return its matrix (V, D) and optional bias (V,)."""
 
     def matrix(self) -> Matrix | None:
-        """They, or None where logits are more than a product."""
+        """Matrix and bias, or None if logits are more than this product."""
 
 
 class LogprobRequest(NamedTuple):
-    """What is asked of hidden states (T, D): the log-probs of `targets` (T,) at a temperature.
-    `chunk_elements`: of so many logits the softmax is kept for the backward, of more it is
-    computed there again. `rounds`: products are of rounded numbers."""
+    """A request for the log-probs of `targets` (T,) at a temperature, given hidden states (T, D).
+    The softmax of up to `chunk_elements` logits is stored for the backward; that of more is
+    recomputed there. `rounds`: products have rounded operands (`bf16_rounding`)."""
 
     targets: Tensor
     temperature: float
@@ -106,7 +106,7 @@ class _BlockedLogprobs(torch.autograd.Function):
 def blocked_logprobs(
     hidden: Tensor, matrix: Matrix, asked: LogprobRequest
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies, both (T,), with gradients of hidden states (T, D) and matrix."""
+    """Log-probs and entropies, both (T,), differentiable in hidden states (T, D) and matrix."""
     with in_float32(asked.rounds):
         scores: tuple[Tensor, Tensor] = _BlockedLogprobs.apply(hidden, *matrix, asked)
     return scores
@@ -128,8 +128,8 @@ def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
-    """rows @ weight.T + bias of (T, D) and (V, D), without gradients, in `place` (T, V) where the
-    library that multiplies can."""
+    """Return rows @ weight.T + bias for (T, D) and (V, D), without gradients. It is written to
+    `place` (T, V) if torch multiplies; oneDNN returns a new tensor."""
     if cpu_matmul.multiplies("forward", len(rows), weight):
         return cpu_matmul.multiply(rows, weight, bias)
     if bias is None:
@@ -145,8 +145,8 @@ def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
 
 
 def add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
-    """Add to `total`, in place, the gradient of a matrix (V, D), of hidden states (T, D) and the
-    gradient of their logits (T, V), by the library that is in use for it."""
+    """Add the gradient of a matrix (V, D) to `total` in place. It is computed from hidden states
+    (T, D) and the gradient of their logits (T, V), by torch or oneDNN."""
     if cpu_matmul.multiplies("weight", len(block), total):
         total += cpu_matmul.outer(block, hidden)
     else:
@@ -154,12 +154,12 @@ def add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
 
 
 def rows_of(vocabulary: int) -> int:
-    """The rows of a block."""
+    """The number of rows of a block."""
     return max(_MIN_ROWS, CACHED_ELEMENTS // vocabulary)
 
 
 def _room(hidden: Tensor, weight: Tensor, asked: LogprobRequest) -> tuple[Tensor, int]:
-    """Room for the logits of all tokens, where they are kept, or of a block; a block's rows."""
+    """Allocate logits of all tokens if they are stored, else of a block; also a block's rows."""
     tokens, vocabulary = len(hidden), len(weight)
     rows, most = rows_of(vocabulary), max(1, asked.chunk_elements // vocabulary)
     if tokens > most:
@@ -174,5 +174,5 @@ def _blocks(tokens: int, rows: int) -> Iterator[slice]:
 
 
 def _place(kept: Tensor, part: slice, hidden: Tensor) -> Tensor:
-    """The rows of a block: its own where all are kept, else the same for each."""
+    """The rows of a block in `kept`: separate ones if all are stored, else the first rows."""
     return kept[part] if len(kept) == len(hidden) else kept[: part.stop - part.start]

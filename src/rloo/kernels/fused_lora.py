@@ -1,6 +1,6 @@
-"""Layers with a LoRA adapter, as peft has them: its product is added where the layer's own has
-just been written. peft computes it apart, scales it and adds it, in several passes over memory. For
-all else that its layers can do, their own forward computes."""
+"""Fused LoRA layers: the adapter's product is added into the output of the base layer's product.
+peft computes it separately, scales it and adds it, in several passes over memory. In all other
+cases peft's original forward computes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rloo.kernels.fused_layers import asking
 
 
 class _How(NamedTuple):
-    """The factor of the adapter's product, and whether products are of rounded numbers."""
+    """The factor of the adapter's product, and whether products have rounded operands."""
 
     scaling: float
     rounds: bool
 
 
 class _LoRAProduct(torch.autograd.Function):
-    """rows @ weight.T + bias + scaling * rows @ down.T @ up.T, of (T, K), (N, K), (N,), (r, K) and
-    (N, r)."""
+    """Computes rows @ weight.T + bias + scaling * rows @ down.T @ up.T, with shapes (T, K), (N, K),
+    (N,), (r, K) and (N, r)."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ class _LoRAProduct(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """Before peft's Linear."""
+    """A base class in front of peft's Linear."""
 
     lora_A: Any
     lora_B: Any
@@ -88,7 +88,7 @@ class _Linear(nn.Module):
     base_layer: Any
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """See peft."""
+        """See peft's Linear."""
         if args or kwargs or (factors := self._factors()) is None or x.dtype != torch.float32:
             return super().forward(x, *args, **kwargs)
         scaling = self.scaling[self.active_adapters[0]]
@@ -99,8 +99,8 @@ class _Linear(nn.Module):
         return output.view(*x.shape[:-1], -1)
 
     def _factors(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor] | None:
-        """Matrix and bias, and the adapter's two matrices; None where it is more than these that is
-        to be computed."""
+        """Matrix and bias, and the adapter's two matrices. None if the layer computes more than
+        these products."""
         if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
             return None
         (name,) = self.active_adapters
@@ -117,7 +117,7 @@ class _Linear(nn.Module):
 
 
 def install(model: nn.Module) -> None:
-    """Have the layers of `model` that peft has adapted, and that are its plain kind, ask here."""
+    """Make the layers in `model` that are exactly peft's Linear use the fused product."""
     plain: Any = peft_library().tuners.lora.layer.Linear
     ours = asking(plain, _Linear)
     for module in model.modules():

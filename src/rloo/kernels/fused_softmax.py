@@ -1,5 +1,5 @@
-"""The softmax of rows of logits: log-probs of targets and entropies, and the gradient of both, by
-kernels in C where these compute, else by torch."""
+"""Fused softmax of rows of logits: log-probs of targets, entropies, and the gradient of both. The C
+kernels compute it if these are in use, else torch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rloo.kernels.fused_layers import computes
 
 
 class SoftmaxOutput(NamedTuple):
-    """Where `select` writes of R rows of V logits: log-probs (R,), entropies (R,), and for the
-    backward exp(logits / temperature - the largest) (R, V), which may be the logits themselves,
-    and its sums (R,)."""
+    """The outputs of `select` for R rows of V logits: log-probs (R,), entropies (R,), and for the
+    backward `kept` (R, V), exp(logits / temperature - the largest), and its sums `total` (R,).
+    `kept` may be the tensor of the logits."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -24,8 +24,8 @@ class SoftmaxOutput(NamedTuple):
 
 
 def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOutput) -> None:
-    """Write what `rows` has places for, of targets (R,) under softmax(logits / temperature). What
-    the logits (R, V) are afterwards is not said."""
+    """Fill the tensors in `rows` for targets (R,) under softmax(logits / temperature). The logits
+    (R, V) are overwritten with undefined values."""
     if computes(logits) and logits.is_contiguous():
         places = rows.kept, rows.logprobs, rows.entropy, rows.total
         ops.log_softmax(logits, targets, temperature, places)
@@ -33,7 +33,7 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOut
     if temperature != 1.0:
         logits.div_(temperature)
     chosen = logits.gather(-1, targets[:, None])[:, 0]
-    # In fewer passes than torch's log_softmax: from the likeliest token's probability, never 0.
+    # Fewer passes than torch's log_softmax: uses the likeliest token's probability, never 0.
     weights = logits.softmax(dim=-1)
     normalizer = logits.amax(dim=-1) - weights.amax(dim=-1).log()
     torch.sub(chosen, normalizer, out=rows.logprobs)
@@ -48,8 +48,8 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOut
 def differentiate(
     rows: SoftmaxOutput, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
 ) -> None:
-    """What `select` has kept becomes the gradient of the logits; of_logprobs and of_entropy (R,)
-    are divided by the temperature."""
+    """Replace `rows.kept` by the gradient of the logits, in place. `of_logprobs` and `of_entropy`
+    (R,) are the outputs' gradients divided by the temperature."""
     kept, total = rows.kept, rows.total
     assert kept is not None and total is not None
     if of_entropy is None:

@@ -1,9 +1,9 @@
-"""Norms, rotary embeddings and gated units on a GPU, each as one kernel that torch's compiler makes
-of its definition: between products, torch reads and writes each array several times (see
+"""Norms, rotary embeddings and gated units on a GPU, each as one kernel that torch.compile makes of
+its definition. Without them torch reads and writes each array several times between products (see
 `rloo.kernels.fused_layers`, and `rloo.kernels` for a CPU).
 
-They compute in float32 what they are given in 16 bits, and round once. Where the compiler is
-missing or gives other numbers, torch computes as without them.
+They compute 16-bit inputs in float32, and round once. If the compiler is missing or gives other
+numbers, torch computes without them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rloo.kernels import torch_compat
 
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
-# Rows of a trial, and the largest difference that is rounding, in numbers around 1.
+# The rows of a trial, and the largest difference that counts as rounding, for values near 1.
 _ROWS = 48
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 
@@ -29,27 +29,27 @@ _in_use = False
 
 
 def use(wanted: bool) -> None:
-    """Have what is compiled compute from now on, in this process, or torch as it is."""
+    """Select compiled functions (True) or eager torch (False) for this process from now on."""
     global _in_use
     _in_use = wanted
 
 
 def in_use() -> bool:
-    """Whether compiled functions compute on GPUs."""
+    """Whether compiled functions are in use on GPUs."""
     return _in_use
 
 
 def computes(*tensors: Tensor) -> bool:
-    """Whether compiled functions are to compute with these: subclasses of Tensor are not for
-    them."""
+    """Whether to use compiled functions for these tensors. Subclasses of Tensor are left to
+    torch."""
     return _in_use and all(
         type(x) in _PLAIN and x.dtype in _KINDS and x.device.type == "cuda" for x in tensors
     )
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean of x^2 + epsilon) * weight, of x (..., D), in the precision that a product
-    would take it in."""
+    """x / sqrt(mean of x^2 + epsilon) * weight for x (..., D), in the dtype in which a product
+    would read it (autocast's, if enabled)."""
     rows, how = x.reshape(-1, x.shape[-1]), (epsilon, _dtype_of(x, weight))
     result: Tensor = _Fused.apply(_rms_norm, _rms_norm_backward, how, rows, weight)
     return result.view(x.shape)
@@ -58,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def rotary(
     x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
 ) -> Tensor:
-    """Heads (B, T, H, D), normalized where there is a weight (D,), turned by cosine and sine
+    """Heads (B, T, H, D), normalized if there is a weight (D,), and rotated by cosine and sine
     (B, T, D) or (1, T, D)."""
     batch, length, *rest = x.shape
     turns = (y.expand(batch, -1, -1).reshape(batch * length, -1) for y in (cosine, sine))
@@ -69,7 +69,7 @@ def rotary(
 
 
 def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
-    """SiLU(gate) * up, of gate and up (..., D)."""
+    """SiLU(gate) * up, for gate and up (..., D)."""
     rows = (x.reshape(-1, x.shape[-1]) for x in (gate, up))
     result: Tensor = _Fused.apply(_gated_unit, _gated_unit_backward, (), *rows)
     return result.view(gate.shape)
@@ -77,13 +77,13 @@ def gated_unit(gate: Tensor, up: Tensor) -> Tensor:
 
 def logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs (R,) of targets (R,) under softmax(logits (R, V) / temperature), and entropies
-    (R,), in float32. The logits are kept as they are given, for the backward."""
+    (R,), in float32. The logits are saved for the backward in their dtype."""
     found: tuple[Tensor, Tensor] = _LogProbs.apply(logits, targets, temperature)
     return found
 
 
 def merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Tensor:
-    """Two parts of an attention as one: outputs (T, H, D) and normalizers (H, T)."""
+    """Merge two parts of an attention: outputs (T, H, D) and normalizers (H, T)."""
     torch_compat.mark_varying(normalizer, 1)
     torch_compat.mark_varying(more, 1)
     let_vary(output, part)
@@ -92,8 +92,8 @@ def merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Ten
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled when it is first called; once, for any of the sizes that vary. A method is for all
-    objects of its class."""
+    """Return the function compiled at its first call, once for all sizes marked as varying. A
+    method is compiled once for all objects of its class."""
     if (owner := getattr(function, "__self__", None)) is not None:
         return partial(_compiled(function.__func__), owner)  # type: ignore[attr-defined]
     return _compiled(function)
@@ -106,7 +106,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def let_vary(*tensors: Tensor) -> None:
-    """Have what is compiled for these take any number of rows."""
+    """Mark the number of rows of these tensors as varying for torch.compile."""
     for tensor in tensors:
         torch_compat.mark_varying(tensor, 0)
 
@@ -114,8 +114,8 @@ def let_vary(*tensors: Tensor) -> None:
 def _run(
     function: Callable[..., Any], tensors: Sequence[Tensor | None], how: Any, *, rank: int = 2
 ) -> Any:
-    """Call the compiled function. Tensors of `rank` dimensions or more have rows, whose number may
-    vary. Gradients and autocast are off, since the compiler compiles anew for each such state."""
+    """Call the compiled function. In tensors of `rank` dimensions or more, the number of rows may
+    vary. Gradients and autocast are off, since torch.compile recompiles for each such state."""
     given = [None if x is None else x.detach() for x in tensors]
     for x in given:
         if x is not None and x.ndim >= rank:
@@ -126,7 +126,7 @@ def _run(
 
 
 class _Fused(torch.autograd.Function):
-    """One function forward, one backward, which is given the gradient and what the first was."""
+    """A compiled forward and a compiled backward, which gets the gradient and the inputs."""
 
     @staticmethod
     def forward(
@@ -224,7 +224,7 @@ def _gated_unit_backward(gradient: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    # Of a logit of minus infinity the probability is 0, and 0 * log 0 is 0.
+    # A logit of minus infinity has probability 0, and 0 * log 0 must be 0, not NaN.
     return (logits.float() / temperature).clamp(min=-1e30)
 
 
@@ -260,7 +260,7 @@ def _merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Te
 
 
 def _dtype_of(*tensors: Tensor) -> torch.dtype:
-    """Autocast's, or what the tensors have in common."""
+    """Autocast's dtype if enabled, else the tensors' promoted dtype."""
     if torch.is_autocast_enabled("cuda"):
         return torch.get_autocast_dtype("cuda")
     dtype = tensors[0].dtype
@@ -273,14 +273,14 @@ def _dtype_of(*tensors: Tensor) -> torch.dtype:
 def unavailable_reason(
     device: torch.device, dtype: torch.dtype, width: int, size: int
 ) -> str | None:
-    """Why compiled functions must not compute on this device, for hidden states of `width` and
-    heads of `size`, in words that go on a sentence; None where they may. It takes seconds."""
+    """Why compiled functions cannot be used on this device, for hidden states of `width` and heads
+    of `size`, as the end of a sentence; None if they can. It takes seconds."""
     try:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             worst = max(_differences(device, dtype, width, size))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a compiler may fail in any way, and there is torch as it is
+    except Exception as error:  # a compiler may fail in any way; eager torch is the fallback
         return f"a trial of torch.compile failed: {type(error).__name__}: {error}".split("\n")[0]
     if not worst <= _ROUNDING[dtype]:
         return f"torch.compile gives other numbers (by {worst:.1e})"
@@ -288,7 +288,7 @@ def unavailable_reason(
 
 
 def _differences(device: torch.device, dtype: torch.dtype, width: int, size: int) -> list[float]:
-    """How far results and gradients are from those of the definitions, by torch as it is."""
+    """The largest differences of results and gradients from the definitions in eager torch."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int, of: torch.dtype = torch.float32) -> Tensor:

@@ -1,5 +1,4 @@
-"""What the update computes by kernels in C, on dense float32 tensors of a CPU: each function beside
-that of its gradient."""
+"""The C kernels of the update, on dense float32 CPU tensors: each function with its gradient's."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from torch import Tensor
 
 from rloo.kernels.ffi import HeadShape, call
 
-# Rows of which each gives a part of a weight's gradient (PART in update.c).
+# Rows per partial sum of a weight's gradient (PART in update.c).
 _PART = 64
-# Numbers of which the squares have a sum of their own (SQUARES in update.c).
+# Elements per partial sum of squares (SQUARES in update.c).
 _SQUARES = 1 << 16
 
 
@@ -21,7 +20,7 @@ def _parts(like: Tensor, rows: int) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """weight * x / sqrt(mean(x^2) + epsilon) of rows (..., D), and what the backward wants."""
+    """weight * x / sqrt(mean(x^2) + epsilon) for rows (..., D), and the backward's state."""
     y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
     call("rms_norm", x, weight, y, inverse, inverse.numel(), x.shape[-1], epsilon)
     return y, inverse
@@ -39,14 +38,14 @@ def rms_norm_backward(
 
 
 def sum_of_squares(x: Tensor) -> float:
-    """Of all numbers."""
+    """The sum of squares of all elements, in float64."""
     sums = torch.empty(-(-x.numel() // _SQUARES), dtype=torch.float64)
     call("sum_of_squares", x, sums, x.numel())
     return float(sums.sum())
 
 
 def rounded(x: Tensor, place: Tensor | None = None) -> Tensor:
-    """x in values of bfloat16, ties to even, in `place` (which may be x) or new memory."""
+    """Round x to bfloat16 values, ties to even, into `place` (which may be x) or new memory."""
     y = torch.empty_like(x) if place is None else place
     call("round_to_bfloat16", x, y, x.numel())
     return y
@@ -75,8 +74,8 @@ def _heads(x: Tensor, cosine: Tensor, epsilon: float) -> HeadShape:
 def rotary(
     x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Heads (B, T, H, D), normalized as by `rms_norm` where there is a weight (D), and rotated:
-    (cosine, sine) are (B or 1, T, D). Also returns what the backward wants."""
+    """Heads (B, T, H, D), normalized as by `rms_norm` if there is a weight (D,), and rotated:
+    cosine and sine are (B or 1, T, D). Also returns the backward's state."""
     y, inverse = torch.empty_like(x), None if weight is None else x.new_empty(x.shape[:-1])
     call("rotary", x, weight, cosine, sine, y, inverse, _heads(x, cosine, epsilon))
     return y, inverse
@@ -103,12 +102,12 @@ def rotary_backward(
 def log_softmax(
     logits: Tensor, targets: Tensor, temperature: float, places: Sequence[Tensor | None]
 ) -> None:
-    """Of logits (R, V) and targets (R,) what there are places for: see `model.softmax.select`. They
-    are of exp(logits / temperature - the largest), log-probs, entropies and sums."""
+    """Fill `places` from logits (R, V) and targets (R,): see `fused_softmax.select`. The places are
+    for exp(logits / temperature - the largest), log-probs, entropies and sums."""
     call("log_softmax", logits, targets, *places, *logits.shape, temperature)
 
 
 def log_softmax_backward(kept: Tensor, total: Tensor, targets: Tensor, scale: Tensor) -> None:
-    """What `log_softmax` has kept becomes the gradient of the logits; `scale` (R,) is that of the
-    log-probs divided by the temperature."""
+    """Replace `kept` from `log_softmax` by the gradient of the logits, in place. `scale` (R,) is
+    the gradient of the log-probs divided by the temperature."""
     call("log_softmax_backward", kept, total, targets, scale, *kept.shape)

@@ -1,4 +1,4 @@
-"""What the library computes beside what torch does, on small inputs, at the start of a run."""
+"""Compares the C kernels with torch on small inputs, at the start of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from rloo.kernels import cpu_attention, decode, ops
 
-# Widths that fill whole vectors and leave a rest.
+# Widths that fill some SIMD vectors and leave a remainder.
 _ROWS, _WIDTH, _SIZE = 70, 83, 24
 _TOLERANCE = 1e-4
 
@@ -21,7 +21,7 @@ Pairs = Iterator[tuple[Tensor | None, Tensor | None]]
 @cache
 @torch.enable_grad()
 def difference() -> str | None:
-    """What the library computes otherwise than torch, or None: milliseconds."""
+    """The first result of the library that differs from torch's, or None; takes milliseconds."""
     for name, check in _CHECKS.items():
         if not all(_are_close(ours, theirs) for ours, theirs in check(_random())):
             return f"its {name} differs from torch's"
@@ -41,7 +41,7 @@ def _are_close(ours: Tensor | None, theirs: Tensor | None) -> bool:
 
 
 def _leaves(*tensors: Tensor) -> list[Tensor]:
-    """Copies in float64 that take gradients."""
+    """Copies in float64 that require gradients."""
     return [x.double().requires_grad_() for x in tensors]
 
 
@@ -101,7 +101,7 @@ def _softmax(random: Callable[..., Tensor]) -> Pairs:
 
 
 def _attention(random: Callable[..., Tensor]) -> Pairs:
-    """Of a prompt of 9 tokens and completions of 20 and 5."""
+    """Attention over a prompt of 9 tokens with completions of 20 and 5."""
     tokens, heads, scaling = 34, 4, _SIZE**-0.5
     query, key, value, grad = (random(tokens, n, _SIZE) for n in (heads, 2, 2, heads))
     spans = torch.tensor([(0, 9, 0, 0), (9, 29, 0, 9), (29, 34, 0, 9)])

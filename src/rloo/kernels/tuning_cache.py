@@ -1,4 +1,4 @@
-"""What was found out for a machine once and is kept for it, in the user's cache."""
+"""The user's cache of results that are determined once per machine: builds and tuning choices."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """A folder that is the user's alone, since what lies there is run; where there can be none,
-    one of this process."""
+    """A folder that only the user can write to, since its content is executed. If there is none, a
+    temporary folder of this process."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rloo")
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -32,7 +32,7 @@ def _private() -> Path:
 
 
 def processor() -> str:
-    """Which one this is, and what it can do."""
+    """A text that identifies this processor and its features."""
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.machine() + platform.processor()
@@ -42,8 +42,8 @@ def processor() -> str:
 
 
 def names_kept(name: str, find: Callable[[], list[str]]) -> list[str]:
-    """The names in this file, or those that `find` finds and that are kept from now on. Of several
-    processes that find some at once all go on with those of the first."""
+    """The names in this cache file, or else the result of `find`, which is stored there. If several
+    processes find names at once, all return those of the first."""
     file = folder() / name
     with contextlib.suppress(OSError, ValueError):
         return _read(file)
@@ -56,7 +56,7 @@ def names_kept(name: str, find: Callable[[], list[str]]) -> list[str]:
         except FileExistsError:
             with contextlib.suppress(ValueError):
                 return _read(file)
-            os.replace(made, file)  # what lies there is no list
+            os.replace(made, file)  # the existing file has no list of names
     return found
 
 

@@ -1,4 +1,4 @@
-"""The weights of an adapted model: its base's, or with the adapter merged in, a layer at a time."""
+"""Iterates over an adapted model's weights, layer by layer: the base's, or the merged ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def walk(
     prefix: str = "",
     seen: set[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """`named_parameters`, of adapted layers after `unwrap`, of quantised ones dequantised."""
+    """Yield `named_parameters`. `unwrap` replaces adapted layers; others are dequantised."""
     seen = set() if seen is None else seen
     inner = unwrap(module) if isinstance(module, layer_kinds()) else in_full(module)
     replaced = inner is not module
@@ -40,13 +40,13 @@ def walk(
 
 @torch.no_grad()
 def merged_layer(layer: Any) -> Any:
-    """The layer with its adapter merged in, as a layer of the base's kind."""
+    """Return the layer with its adapter merged in, as a layer of the base's type."""
     if isinstance(layer, peft_library().utils.ModulesToSaveWrapper):
         return layer.modules_to_save[TRAINED]
     merged = whole_copy(layer)
     if is_quantised(layer.get_base_layer()):
         return _merge_in_full(merged)
-    # A module with two adapted parameters has two layers around it.
+    # peft wraps a module with two adapted parameters in two layers.
     while hasattr(merged, "base_layer"):
         merged.merge(adapter_names=[TRAINED])
         merged = merged.base_layer
@@ -65,13 +65,13 @@ def _merge_in_full(layer: Any) -> nn.Linear:
 
 
 def original_layer(layer: Any) -> nn.Module:
-    """The layer of the base that is adapted."""
+    """Return the base's layer, without the adapter."""
     if isinstance(layer, peft_library().utils.ModulesToSaveWrapper):
         return layer.original_module
     return in_full(layer.get_base_layer())
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that have an adapter, with their names."""
+    """Return the names and layers that have an adapter."""
     kinds = layer_kinds() if "peft" in sys.modules else ()
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))

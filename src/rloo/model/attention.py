@@ -28,7 +28,7 @@ IMPLEMENTATION = "rloo"
 
 
 class AttentionLayout(Protocol):
-    """Decides which keys each query sees."""
+    """Decides which keys each query attends to."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -38,7 +38,7 @@ class AttentionLayout(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AttentionOptions:
-    """A layer's arguments to its attention other than queries, keys and values."""
+    """A layer's arguments to its attention function, except queries, keys and values."""
 
     scaling: float | None = None
     softcap: float | None = None
@@ -51,8 +51,8 @@ class AttentionOptions:
 
 
 def head_size(config: Any) -> int:
-    """Numbers in a head of the layers that a text model's configuration describes, the largest
-    where layers differ; without heads, in a layer."""
+    """The head size in a text model's configuration: the largest where layers differ. A model
+    without heads has one head of the hidden size."""
     heads = largest_of_layers(config, "num_attention_heads") or 1
     size: int = largest_of_layers(config, "head_dim") or config.hidden_size // heads
     return size
@@ -64,7 +64,7 @@ def attend(
     """Softmax attention with grouped heads, logit soft-capping (Gemma 2) and sinks (GPT-OSS).
 
     query (B, H, Q, D); key and value (B, H_kv, L, D); mask bool, broadcastable to (B, 1, Q, L),
-    True where a key is seen (every query must see at least one). Returns (B, H, Q, D).
+    True where a query attends to a key (each query to at least one). Returns (B, H, Q, D).
     """
     fused = partial(F.scaled_dot_product_attention, attn_mask=mask, scale=options.scaling)
     plain = options.sinks is None and options.softcap is None
@@ -85,11 +85,11 @@ def attend(
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a part of the keys, ignoring sinks, and the log of its softmax's normalizer.
+    """Attention over a part of the keys, without sinks, and the log of its softmax's normalizer.
 
     query (B, H, Q, D); key and value (B, H, L, D); mask (B, 1, Q, L) is added to the scores.
     Returns (B, H, Q, D) and (B, H, Q, 1). Averaging two parts with the weights `exp(normalizer)`
-    gives the softmax over all of their keys. Of 16-bit inputs both are float32.
+    gives the softmax over all of their keys. For 16-bit inputs both results are float32.
     """
     fuses = options.softcap is None and query.shape[-1] == value.shape[-1]
     if fuses and flash_gpu.has_dense(query.device, query.dtype, query.shape[-1]):
@@ -135,8 +135,8 @@ def _attend_eagerly(
 
 
 def round_inputs(states: Tensor) -> Tensor:
-    """Queries, keys or values, rounded to autocast's dtype as a fused attention does, but as
-    float32 at least: scores rounded to 16 bits would let sampler and trainer disagree."""
+    """Round queries, keys or values to autocast's dtype, as a fused attention does, and return them
+    in at least float32: scores rounded to 16 bits would let sampler and trainer disagree."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
@@ -179,7 +179,7 @@ def _attention_forward(
 def causal_mask(
     queries: int, keys: int, device: torch.device, sliding_window: int | None = None
 ) -> Tensor:
-    """bool (queries, keys), True where the key is seen; the queries are the last positions."""
+    """bool (queries, keys), True where a query attends; the queries are the last positions."""
     key = torch.arange(keys, device=device)
     distance = key[keys - queries :, None] - key
     mask = distance >= 0
@@ -187,7 +187,8 @@ def causal_mask(
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that transformers passes on unread, where it would build one of tokens squared."""
+    """A mask that transformers passes on as it is. Without it transformers builds one of size
+    tokens squared."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -199,7 +200,7 @@ def install(model: PreTrainedModel) -> None:
 
 
 def unavailable_reason(model: PreTrainedModel) -> str | None:
-    """Why layouts cannot work for `model`, or None. Nothing is computed."""
+    """Return why layouts cannot work for `model`, or None. Reads the configuration only."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} is an encoder-decoder model"

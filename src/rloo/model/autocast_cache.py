@@ -1,5 +1,5 @@
-"""The casts of weights that autocast makes, or `rounding` in its place, held for longer than it
-holds them itself."""
+"""Keeps the rounded copies of weights that autocast (or `bf16_rounding` in its place) makes for an
+entire update instead of one forward pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rloo.model.policy import Policy
 
 @contextmanager
 def casting_once(policy: Policy) -> Iterator[None]:
-    """Inside, where the weights must not change, autocast casts those that are trained for the
-    first micro-batch alone; not with reentrant checkpointing, which casts without gradients."""
+    """Inside, autocast casts the trained weights once, for the first micro-batch. The weights must
+    not change inside. Reentrant checkpointing casts without gradients, so it disables this."""
     config = policy.config
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if policy.divides or reentrant or not (config.bf16 or config.fp16):
         yield
         return
-    # Of contexts in one another, the outermost drops what was cast; this one casts nothing.
+    # The outermost autocast context clears the cache when it ends. This one casts nothing itself.
     with torch.autocast(policy.device.type, enabled=False), keeping():
         yield

@@ -1,4 +1,4 @@
-"""A model's files as other programs read them, written with one layer in memory at a time."""
+"""Writes a model in the hub's format, with one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rloo.model.model_loading import num_embedded
 if TYPE_CHECKING:
     from rloo.model.policy import Policy
 
-# A layer's name, of the name of a parameter in it.
+# Matches the layer's name at the start of a parameter's name.
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 Named = Iterable[tuple[str, Tensor]]
@@ -39,15 +39,15 @@ def export_weights(
     *,
     untie: bool = False,
 ) -> None:
-    """Write the weights `named` by their names in `model` into `folder` as safetensors, one file a
-    layer and their index, under the names and in the shapes of the hub, those with decimals as
-    `dtype`. Where weights are divided it is a collective: None takes part and writes nothing. No
-    process has more than the largest layer at a time. `untie` writes a tied matrix twice."""
+    """Write the weights `named` (names as in `model`) into `folder` as safetensors: one file a
+    layer and an index, with the hub's names and shapes. Floating-point weights are cast to `dtype`.
+    With sharded weights this is a collective; a rank that passes None writes nothing. No rank holds
+    more than the largest layer at a time. `untie` writes a tied matrix twice."""
     twins = tied_outputs(model) if untie else {}
     places: dict[str, str] = {}
     total = 0
     layers = _layers(named, dtype, keep=folder is not None)
-    # Without a loop's variable, which would keep one layer while the next is gathered.
+    # A for loop's variable would keep one layer in memory while the next is gathered.
     while (tensors := next(layers, None)) is not None:
         if folder is not None:
             tensors |= {twins[name]: t.clone() for name, t in tensors.items() if name in twins}
@@ -63,7 +63,7 @@ def export_weights(
 
 
 def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
-    """The name of a model's input embedding and that of the output matrix, if they are one."""
+    """Map the input embedding's name to the output matrix's, if they are tied; else empty."""
     names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
     output = model.get_output_embeddings()
     name = names.get(id(getattr(output, "weight", None)))
@@ -72,7 +72,7 @@ def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor]]:
-    """Whole tensors on the host, those of a layer together; empty unless they are to `keep`."""
+    """Yield each layer's full tensors on the host; empty dicts unless `keep`."""
     current, tensors = None, dict[str, Tensor]()
     for name, tensor in named:
         found = _LAYER.match(name)
@@ -91,16 +91,16 @@ def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[st
 
 
 def _as_on_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    # transformers merges some weights when it loads them (experts), all of one layer.
+    # transformers merges some weights (experts) when it loads them, always within one layer.
     theirs: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return {name: tensor.contiguous() for name, tensor in theirs.items()}
 
 
 class PolicyExport:
-    """A policy as an engine in other processes takes it: `dtype` is that of the weights there. With
-    `merge` an adapter is merged into its base, and travels as the whole model; else it travels
-    alone, of rank `adapter_rank`. With `untie` a tied matrix is written twice. Every method is a
-    collective of all processes."""
+    """Exports a policy to an engine in other processes, whose weights have the type `dtype`. With
+    `merge` an adapter is merged into its base and the full model is sent. Otherwise only the
+    adapter is sent, with the rank `adapter_rank`. With `untie` a tied matrix is written twice.
+    Every method is a collective of all ranks."""
 
     def __init__(
         self, policy: Policy, dtype: torch.dtype, *, merge: bool = False, untie: bool = False
@@ -113,8 +113,8 @@ class PolicyExport:
         self.adapter_rank = largest_rank(adapter) if alone and adapter is not None else None
 
     def write(self, folder: Path | None) -> None:
-        """Write what changes into `folder`, in the main process: the adapter alone, or a whole
-        model with its configuration and tokenizer. None takes part and writes nothing."""
+        """Write the trained weights into `folder`, in the main process: the adapter alone, or a
+        full model with its configuration and tokenizer. Other ranks pass None and write nothing."""
         policy = self._policy
         if self.adapter_rank is None:
             self._write_model(folder, policy.weights())
@@ -124,7 +124,7 @@ class PolicyExport:
                 policy.files.save_adapter(folder)
 
     def write_base(self, folder: Path | None) -> None:
-        """Write the model that an adapter is for, as `write` does."""
+        """Write the adapter's base model, as `write` does."""
         assert self._policy.adapter is not None
         self._write_model(folder, self._policy.adapter.base_weights())
 
@@ -135,7 +135,7 @@ class PolicyExport:
             self._policy.files.save_description(folder)
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-        """Of the tokens of a completion, at temperature 1."""
+        """The log-probs of a completion's tokens at temperature 1."""
         blank = make_sample((0, 0), len(prompt), len(completion))
         sample = replace(blank, prompt_ids=list(prompt), token_ids=list(completion))
         with self._policy.in_step():
@@ -144,10 +144,10 @@ class PolicyExport:
 
     @contextmanager
     def perturbed(self, scale: float) -> Iterator[None]:
-        """Inside, noise of this standard deviation is added to the adapter's weights, so that one
-        sees whether an engine applies it."""
+        """Inside, the adapter's weights have noise of this standard deviation added: log-probs then
+        show whether an engine applies the adapter."""
         assert self._policy.adapter is not None
-        # Past the tensors themselves, whose changes would count as a version.
+        # The raw data: an in-place change of the parameters would count as a new version.
         raw = [to_local(p) if is_sharded(p) else p.data for p in self._policy.parameters]
         before = [tensor.clone() for tensor in raw]
         generator = torch.Generator(raw[0].device).manual_seed(0)
@@ -168,7 +168,7 @@ def largest_rank(adapter: LoRAAdapter) -> int:
 
 
 def why_merged(adapter: LoRAAdapter) -> str | None:
-    """Why vLLM cannot be given the adapter alone, None where it can."""
+    """The setting for which vLLM cannot load the adapter alone; None if it can."""
     config = adapter.config
     reasons = {
         "use_dora": config.use_dora,

@@ -1,10 +1,10 @@
 """Exact attention over packed groups without masks, rows or padding, by torch's flash attention.
 
-A completion's token sees its prompt and its own past. The prompt's part is one rectangular call for
-all completions of a group, the completion's own part one causal call per completion; both read the
-packed row in place. Each call returns the log of its softmax's normalizer, by which the two parts
-are weighted (as in ring attention, Liu et al. 2023). Given the merged output and normalizer, the
-backward of each part is exact. Memory is linear in the tokens. For CPUs only.
+A completion's token attends to its prompt and to earlier tokens of the completion. One rectangular
+call covers the prompt for all completions of a group. One causal call per completion covers the
+rest. Both read the packed row in place. Each call returns the log of its softmax's normalizer, by
+which the two parts are weighted (as in ring attention, Liu et al. 2023). Given the merged output
+and normalizer, each part's backward is exact. Memory is linear in the tokens. For CPUs only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rloo.kernels.torch_compat import cpu_flash, cpu_flash_backward
 
 @dataclass(frozen=True)
 class CPUAttentionRanges:
-    """Ranges of the packed row: `own`, of tokens that see themselves, causally, which cover the row
-    once; and `shared`, queries of which all see further keys."""
+    """Ranges of the packed row. `own`: causal self-attention; these ranges cover the row once.
+    `shared`: pairs of queries and further keys to which all of them attend."""
 
     own: Sequence[slice]
     shared: Sequence[tuple[slice, slice]]
 
     @cached_property
     def table(self) -> SpanTable | None:
-        """The same for kernels in C, None where it is not groups of a prompt and what follows."""
+        """The same ranges for the C kernels; None unless each group starts with its prompt."""
         groups: dict[int, list[tuple[int, int, int, int]]] = {}
         starts = [queries.start for queries, _ in self.shared]
         for own in self.own:
@@ -80,7 +80,7 @@ def attend_packed(
 
 
 class _PackedKernel(torch.autograd.Function):
-    """By kernels in C: query (T, H, D), key and value (T, H_kv, D)."""
+    """Attention by the C kernels: query (T, H, D), key and value (T, H_kv, D)."""
 
     @staticmethod
     def forward(
@@ -101,7 +101,7 @@ class _PackedKernel(torch.autograd.Function):
 
 
 class _PackedFlash(torch.autograd.Function):
-    """All arguments are (G, R, T, D): G groups of R heads that share keys."""
+    """Attention by torch's CPU kernel. Tensors are (G, R, T, D): G groups of R heads share keys."""
 
     @staticmethod
     def forward(

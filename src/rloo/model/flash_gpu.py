@@ -1,9 +1,9 @@
-"""A GPU's fused attention that also returns the log of its softmax's normalizer, by which the parts
-of an attention are merged: over segments of packed tokens (flash attention, Dao 2023), and over
-dense rows with a mask (memory-efficient attention, Rabe and Staats 2021).
+"""Fused attention on a GPU that also returns the log of its softmax's normalizer, by which parts of
+an attention are merged: over segments of packed tokens (flash attention, Dao 2023), and over dense
+rows with a mask (memory-efficient attention, Rabe and Staats 2021).
 
-The functions are torch's own and not public, so each is tried on the device before it is used:
-where one is missing or gives other numbers, its callers take the way that they had without it.
+The functions are torch's and not public, so each is tested on the device before it is used. If one
+is missing or gives other numbers, its callers fall back to the attention without it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.nn import functional as F
 from rloo.kernels import torch_compat
 
 HALF = (torch.float16, torch.bfloat16)
-# The largest head of flash attention, and what a head's size must be a multiple of.
+# Flash attention's largest head size, and the number of which a head size must be a multiple.
 _LARGEST, _MULTIPLE = 256, 8
-# The largest difference from the definition that is rounding, in the trial's numbers around 1.
+# The largest difference from the definition that counts as rounding; the trial's values are near 1.
 _ROUNDING = {torch.float16: 0.02, torch.bfloat16: 0.1, torch.float32: 1e-3}
 # Columns of a mask's row that the efficient kernel reads at a time.
 _ALIGNED = 16
 
 
 class Segments(NamedTuple):
-    """Queries `edges_q[i]` to `edges_q[i + 1]` see keys `edges_k[i]` to `edges_k[i + 1]`: int32
-    (number of segments + 1,), on the device; and the longest segment of each. A segment may be
-    empty."""
+    """Queries `edges_q[i]` to `edges_q[i + 1]` attend to keys `edges_k[i]` to `edges_k[i + 1]`.
+    Edges are int32 (number of segments + 1,), on the device; `most_q` and `most_k` are the longest
+    segments. A segment may be empty."""
 
     edges_q: Tensor
     edges_k: Tensor
@@ -47,8 +47,8 @@ def attend_segments(
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries (T, H, D) to keys (S, H_kv, D), of one 16-bit dtype, without gradients:
-    output (T, H, D) and normalizers (H, T) in float32. Of a segment's keys the first `used`
-    (number of segments,), int32, are seen, so that shapes need not follow lengths."""
+    output (T, H, D) and normalizers (H, T) in float32. With `used` (number of segments,), int32,
+    queries attend to a segment's first `used` keys only, so shapes need not follow lengths."""
     output, normalizer, *_ = _attend(query, key, value, segments, scaling, seqused_k=used)
     return output, normalizer
 
@@ -62,7 +62,7 @@ def _attend(
     causal: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """`attend_segments`, and what the backward wants of the forward beside."""
+    """Return `attend_segments` and the state that the backward needs."""
     edges_q, edges_k, most_q, most_k = segments
     if most_q == 1 and len(query) != len(edges_q) - 1:
         most_q = 2  # with 1, the kernel reads one query of each segment, and some have none
@@ -74,8 +74,8 @@ def _attend(
 
 
 class GPUAttentionRanges(NamedTuple):
-    """A packed row's attention: `own`, all tokens on themselves, causally; and `shared`, of the
-    tokens `queries` (T',) on the tokens `keys` (S',); None where there is none."""
+    """A packed row's attention. `own`: causal self-attention of all tokens. `shared`: attention of
+    the tokens `queries` (T',) to the tokens `keys` (S',), or None."""
 
     own: Segments
     shared: Segments | None
@@ -177,8 +177,8 @@ def has_dense(device: torch.device, dtype: torch.dtype, size: int) -> bool:
 
 
 def _agrees(trial: Any, device: torch.device, dtype: torch.dtype, size: int) -> bool:
-    """Whether the numbers of a trial are those of the definition. It may be made within a layer
-    that is checkpointed or offloaded, which must not take what the trial saves for its own."""
+    """Whether a trial's results match the definition. The trial may run inside a checkpointed or
+    offloaded layer, whose hooks must not see the tensors that the trial saves."""
     own = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
     try:
         with (
@@ -208,7 +208,7 @@ def _numbers(shape: tuple[int, ...], seed: int, device: torch.device, dtype: tor
 
 
 def _by_definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-    """(T, H, D), (S, H_kv, D) and an added mask (T, S), in float32, scaled by 0.25."""
+    """Attention of (T, H, D) to (S, H_kv, D) in float32, scaled by 0.25; mask (T, S) is added."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.float().repeat_interleave(repeats, dim=1) for x in (key, value))
     scores = torch.einsum("thd,shd->hts", query.float(), key) * 0.25 + mask
@@ -218,8 +218,8 @@ def _by_definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> t
 def _try_segments(
     device: torch.device, dtype: torch.dtype, size: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """A prompt of 3 tokens with two completions, of 2 and 1 tokens, whose gradients are taken; and
-    one query that sees the first 3 of 6 keys."""
+    """Results and expected values of two cases: a prompt of 3 tokens with completions of 2 and 1
+    tokens, with gradients; and one query that attends to the first 3 of 6 keys."""
     query, key, value = (
         _numbers((6, heads, size), n, device, dtype).requires_grad_()
         for n, heads in enumerate((4, 2, 2))
@@ -255,7 +255,7 @@ def _try_segments(
 
 
 def _try_dense(device: torch.device, dtype: torch.dtype, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Two queries on 5 keys, with and without a mask."""
+    """Results and expected values for two queries on 5 keys, with and without a mask."""
     query, key, value = (
         _numbers((length, 2, size), n, device, dtype) for n, length in enumerate((2, 5, 5))
     )

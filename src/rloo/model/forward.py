@@ -1,5 +1,5 @@
-"""What one forward pass computes: the log-probs of a micro-batch's completion tokens, in the
-caller's precision (autocast)."""
+"""The forward pass: log-probs of a micro-batch's completion tokens, in the caller's precision
+(autocast)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from rloo.kernels.cpu_matmul import Matrix, matrix_of
 from rloo.model.logprobs import CHUNK_ELEMENTS, Head, TokenScores, score_tokens, token_logprobs
 from rloo.model.micro_batch import MicroBatch
 
-# Factors of logits: of Cohere, and of FalconH1.
+# Configuration keys for a factor of the logits: Cohere's, and FalconH1's.
 _FACTORS = ("logit_scale", "lm_head_multiplier")
-# Of Inkling: what hidden states are divided by before the head, and the rows of it that count.
+# Inkling's keys: the divisor of hidden states before the head, and the number of the head's rows
+# that count.
 _DIVISOR, _ROWS = "logits_mup_width_multiplier", "unpadded_vocab_size"
-# Soft caps of logits: of Gemma, RecurrentGemma and xLSTM.
+# Keys for the soft cap of logits: those of Gemma, RecurrentGemma and xLSTM.
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# Models whose `logits_scaling` is a factor; for Granite, which has the word, it is a divisor.
+# Models whose `logits_scaling` is a factor. For Granite, which has the same key, it is a divisor.
 _MULTIPLIES = ("hyperclovax",)
-# Models whose routers score keys, of which pairs are experts.
+# Models whose routers score keys; a pair of keys is an expert.
 _ROUTES_BY_KEYS = ("doge",)
 
 
 class LogprobModel(nn.Module):
-    """A causal language model up to the scores of given tokens at a temperature.
+    """A causal language model that returns scores of given tokens at a temperature.
 
-    Everything from hidden states to the balancing loss is computed inside `forward`, so that what
-    is wrapped around this module sees the whole of a forward pass, and its hooks enclose every use
-    of the weights. `balanced` asks for the balancing loss of a mixture of experts. With
-    `own_logits` the model computes its logits itself, where its output head is not known here.
+    `forward` computes everything from the input tokens to the balancing loss. A wrapper of this
+    module (FSDP2, DeepSpeed) therefore covers a complete forward pass, and its hooks enclose every
+    use of the weights. `balanced` adds the balancing loss of a mixture of experts. With
+    `own_logits` the model computes its logits itself: its output head is not known here.
     """
 
     own_logits = False
@@ -61,9 +62,9 @@ class LogprobModel(nn.Module):
         """Scores of the batch's T completion tokens, with gradients where they are enabled.
 
         With `logprobs_only` there are no gradients, no entropies (of shape (0,)) and no balancing
-        loss, for about half the work at the head. `by_logits` has log-probs alone, from the model's
-        own logits, with which ours are compared. `chunk_elements`: see `token_logprobs`.
-        `temperature`: another one than the policy's.
+        loss, for about half the work at the head. `by_logits` returns log-probs only, from the
+        model's logits, for comparison with ours. `chunk_elements`: see `token_logprobs`.
+        `temperature` replaces the policy's.
         """
         temperature = temperature or self.temperature
         if by_logits:
@@ -85,12 +86,12 @@ class LogprobModel(nn.Module):
         return TokenScores(logprobs, entropy, balance)
 
     def _run(self, batch: MicroBatch, **options: Any) -> tuple[Any, Tensor, Head]:
-        """The outputs, what in them predicts the completion tokens, and what makes that logits."""
+        """The outputs, the states that predict the completion tokens, and the head for them."""
         if self.own_logits:
             outputs = self.model(**batch.inputs, use_cache=False, **options)
-            # Logits are overwritten where they are used.
+            # A clone, because the caller overwrites logits.
             return outputs, completion_outputs(outputs.logits, batch), torch.clone
-        # By name at each call: dividing weights may put another module in its place.
+        # Looked up by name at each call: sharding may replace the module.
         body = self.model.get_submodule(self._body)
         outputs = body(**batch.inputs, use_cache=False, **options)
         return outputs, completion_outputs(outputs.last_hidden_state, batch), self.head
@@ -102,13 +103,13 @@ class LogprobModel(nn.Module):
 
     @torch.no_grad()
     def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:
-        """(T,): the log-probs as the model itself computes its logits."""
+        """(T,): the log-probs from the logits that the model itself computes."""
         return self(batch, by_logits=True).logprobs
 
 
 def _path_of_body(model: PreTrainedModel) -> str:
-    """The name of the module in `model` that gives the hidden states. Llama 4's text model does not
-    know its own: what it says is not there."""
+    """The name of the module in `model` that gives the hidden states. Llama 4's text model has no
+    module under its `base_model_prefix`, so its first PreTrainedModel child is used."""
     known: nn.Module | None = model.base_model
     if known is model:
         known = next((m for m in model.children() if isinstance(m, PreTrainedModel)), None)
@@ -122,12 +123,12 @@ def _path_of_body(model: PreTrainedModel) -> str:
 
 
 def completion_outputs(outputs: Tensor, batch: MicroBatch) -> Tensor:
-    """Those of a model's outputs (B, W, D) that predict the batch's completion tokens, (T, D)."""
+    """Select from outputs (B, W, D) those that predict the completion tokens: (T, D)."""
     return outputs.flatten(0, 1).index_select(0, batch.source_T)
 
 
 def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) -> Tensor:
-    """Log-probs (T,) of the batch's completion tokens from the model's own logits."""
+    """Log-probs (T,) of the batch's completion tokens from the logits that the model computes."""
     logits = model(**batch.inputs, use_cache=False).logits.flatten(0, 1)
     chosen = logits[batch.source_T].float() / temperature
     return chosen.log_softmax(-1).gather(-1, batch.target_T[:, None])[:, 0]
@@ -135,7 +136,7 @@ def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) 
 
 class OutputHead:
     """The function from hidden states to logits, including the scaling of some architectures.
-    `direct`: past the hooks of the module that has the matrix."""
+    `direct` bypasses the hooks of the module that has the matrix."""
 
     def __init__(self, model: PreTrainedModel, *, direct: bool = False) -> None:
         text_config = model.config.get_text_config()
@@ -152,7 +153,7 @@ class OutputHead:
         self._rows: int | None = getattr(text_config, _ROWS, None)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Logits."""
+        """Return the logits of hidden states."""
         logits: Tensor = self._call(hidden)[..., : self._rows]
         if self._multiplier != 1.0:
             logits = logits * self._multiplier
@@ -167,11 +168,11 @@ class OutputHead:
 
 
 def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
-    """The weight of the balancing loss: the option's, else the model's own; 0 without such a loss.
-    Raises ValueError if the option asks for a loss that the model does not have."""
+    """The weight of the balancing loss: the option's, else the model's; 0 without such a loss.
+    Raises ValueError if the option is not 0 and the model has no balancing loss known here."""
     asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
     own = getattr(settings, "router_aux_loss_coef", None)
-    # Doge has the settings also where its layers have no experts.
+    # Doge has these settings even where its layers have no experts.
     mixed = hasattr(settings, "num_experts_per_tok") and getattr(settings, "is_moe", True)
     if own is None or not mixed:
         if asked:
@@ -192,7 +193,7 @@ def balancing_loss(
     model: PreTrainedModel, router_logits: tuple[Tensor, ...], multiplicity: Tensor
 ) -> Tensor:
     """Number of experts x sum over them of (share of choices) x (mean probability), over all layers
-    at once: Switch Transformers (arXiv 2101.03961), equations 4 to 6, by transformers' own code.
+    at once: Switch Transformers (arXiv 2101.03961), equations 4 to 6, by transformers' code.
 
     `router_logits`: per layer (tokens, experts). `multiplicity` (B, W): how often each token
     counts. With perfect balance the loss equals k, the number of experts per token.

@@ -1,4 +1,4 @@
-"""From hidden states to log-probs and entropies, without keeping the logits of all tokens."""
+"""Computes log-probs and entropies from hidden states, without storing the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from rloo.kernels.fused_lm_head import (
 )
 from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
 
-# The number of logits in a chunk. With gradients, the probabilities of a single chunk are kept
-# until the backward (256 MiB in float32, twice that on a GPU); those of several chunks are
-# recomputed there.
+# The number of logits in a chunk. With gradients, the probabilities of a single chunk are stored
+# until the backward (256 MiB in float32, twice that on a GPU). Several chunks are recomputed there.
 CHUNK_ELEMENTS = 2**26
-# How many times as many a GPU has, where each operation on a chunk is a launch.
+# A GPU's chunks are this many times larger, because each operation on a chunk is a kernel launch.
 _ON_GPU = 2
-# The number of elements processed at a time, so that they stay in the processor's cache.
+# The number of elements processed at a time on a CPU, so that they stay in its cache.
 CACHED_ELEMENTS = 2**21
 
 Head = Callable[[Tensor], Tensor]
@@ -35,7 +34,7 @@ Head = Callable[[Tensor], Tensor]
 
 class TokenScores(NamedTuple):
     """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; and the
-    balancing loss of the whole micro-batch, for a mixture of experts with a weight for it."""
+    balancing loss of the micro-batch, for a mixture of experts whose coefficient is not 0."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -45,9 +44,9 @@ class TokenScores(NamedTuple):
 class _SelectLogprobs(torch.autograd.Function):
     """log softmax(logits / temperature)[target] and the entropy, forward and backward in place.
 
-    Autograd would keep the log-softmax beside the logits and allocate a third array in the
-    backward. New arrays of this size cost more in page faults than the arithmetic, so the
-    probabilities overwrite `logits`, which nothing else uses, a few rows at a time.
+    Autograd would store the log-softmax in addition to the logits and allocate a third array in the
+    backward. New arrays of this size cost more in page faults than the arithmetic. Probabilities
+    therefore overwrite `logits`, which nothing else uses, a few rows at a time.
     """
 
     @staticmethod
@@ -77,7 +76,7 @@ class _SelectLogprobs(torch.autograd.Function):
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
-    """Rows that stay in a processor's cache; on a GPU, where each operation is a launch, all."""
+    """Slices of rows that fit a CPU's cache. On a GPU one slice: each operation is a launch."""
     if logits.device.type == "cuda":
         return iter((slice(0, len(logits)),))
     step = max(1, CACHED_ELEMENTS // logits.shape[-1])
@@ -96,9 +95,9 @@ def token_logprobs(
     """The log-prob of each target and the entropy of its distribution, both (T,), in nats.
 
     `hidden` (T, D) are the states that predict `targets` (T,); `head` maps them to logits. Arrays
-    over the vocabulary exist for one chunk of tokens at a time, of `chunk_elements` numbers, on a
-    GPU twice as many; if there are several chunks, they are recomputed in the backward. Both
-    results carry gradients.
+    over the vocabulary exist for one chunk of tokens at a time. A chunk has `chunk_elements`
+    numbers, on a GPU twice as many. Several chunks are recomputed in the backward. Both results
+    carry gradients.
     """
 
     if (matrix := _matrix(head)) is not None:

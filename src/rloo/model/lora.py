@@ -1,4 +1,4 @@
-"""LoRA adapters: added to a model, trained in place of its weights, saved without them."""
+"""LoRA adapters: adding one to a model, loading it and saving it without the base's weights."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ HARMLESS = (
 
 
 class LoRAAdapter:
-    """The LoRA adapter of a PeftModel, and the transformers `model` that computes with it. Raises
-    ValueError for an adapter that could not be trained, separated from its base, or merged."""
+    """The LoRA adapter of a PeftModel, and the transformers `model` that contains it. Raises
+    ValueError for an adapter that cannot be trained, separated from its base, or merged."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
@@ -121,8 +121,8 @@ class LoRAAdapter:
         )
 
     def keep_reference(self) -> None:
-        """Make the present model the one that `as_reference` restores: the base alone if the
-        adapter has no effect yet, otherwise with a frozen copy of the adapter, as in TRL."""
+        """Store the current model as the reference for `as_reference`: the base alone if the
+        adapter has no effect yet, otherwise a frozen copy of the adapter, as in TRL."""
         if not self.has_effect:
             return
         config = copy.deepcopy(self.config)
@@ -136,7 +136,7 @@ class LoRAAdapter:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Inside, `model` computes the reference. Only without gradients."""
+        """Inside, `model` computes as the reference does. Use it without gradients only."""
         tuner = self.wrapper.base_model
         # When peft activates an adapter, it makes all of its parameters trainable.
         trained = [(p, p.requires_grad) for p in self.model.parameters()]
@@ -156,37 +156,37 @@ class LoRAAdapter:
 
     @property
     def config(self) -> Any:
-        """peft's configuration of it."""
+        """The adapter's LoraConfig."""
         return self.wrapper.peft_config[TRAINED]
 
     def describe(self) -> str:
-        """`LoRA, rank 8`; with ranks of single layers `rank 4 to 16`."""
+        """Return a text such as `LoRA, rank 8`, or `rank 4 to 16` if layers have other ranks."""
         ranks = sorted({self.config.r, *self.config.rank_pattern.values()})
         kind = "DoRA" if self.config.use_dora else "LoRA"
         return f"{kind}, rank {' to '.join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))}"
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's parameters by name, as they are without the adapter."""
+        """The base model's parameters by name, without the adapter."""
         return walk(self.model, original_layer)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's parameters by name, with the adapter merged in: into a copy, one layer
-        at a time, in the base's precision."""
+        """The base model's parameters by name, with the adapter merged into a copy, one layer at a
+        time, in the base's precision."""
         return walk(self.model, merged_layer)
 
     def save(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write only the adapter, as peft does: `adapter_config.json` and the tensors, those of
-        `state` by their names in `model` where it is given."""
+        """Write only the adapter, as peft does: `adapter_config.json` and the tensors. `state`
+        replaces the tensors; its names are those in `model`."""
         if state is not None:
             state = {f"base_model.model.{name}": tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
-            # These say that embeddings are saved too, or that peft could not look them up.
+            # The warnings say that embeddings are saved too, or that peft could not look them up.
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
             warnings.filterwarnings("ignore", message="Could not find a config file in")
             self.wrapper.save_pretrained(path, selected_adapters=[TRAINED], state_dict=state)
 
     def load(self, path: str | Path) -> None:
-        """Load what `save` wrote, bit for bit. Raises ValueError for another configuration."""
+        """Load the adapter that `save` wrote, exactly. ValueError for another configuration."""
         peft = peft_library()
         saved = _comparable(peft.PeftConfig.from_pretrained(str(path)))
         current = _comparable(self.config)
@@ -200,7 +200,7 @@ class LoRAAdapter:
 
 
 def remove(path: str | Path) -> None:
-    """Remove the adapter of an earlier run from a folder, where a model would pass for its base."""
+    """Remove an earlier run's adapter from a folder: it would make a full model look adapted."""
     for name in FILES:
         Path(path, name).unlink(missing_ok=True)
 
@@ -211,7 +211,7 @@ def is_adapted(model: Any) -> bool:
 
 
 def refuse_loose_layers(model: nn.Module) -> None:
-    """Raise ValueError for adapters in no PeftModel: names and files would not be a model's."""
+    """Raise ValueError for adapters outside a PeftModel: names and files would not match."""
     for name, _ in adapted_layers(model):
         raise ValueError(
             f"{name} has an adapter and no PeftModel is around the model; give the "
@@ -220,8 +220,8 @@ def refuse_loose_layers(model: nn.Module) -> None:
 
 
 def add_adapter(model: Any, peft_config: Any) -> Any:
-    """The PeftModel of a new adapter in `model`, which is changed; `peft_config` is not, as in TRL.
-    Raises ValueError for an adapter that cannot be trained."""
+    """Add an adapter to `model`, in place, and return the PeftModel. `peft_config` is not changed,
+    as in TRL. Raises ValueError for an adapter that cannot be trained."""
     peft = peft_library()
     if is_adapted(model):
         raise ValueError(
@@ -244,7 +244,7 @@ def lora_config(config: RLOOConfig) -> Any:
     if not config.use_peft:
         return None
     targets = config.lora_target_modules
-    # peft takes a string for a pattern of whole paths; a plain name means a module.
+    # peft reads a string as a pattern for full paths; here a plain name means a module.
     if isinstance(targets, str) and targets != "all-linear" and re.fullmatch(r"[\w.]+", targets):
         targets = [targets]
     return peft_library().LoraConfig(
@@ -261,7 +261,7 @@ def lora_config(config: RLOOConfig) -> Any:
 
 
 def find_file(name: str, file: str, revision: str) -> str | None:
-    """The path of `file` of a folder or hub id, None without it. OSError for an unknown name."""
+    """The path of `file` in a folder or hub id; None if absent. OSError for an unknown name."""
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
@@ -311,7 +311,7 @@ def _load_tensors(wrapper: Any, name: str, **source: Any) -> None:
 
 @contextmanager
 def _without_old_names() -> Iterator[None]:
-    """Silence a warning: peft uses a name that newer versions of transformers have deprecated."""
+    """Silence a warning: peft uses a name that newer versions of transformers deprecate."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         yield

@@ -1,5 +1,5 @@
-"""The memory of an update, measured on small micro-batches and extrapolated beforehand: bytes that
-torch allocates (on a CPU as its profiler, on CUDA as its allocator counts), not resident pages."""
+"""Predicts the memory of an update from measurements on small micro-batches. It counts the bytes
+that torch allocates (CPU: its profiler; CUDA: its allocator), not resident pages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters, statistics
 from rloo.types import Sample
 
-# The shares of a micro-batch's lengths at which it is measured. Memory is linear in tokens; if
+# Measurements are made at these shares of a micro-batch's lengths. Memory is linear in tokens. If
 # masks or scores of width squared exist, a parabola is fitted through larger sizes.
 LINEAR = (1 / 16, 1 / 8)
 QUADRATIC = (1 / 4, 1 / 2, 3 / 4)
-# Shorter completions would not behave like long ones.
+# Completions shorter than this do not behave like long ones.
 _FEWEST_TOKENS = 8
-# Tokens times weights of what is measured whole where completions are short: about a second.
+# With short completions, a micro-batch of fewer tokens times weights is measured in full: about a
+# second.
 _SMALL = 10**10
 # bitsandbytes has one code book for all parameters.
 _SHARED_STATE = "qmap"
@@ -68,9 +69,9 @@ def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
     It is measured at small shares of the lengths, with the head's chunks scaled alike, phase by
     phase (each layer's forward and backward, the vocabulary head, the reference). Each phase is
-    extrapolated, so that one which dominates only at full length is not missed. Of short
-    completions fewer are taken, and a small micro-batch is measured directly. The policy's
-    gradients are discarded. What was predicted is known from then on.
+    extrapolated, so that one which dominates only at full length is not missed. If completions
+    are short, fewer are used, and a small micro-batch is measured directly. The policy's
+    gradients are discarded. Predictions are cached in `policy.peaks`.
     """
     shape = policy.packed, *((len(s.prompt_ids), len(s.token_ids)) for s in samples)
     if shape not in policy.peaks:
@@ -107,8 +108,8 @@ def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
 
 def process_peaks(device: torch.device) -> dict[str, int]:
-    """The most that this process has occupied so far, by names for summary.json; on a GPU also what
-    tensors did there, since torch's count last began."""
+    """The process's peak memory so far in bytes, by the names in summary.json. On a GPU also the
+    peak of tensors there, since torch's peak statistics were last reset."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type == "cuda":
@@ -144,8 +145,8 @@ def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[in
 
 
 def _return_freed_memory() -> None:
-    """Have glibc return what it keeps (`keep_freed_memory`): between a profiler's own small blocks
-    it finds no place for large ones, and grows with every measurement."""
+    """Make glibc return the memory that it keeps (`keep_freed_memory`). The profiler's small blocks
+    fragment it: without this the process grows with every measurement."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -153,7 +154,7 @@ def _return_freed_memory() -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Suspend garbage collection, since the freed objects of others would distort a measurement."""
+    """Suspend garbage collection: freeing unrelated objects would distort a measurement."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -164,7 +165,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The times (ns) at which a profiler saw the CPU's memory change, and bytes held from then."""
+    """The times (ns) of the CPU's allocations and frees, and the bytes allocated after each."""
     events = [
         (event.start_ns(), event.nbytes())
         for event in recorded_events(profiler)
@@ -183,20 +184,20 @@ def peak_between(times: np.ndarray, totals: np.ndarray, start: int, end: int) ->
 
 
 def recorded_events(profiler: Any) -> Any:
-    """The raw events of a finished torch.profiler, whose own lists omit single allocations."""
+    """The raw events of a finished torch.profiler; its public lists omit single allocations."""
     return profiler.profiler.kineto_results.events()
 
 
 def silence_profiler() -> None:
-    """Prevent the profiler's library from logging to stderr, and torch 2.11 from warning that a
-    second cycle would not be kept: there is none. Must precede its first use."""
+    """Stop the profiler's library from logging to stderr, and torch 2.11 from warning that events
+    of a second cycle are cleared (there is no second cycle). Call it before the first profile."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.filterwarnings("ignore", message=".*Profiler clears events")
 
 
 def weight_bytes(module: nn.Module, device: torch.device | None = None) -> int:
-    """Bytes of parameters, buffers and the scales of quantised ones; shared ones count once. With a
-    `device`, of those that are on one of its kind."""
+    """Bytes of parameters, buffers and quantisation scales; shared ones count once. With `device`,
+    only tensors on a device of that type count."""
     tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers(), *statistics(module))
     if device is not None:
         tensors = (tensor for tensor in tensors if tensor.device.type == device.type)
@@ -205,7 +206,7 @@ def weight_bytes(module: nn.Module, device: torch.device | None = None) -> int:
 
 
 def gradient_bytes(policy: Policy) -> int:
-    """Bytes of the gradients of all trained parameters, as far as they are here."""
+    """Bytes of the gradients of all trained parameters; with sharding, of this rank's shards."""
     return sum(to_local(p).nbytes for p in policy.parameters)
 
 
@@ -214,7 +215,7 @@ def optimizer_bytes(policy: Policy) -> int:
     present = _tensor_bytes(policy.stepper.optimizer.state.values())
     if present:
         return present
-    # 8-bit optimizers keep the state of embeddings in 32 bits.
+    # 8-bit optimizers store the state of embeddings in 32 bits.
     embeddings = {id(m.weight) for m in policy.model.modules() if isinstance(m, nn.Embedding)}
     sizes: dict[Any, int] = {}
     total = 0
@@ -238,7 +239,7 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
 
 
 def step_bytes(policy: Policy) -> int:
-    """Peak memory of an optimizer step in addition to weights, gradients and resident state; parked
+    """Peak bytes of an optimizer step in addition to weights, gradients and resident state. Parked
     state counts. The step is carried out and may change the weights: discard the policy."""
     policy.stepper.fill()
     policy.stepper.step()  # creates the state
@@ -276,7 +277,7 @@ def _shorten(sample: Sample, share: float) -> Sample:
 
 
 def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:
-    """Peaks of a micro-batch's phases with gradients allocated, as from the second one on."""
+    """Peaks of a micro-batch's phases, with gradients allocated as after the first micro-batch."""
     policy.stepper.fill()
 
     def work(mark: Mark) -> None:

@@ -1,5 +1,5 @@
-"""Completions to micro-batches: token lists become tensors, shifted by one; packed (every prompt
-once, no padding in the linear layers) or padded (the plain form, where the model cannot)."""
+"""Builds micro-batches from completions: token lists become tensors, shifted by one. A micro-batch
+is packed (each prompt once, no padding in linear layers), or padded if packing is not supported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rloo.model.offload import send
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
 
-# Rows of one attention call. They are sorted by length, so that little is padded.
+# Rows of one attention call. Rows are sorted by length, which leaves little padding.
 ROWS_PER_CALL = 16
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ class MicroBatch:
     `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
     and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
     `multiplicity` (like the input tokens) counts the completions that each input token belongs to.
-    `all_scored`: whether no reward is missing, known without asking the device.
+    `all_scored`: whether no reward is missing, computed on the host (no device synchronization).
     """
 
     keys: list[tuple[int, int]]
@@ -49,7 +49,7 @@ class MicroBatch:
 
     @property
     def size(self) -> int:
-        """N."""
+        """N, the number of completions."""
         return len(self.keys)
 
 
@@ -59,8 +59,8 @@ def split(
     """Divide samples into micro-batches of at most `max_tokens` input tokens, including padding
     unless they will be `packed`. The result depends on the arguments only.
 
-    With `whole_groups`, a group that exceeds the budget is a micro-batch of its own. Otherwise
-    groups are cut where the budget ends, and their prompt is computed once in each part.
+    With `whole_groups`, a group that exceeds the budget is a separate micro-batch. Otherwise a
+    group is cut where the budget ends, and its prompt is computed once in each part.
     """
     batches: list[list[Sample]] = []
     size = _Size()
@@ -79,15 +79,15 @@ def split(
 def deal(
     samples: Sequence[Sample], processes: int, *, whole_groups: bool, packed: bool = True
 ) -> list[list[Sample]]:
-    """The samples of each process: neighbours, so that few groups are cut and none `with
-    whole_groups`, and with about the same number of input tokens. Depends on the arguments only;
-    one process gets all, in their order."""
+    """Return the samples of each process, with about the same number of input tokens. Each process
+    gets neighbouring samples, so that few groups are cut, and none with `whole_groups`. Depends on
+    the arguments only; a single process gets all samples in order."""
     units = [unit for group in _by_group(samples) for unit in _units(group, whole_groups)]
     costs = [count_input_tokens(unit, packed) for unit in units]
     total, before = max(sum(costs), 1), 0.0
     dealt: list[list[Sample]] = [[] for _ in range(processes)]
     for unit, cost in zip(units, costs, strict=True):
-        # To whom the middle of the unit belongs.
+        # The middle of the unit decides which process gets it.
         dealt[min(int((before + cost / 2) * processes / total), processes - 1)] += unit
         before += cost
     return dealt
@@ -98,7 +98,7 @@ def _units(group: list[Sample], whole: bool) -> list[list[Sample]]:
 
 
 def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) -> bool:
-    """Whether any group is larger than the budget."""
+    """Whether any group has more than `max_tokens` input tokens."""
     return any(count_input_tokens(group, packed) > max_tokens for group in _by_group(samples))
 
 
@@ -117,7 +117,8 @@ def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int
 
 
 def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
-    """One row with each prompt once, followed by its completions; positions restart for each."""
+    """A packed micro-batch: one row with each prompt once, followed by its completions. Positions
+    of each completion continue those of its prompt."""
     tokens: list[int] = []
     positions: list[int] = []
     counts: list[int] = []
@@ -150,7 +151,7 @@ def pack(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
 
 
 def pad(samples: Sequence[Sample], device: torch.device, pad_token_id: int) -> MicroBatch:
-    """One row per completion, prompt included, padded on the right to the longest row. A prompt's
+    """A padded micro-batch: one row per completion with its prompt, padded on the right. A prompt's
     images are repeated for each of its rows."""
     ordered = _in_order(samples)
     rows = [[*s.prompt_ids, *s.token_ids[:-1]] for s in ordered]
@@ -177,7 +178,7 @@ def _micro_batch(
     source: list[list[int]],
     device: torch.device,
 ) -> MicroBatch:
-    """What is said of tokens (`_T`) is said of those alone that the policy learns from."""
+    """Build a MicroBatch. Its token fields (`_T`) have only the tokens that are trained on."""
 
     def flat(values: Iterable[Sequence[T]]) -> list[T]:
         return [x for s, of_s in zip(ordered, values, strict=True) for x in s.of_trained(of_s)]
@@ -223,9 +224,8 @@ def count_input_tokens(samples: Sequence[Sample], packed: bool) -> int:
 
 
 class _Size(NamedTuple):
-    """What a micro-batch holds: rows, the longest one's tokens, and tokens of prompts, once for
-    each group, and completions. Samples are added group by group, so that nothing is counted
-    twice."""
+    """The size of a micro-batch: rows, tokens of the longest row, and `once`, the input tokens with
+    each group's prompt counted once. Samples are added group by group."""
 
     rows: int = 0
     longest: int = 0
@@ -233,7 +233,7 @@ class _Size(NamedTuple):
     last_group: int | None = None
 
     def with_more(self, samples: Sequence[Sample]) -> _Size:
-        """With samples of one group behind the others."""
+        """The size after samples of one group are appended."""
         group = samples[0].key[0]
         prompt = 0 if group == self.last_group else len(samples[0].prompt_ids)
         longest = max(len(s.prompt_ids) + len(s.token_ids) - 1 for s in samples)

@@ -23,7 +23,7 @@ from rloo.model.training_state import first_not_finite
 
 
 def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
-    """The options of a run, fixed from now on; None: the defaults. ValueError for other objects."""
+    """The run's options, fixed from now on (None: the defaults). ValueError for other objects."""
     if args is None:
         name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
         last = name.rstrip("/").split("/")[-1]
@@ -43,8 +43,8 @@ def obtain_model(
     quantization_config: Any = None,
     peft_config: Any = None,
 ) -> tuple[PreTrainedModel, Any, RLOOConfig]:
-    """The model (a PeftModel to train an adapter), its tokenizer or processor, and `args` with the
-    model's name if it has one. Raises ValueError for no model, and for two adapters."""
+    """Return the model (a PeftModel to train an adapter), its tokenizer or processor, and `args`
+    with the model's name if it has one. Raises ValueError for no model, and for two adapters."""
     if peft_config is not None and args.use_peft:
         raise ValueError("peft_config is given and use_peft is true; both add an adapter")
     if isinstance(model, PreTrainedModel) or lora.is_adapted(model):
@@ -93,7 +93,7 @@ def obtain_model(
 def _processing_class_of(
     model: PreTrainedModel, args: RLOOConfig
 ) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """The tokenizer or processor of a model that somebody else has loaded."""
+    """The tokenizer or processor of a model that the caller has loaded, by the model's name."""
     if not model.name_or_path:
         raise ValueError(
             "the model has no name by which its tokenizer could be found; pass the tokenizer as "
@@ -112,16 +112,16 @@ def load_model(
     device: torch.device,
     quantization_config: Any = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
-    """The model in float32 from `config.model`, a hub id or folder (an adapter's gives a PeftModel:
-    its base with the adapter, trainable), and its tokenizer, or processor if it reads images.
+    """Load the model `config.model` in float32, and its tokenizer, or processor if it reads images.
 
-    `quantization_config` (a BitsAndBytesConfig), or the options, quantise the linear layers.
-    Raises ValueError if transformers can load no tokenizer.
+    `config.model` is a hub id or folder; that of an adapter gives a trainable PeftModel.
+    `quantization_config` (a BitsAndBytesConfig) or the options quantise the linear layers. Raises
+    ValueError if transformers can load no tokenizer.
     """
     options = _loading_options(config)
     few_bits = quantization_of(config, quantization_config)
     if few_bits is not None:
-        # A quantised model cannot be moved: it is loaded to the device where it is used.
+        # A quantised model cannot be moved, so it is loaded onto the device where it is used.
         options |= {"quantization_config": few_bits, "device_map": {"": device}}
     name = resolve_model(str(config.model))
     trust = options.pop("trust_remote_code", config.trust_remote_code)
@@ -159,8 +159,8 @@ def load_model(
 
 
 def dtype_on_disk(name: str, revision: str = "main") -> str | None:
-    """The precision in which the configuration of a model that has been loaded says that its files
-    are; None where it does not, or where it is none that weights are trained in."""
+    """The precision of a loaded model's files, from its config.json. None if the file does not name
+    one, or names one other than float32, bfloat16 and float16."""
     path = lora.find_file(resolve_model(name), "config.json", revision)
     written = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     parts = (written, written.get("text_config") or {})
@@ -169,7 +169,7 @@ def dtype_on_disk(name: str, revision: str = "main") -> str | None:
 
 
 def load_weights(model: PreTrainedModel, path: str | Path) -> None:
-    """Give `model` the weights of its kind that are saved in a folder, to the last bit."""
+    """Copy the weights saved in a folder into `model`, bit for bit. Both have the same class."""
     dtype = next(model.parameters()).dtype
     saved = load_pretrained(type(model), path, dtype=dtype)
     own = model.state_dict(keep_vars=True)
@@ -178,7 +178,7 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def num_embedded(model: PreTrainedModel) -> int:
-    """The number of tokens that the model embeds: those of larger numbers it cannot read."""
+    """The number of rows of the input embedding: the model cannot read token ids beyond it."""
     embedding: Any = model.get_input_embeddings()
     return shape_of(embedding.weight)[0]
 
@@ -196,15 +196,15 @@ def _loading_options(config: RLOOConfig) -> dict[str, Any]:
 
 
 def copy_from_file(model: PreTrainedModel) -> None:
-    """Copy what is not quantised: a view of the mapped file would keep all of it in memory, and is
-    not aligned, so that products of the same matrices may differ in their last bits."""
+    """Copy the weights that are not quantised. A view of the mapped file would keep all of it in
+    memory, and is not aligned: products of the same matrices may differ in their last bits."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.is_floating_point():
             parameter.data = parameter.data.clone()
 
 
 def _auto_class(name: str, revision: str, trust: bool) -> Any:
-    """The transformers class that loads the model, images included if transformers supports it."""
+    """The transformers auto class for the model: image-text-to-text if it reads images."""
     with reading(f"the model {name}", "model"):
         config = transformers.AutoConfig.from_pretrained(
             name, revision=revision, trust_remote_code=trust
@@ -219,10 +219,10 @@ def _auto_class(name: str, revision: str, trust: bool) -> Any:
 def load_processing_class(
     name: str, revision: str = "main", *, trust: bool = False, images: bool = False
 ) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """The tokenizer of a hub id or folder, or for a model that reads `images` the processor that
-    contains it. Raises ValueError if there is none."""
+    """The tokenizer of a hub id or folder, or with `images` the processor that contains it. Raises
+    ValueError if there is none."""
     folder = Path(name)
-    # For some architectures transformers invents an empty tokenizer if the folder has none.
+    # For some architectures transformers makes an empty tokenizer if the folder has none.
     if folder.is_dir() and not any(folder.glob("*token*")) and not any(folder.glob("*.model")):
         raise ValueError(
             f"{folder} has no tokenizer that can be loaded (model): it has no tokenizer.json"

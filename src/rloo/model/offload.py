@@ -1,5 +1,5 @@
-"""Offloading to the machine's memory, from which values return bit for bit: optimizer state between
-steps, activations between forward and backward, layers of the reference while others compute."""
+"""Offloading to host memory, without changing a bit: optimizer state between steps, activations
+between forward and backward, layers of the reference while other layers compute."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ParkedState:
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
         self._device = device
-        # Kept from step to step, because page-locked memory is slow to allocate.
+        # Buffers are reused at every step, because page-locked memory is slow to allocate.
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
     @contextmanager
@@ -59,7 +59,7 @@ class ParkedState:
             self.park()
 
     def park(self) -> None:
-        """Move all state off the device, and wait until it has arrived: a checkpoint may read it
+        """Move all state off the device. Waits until it has arrived, since a checkpoint may read it
         next."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
@@ -77,15 +77,15 @@ class ParkedState:
 
 @contextmanager
 def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside, tensors that a forward saves for the backward are kept off `device` until then,
-    except for `weights` and what shares their memory."""
+    """Inside, tensors that a forward saves for the backward are moved to the host until then,
+    except for `weights` and tensors that share their memory."""
     kept = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def pack(tensor: Tensor) -> Any:
         stays = tensor.numel() < SMALLEST or tensor.untyped_storage().data_ptr() in kept
         if stays or tensor.device.type != device.type:
             return tensor
-        # Of what is expanded one. In stream order, so that it is copied before it is overwritten.
+        # Expanded dimensions are copied once. In stream order the copy precedes any overwrite.
         one = tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
         return _host_like(one).copy_(one, non_blocking=True), one.stride(), tensor.shape
 
@@ -95,7 +95,7 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
         host, strides, shape = packed
         if not _lies_apart(host.shape, strides):
             return host.to(device, non_blocking=True).expand(shape)
-        # As it was laid out: some kernels want a mask's rows to be aligned.
+        # The original strides are restored, because some kernels need a mask's rows to be aligned.
         here = torch.empty_strided(host.shape, strides, dtype=host.dtype, device=device)
         return here.copy_(host, non_blocking=True).expand(shape)
 
@@ -104,8 +104,8 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
 
 
 def keep_on_host(model: nn.Module, device: torch.device) -> None:
-    """Have the weights of the layers of `model`, which are not trained, on `device` only while
-    their layer computes; embeddings, norms and head stay, which are used many times over."""
+    """Keep the frozen weights of the layers of `model` on the host, and on `device` only while
+    their layer computes. Embeddings, final norm and head stay on `device`."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             held = [(p, _host_like(p).copy_(p.detach())) for p in layer.parameters()]
@@ -116,7 +116,7 @@ def keep_on_host(model: nn.Module, device: torch.device) -> None:
 
 def _fetch(held: list[tuple[nn.Parameter, Tensor]], device: torch.device, *_: Any) -> None:
     for parameter, host in held:
-        # In stream order, so that memory is not taken before who had it has computed.
+        # Stream order keeps the allocator from reusing memory before its last kernel has run.
         parameter.data = host.to(device, non_blocking=True)
 
 
@@ -126,15 +126,15 @@ def _put_back(held: list[tuple[nn.Parameter, Tensor]], *_: Any) -> None:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """Values on `device`; a GPU copies those of the host when it comes to it, and no one waits."""
+    """Return the values on `device`. The copy to a GPU is asynchronous."""
     if device.type != "cuda" or values.device.type == "cuda":
         return values.to(device)
-    # What is expanded cannot be locked as it is.
+    # An expanded tensor cannot be page-locked.
     return values.contiguous().pin_memory().to(device, non_blocking=True)
 
 
 def _lies_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two numbers of a tensor certainly have the same place."""
+    """Whether no two elements share memory. False may also mean that it is not certain."""
     reached = 0
     for step, size in sorted((t, n) for n, t in zip(shape, strides, strict=True) if n > 1):
         if step <= reached:

@@ -1,4 +1,4 @@
-"""How a policy learns: gradients, clipping, the optimizer's step and its schedule."""
+"""The policy's optimizer: gradients, clipping, the optimizer's step and the learning rate."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from rloo.model.training_state import (
     probe,
 )
 
-# Added to the norm that divides the limit, as by torch's clip_grad_norm_.
+# Added to the norm before it divides the limit, as in torch's clip_grad_norm_.
 EPSILON = 1e-6
 _OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share")
 
 
 class PolicyOptimizer:
-    """Optimizer, schedule and (with `fp16`) loss scaling over the trained parameters of `model`.
+    """Optimizer, schedule and (with `fp16`) loss scaling for the trained parameters of `model`.
     With `offload: [optimizer]` the optimizer's state is on the device only during a step."""
 
     def __init__(
@@ -57,7 +57,7 @@ class PolicyOptimizer:
         )
         # Called with the advantages after the last backward pass of a step.
         self.before_reduce: Callable[[Any], object] = lambda _: None
-        # Callbacks; the first may change the gradients.
+        # Callbacks; `before_step` may change the gradients.
         self.before_step: Callable[[], object] = lambda: None
         self.after_step: Callable[[], object] = lambda: None
         self._names, self._world = parameter_names(model), world
@@ -65,26 +65,26 @@ class PolicyOptimizer:
         self._parameters = list(self._named.values())
         self._divided = any(map(is_sharded, self._parameters))
         self._limit = config.max_grad_norm or math.inf
-        # Where it is not enabled, it does nothing and its scale is 1.
+        # A scaler that is not enabled does nothing, and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
 
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """Add the gradients of `loss`; `last`: of the last micro-batch before a step."""
+        """Add the gradients of `loss`; `last` marks the last micro-batch before a step."""
         self._scaler.scale(loss).backward()
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of all processes; one of them may have gathered none. Those of divided
-        weights are summed already."""
+        """Sum the gradients over all processes; a process may have none. Gradients of sharded
+        weights are summed in the backward."""
         if self._world.size > 1 and not self._divided:
-            # Or it knows no scale where there was no loss.
+            # Without this the scaler has no scale in a process that had no loss.
             self._scaler.scale(torch.zeros(1, device=self._world.device))
             self._world.all_reduce_gradients(self._parameters)
 
     def step(self, scale: float = 1.0) -> dict[str, float]:
-        """One optimizer step on the gradients gathered so far, of `scale` times its length, since
-        the learning rate is multiplied by that. A gradient that is not finite is refused: the
-        weights stay as they are, and `update/nonfinite` is 1. Raises NotFiniteError if a finite
-        gradient makes a weight that is not."""
+        """Take one optimizer step on the accumulated gradients and return its metrics. `scale`
+        multiplies the learning rate. A gradient that is not finite is skipped: the weights stay as
+        they are, and `update/nonfinite` is 1. Raises NotFiniteError if a finite gradient makes a
+        weight that is not finite."""
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
@@ -114,7 +114,7 @@ class PolicyOptimizer:
         return stats
 
     def _clip(self) -> float:
-        """The norm of the gradient, which is at most `max_grad_norm` afterwards."""
+        """Clip the gradient to `max_grad_norm` and return its norm before."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if computes(*gradients) and all(g.is_contiguous() for g in gradients):
             whole = math.sqrt(sum(map(ops.sum_of_squares, gradients)))
@@ -122,7 +122,7 @@ class PolicyOptimizer:
                 torch_compat.multiply_all(gradients, self._limit / (whole + EPSILON))
             return whole
         norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
-        # Of divided gradients it is what each has of a sum.
+        # The norm of sharded gradients is a DTensor with a partial sum on each rank.
         return float(norm.full_tensor() if is_sharded(norm) else norm)
 
     def _gradients_are_finite(self) -> bool:
@@ -142,21 +142,22 @@ class PolicyOptimizer:
                 group["lr"] = rate
 
     def _move(self) -> None:
-        """Change the weights."""
+        """Apply the optimizer's step to the weights."""
         with self.parked.fetched() if self.parked else nullcontext():
             self._scaler.step(self.optimizer)
 
     def clear(self) -> None:
-        """Forget the gradients."""
+        """Set the gradients to None."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def fill(self) -> None:
-        """Have gradients, zeros, of all that is trained."""
+        """Set the gradients of all trained parameters to zeros."""
         for parameter in self._parameters:
             parameter.grad = torch.zeros_like(parameter)
 
     def skip(self) -> dict[str, float]:
-        """No step, where no gradient was gathered; only the schedule counts it."""
+        """Skip a step for which there is no gradient, and return its metrics. The schedule counts
+        the step."""
         stats = {"learning_rate": self.learning_rate}
         stats |= dict.fromkeys(("grad_norm", *_OF_A_STEP), 0.0)
         self._advance_schedule()
@@ -164,32 +165,32 @@ class PolicyOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """That of the next step."""
+        """The learning rate of the next step."""
         return float(self.scheduler.get_last_lr()[0])
 
     def _advance_schedule(self) -> None:
         """Advance the schedule, which also counts steps that changed no weight."""
         with warnings.catch_warnings():
-            # torch warns if the very first step was such a step.
+            # torch warns if the first step changed no weight.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def _not_finite(self, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-        """`first_not_finite`, of divided tensors in any process."""
+        """`first_not_finite`; with sharded tensors the first found in any process."""
         name = first_not_finite(tensors)
         return (
             next(filter(None, self._world.all_gather_object(name)), None) if self._divided else name
         )
 
     def _share(self, flags: Tensor) -> float:
-        """The share of these that are true, of divided tensors over all processes."""
+        """The share of true flags; with sharded tensors over all processes."""
         counts = [(int(flags.sum()), len(flags))]
         counts = self._world.all_gather_object(counts[0]) if self._divided else counts
         return sum(true for true, _ in counts) / sum(number for _, number in counts)
 
     def require_finite(self, *, moments: bool = False) -> None:
-        """Raise NotFiniteError if a trained weight is not finite, with `moments` also for the state
-        of the optimizer and the loss scale."""
+        """Raise NotFiniteError if a trained weight or the loss scale is not finite. `moments` also
+        checks the optimizer's state."""
         name = self._not_finite([*self._named.items(), *(self._moments() if moments else ())])
         if name is None and not math.isfinite(self._scaler.get_scale()):
             name = "the loss scale"
@@ -205,9 +206,9 @@ class PolicyOptimizer:
     def state(
         self, *, in_parts: bool = False
     ) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
-        """The state of optimizer (its live tensors, not copies; of divided weights whole ones, in
-        the main process, for which all must call this, unless `in_parts`), schedule and loss
-        scaling, of which there is none (None) without `fp16`."""
+        """Return the state of optimizer, schedule and loss scaling (None without `fp16`). Tensors
+        are live, not copies. Sharded ones are gathered in the main process, and this is then a
+        collective; with `in_parts` they stay sharded."""
         scaler = self._scaler.state_dict() or None
         taken = self._optimizer_state(as_is if in_parts else gathered)
         return flatten(taken), self.scheduler.state_dict(), scaler
@@ -221,7 +222,7 @@ class PolicyOptimizer:
             self.parked.park()
 
     def read_state(self, checkpoint: Path, meta: Any) -> Flat:
-        """The optimizer's state from a checkpoint in parts, to load."""
+        """Read the optimizer's state from a sharded checkpoint, for `load_state`."""
         tensors = empty_state(listed_parts(checkpoint), self._named)
         read_parts(checkpoint, tensors, self._world)
         return tensors, meta
@@ -229,7 +230,7 @@ class PolicyOptimizer:
     def load_state(
         self, optimizer: Flat, scheduler: dict[str, Any], scaler: dict[str, Any] | None
     ) -> None:
-        """Take on what `state` returned. Raises ValueError for an optimizer over other shapes."""
+        """Restore the result of `state`. Raises ValueError for an optimizer with other shapes."""
         tensors, meta = optimizer
         self._load_optimizer(unflatten(meta, tensors))
         self.scheduler.load_state_dict(scheduler)

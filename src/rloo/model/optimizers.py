@@ -1,4 +1,4 @@
-"""Optimizers and schedules by their names in transformers."""
+"""Builds optimizers and schedules by their names in transformers."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ Given: TypeAlias = tuple[torch.optim.Optimizer | None, Scheduler | None]
 def make_optimizers(
     given: Given, model: PreTrainedModel, config: RLOOConfig, num_training_steps: int
 ) -> tuple[torch.optim.Optimizer, Scheduler]:
-    """Optimizer and schedule: those passed by the user, the others made from the options.
+    """Return optimizer and schedule: the user's where given, else those that the options name.
 
     Raises ValueError for an optimizer that lacks trained parameters or has those of another model
-    (or of this one before its adapter was added), for a schedule of another optimizer, and, where
-    weights are divided, for those of the user and of other libraries.
+    (or of this one before its adapter was added), and for a schedule of another optimizer. With
+    sharded weights it raises ValueError for a user's optimizer or schedule and for an optimizer
+    from a library other than torch.
     """
     optimizer, scheduler = given
     divided = any(map(is_sharded, model.parameters()))
@@ -77,9 +78,9 @@ def decayed_names(model: nn.Module) -> list[str]:
 def build_optimizer(
     model: PreTrainedModel, config: RLOOConfig, decayed: Sequence[str] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer `config.optim` of the trained parameters, of which those `decayed` by name have
-    weight decay, by default `decayed_names`; as in transformers' Trainer, 8-bit ones keep the state
-    of embeddings in 32 bits.
+    """Return the optimizer `config.optim` for the trained parameters. The parameters named in
+    `decayed` have weight decay, by default `decayed_names`. As in transformers' Trainer, 8-bit
+    optimizers store the state of embeddings in 32 bits.
 
     Raises ValueError for an unknown name, a library that is not installed, and unread `optim_args`.
     """
@@ -129,7 +130,7 @@ def _check_arguments(model: PreTrainedModel, config: RLOOConfig, options: dict[s
     for part in filter(None, (config.optim_args or "").replace(" ", "").split(",")):
         name = part.partition("=")[0]
         try:
-            # A value that is nobody's default makes a difference only if the name is read.
+            # The value is no option's default, so it changes the result only if the name is read.
             changed = _factory(model, config.with_values(optim_args=f"{name}=0.0137"))[1]
             without = _factory(model, config.with_values(optim_args=None))[1]
         except (ValueError, AttributeError):  # the name is read, as a value of another type
@@ -158,7 +159,7 @@ def _settle_bitsandbytes(optimizer: Any, model: nn.Module) -> None:
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: RLOOConfig, num_training_steps: int
 ) -> Scheduler:
-    """The schedule `config.lr_scheduler_type`. Raises ValueError for arguments that do not fit."""
+    """The schedule `config.lr_scheduler_type`. Raises ValueError for invalid arguments."""
     name, options = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
     steps = config.warmup_steps  # below 1 a share of the run (transformers 5)
     warmup = math.ceil(steps * num_training_steps) if 0 < steps < 1 else int(steps)

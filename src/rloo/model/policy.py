@@ -1,4 +1,4 @@
-"""The model that is trained: what computes with it, and what it learns by."""
+"""The policy: the trained model with its forward pass, reference, optimizer and files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rloo.types import Engine, Sample
 
 
 def describe_parameters(policy: Policy) -> str:
-    """`1,893,120`; of an adapter `20,480 trained of 1,913,600 (LoRA, rank 8)`."""
+    """The parameter count, such as `1,893,120` or `20,480 trained of 1,913,600 (LoRA, rank 8)`."""
     trained = sum(shape_of(p).numel() for p in policy.parameters)
     total = count_parameters(policy.model)
     if trained == total:
@@ -45,7 +45,7 @@ def describe_parameters(policy: Policy) -> str:
 
 
 class ScheduledMicroBatch(NamedTuple):
-    """A micro-batch, whether it counts, and whether it is the last one."""
+    """A micro-batch, whether its loss counts, and whether it is the last one."""
 
     batch: MicroBatch
     is_ours: bool
@@ -58,9 +58,9 @@ class Policy:
     Parameters are always float32; `bf16` and `fp16` are the precision of the computation
     (autocast), since bf16 parameters lose updates at RLOO's learning rates. For a PeftModel the
     adapter is trained, `model` is the transformers model that contains it, and the reference is the
-    same module. `scorer` computes, `reference` is what it is compared with, `stepper` is how it
-    learns, `files` are what is kept. `processing_class` is the model's tokenizer, or the processor
-    that contains it.
+    same module. `scorer` computes log-probs, `reference` computes those for the KL penalty,
+    `stepper` holds the optimizer, and `files` saves and loads. `processing_class` is the model's
+    tokenizer, or the processor that contains it.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Policy:
         prepared = prepare_model.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
-        known = pad is not None and pad < vocabulary  # what is padded is masked, so any will do
+        known = pad is not None and pad < vocabulary  # padding is masked, so any token will do
         self.pad_token_id = int(pad) if known else self.stop_token_ids[0]
         self.packed, self.checked = prepared.packed, False
-        self.peaks: dict[object, int] = {}  # see `memory.predicted_peak_bytes`
+        self.peaks: dict[object, int] = {}  # see `memory_estimate.predicted_peak_bytes`
         self.initial_weights = prepared.initial_weights
         self.notes = prepared.notes
         self.why_threads = "as torch has chosen"
@@ -136,8 +136,8 @@ class Policy:
         shard = partial(fsdp2.shard, world=self.world, on_host="params" in config.offload)
         self.reference.divide(shard)
         shard(self.scorer)
-        # Which weights take gradients is settled at the first forward, and what is called first is
-        # what is called as a whole.
+        # FSDP2's first forward fixes which weights take gradients, and makes the module that is
+        # called first the root.
         first = pad([make_sample((0, 0), 1, 1)], self.device, self.pad_token_id)
         self.score(first)
         if self.reference.model is not None:
@@ -154,11 +154,11 @@ class Policy:
         return PolicyOptimizer(self.model, optimizer, scheduler, self.config, self.world)
 
     def in_step(self) -> AbstractContextManager[None]:
-        """`World.in_step` where weights are divided: for all that computes with them."""
+        """`World.in_step` if weights are sharded. Every computation with them must be inside."""
         return self.world.in_step() if self.divides else nullcontext()
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """A micro-batch on the policy's device, packed where its attention can."""
+        """A micro-batch on the policy's device, packed if its attention supports that."""
         if self.packed:
             return pack(samples, self.device)
         return pad(samples, self.device, self.pad_token_id)
@@ -166,9 +166,9 @@ class Policy:
     def micro_batches(
         self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
     ) -> Iterator[ScheduledMicroBatch]:
-        """This process's micro-batches (see `split`) of what was dealt. Where weights are divided
-        all processes compute in step: those that have fewer take part in the others' with one that
-        does not count."""
+        """Yield this process's micro-batches (see `split`) of the `dealt` samples. With sharded
+        weights all processes compute in step: a process with fewer micro-batches yields small ones
+        that do not count."""
 
         def cut(samples: Sequence[Sample]) -> list[list[Sample]]:
             return split(samples, self.max_tokens, whole_groups=whole_groups, packed=self.packed)
@@ -188,19 +188,19 @@ class Policy:
             return self.scorer(batch, chunk_elements=chunk_elements)
 
     def score(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """Only the log-probs, without gradients: (T,). `temperature`: another than the policy's."""
+        """The log-probs (T,) only, without gradients. `temperature` replaces the policy's."""
         with self._autocast():
             return self.scorer.logprobs(batch, temperature)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs (T,) under the frozen reference. Raises ValueError without one (beta 0)."""
-        # What is cast without gradients is of no use to the policy (see `casts`).
+        # The policy cannot use casts made without gradients (see `autocast_cache`).
         with self._autocast(keeps=False):
             return self.reference.logprobs(batch)
 
     def _autocast(self, *, keeps: bool = True) -> AbstractContextManager[Any]:
         if dtype := reduced_precision(self.config):
-            # Of divided weights, copies that are kept would be those of all layers.
+            # With sharded weights the cache would hold the full copies of all layers.
             keeps = keeps and not self.divides
             return torch.autocast(self.device.type, dtype=dtype, cache_enabled=keeps)
         return nullcontext()
@@ -211,8 +211,8 @@ class Policy:
         return nullcontext()
 
     def check_forward(self, samples: Sequence[Sample]) -> None:
-        """`preparation.check_forward` on real samples. If packing changes the result, updates fall
-        back to padding, with a note; if our output head differs, to the model's own logits."""
+        """Run `prepare_model.check_forward` on real samples. If packing changes the result, updates
+        fall back to padding, with a note; if our output head differs, to the model's own logits."""
         self.checked = True
         reason = prepare_model.check_forward(
             self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
@@ -227,24 +227,24 @@ class Policy:
             self.packed = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the model's weights, which may be divided; an adapter is merged into
-        its base, which gathers what is divided."""
+        """Names and values of the model's weights, which may be sharded. An adapter is merged into
+        its base; merging gathers sharded weights."""
         if self.adapter is not None:
             return self.adapter.weights()
         named = self.model.named_parameters()
         return ((name, p if is_sharded(p) else p.detach()) for name, p in named)
 
     def load_into(self, engine: Engine) -> None:
-        """Have an engine take the weights; where they are divided a collective."""
+        """Load the weights into an engine. A collective if weights are sharded."""
         version = self.version
         with self.in_step() if engine.capabilities.shares_memory else nullcontext():
             engine.load(self.weights, version)
 
     @contextmanager
     def gathered_weights(self, *, in_turn: bool = False) -> Iterator[None]:
-        """Inside, each process computes with all weights by itself, without gradients; `in_turn`
-        all compute the same with `model` itself, and of divided weights one layer after the other
-        is gathered, under DeepSpeed all at once."""
+        """Inside, each process can compute with all weights independently, without gradients. With
+        `in_turn` all processes must compute the same with `model` itself; sharded weights are then
+        gathered layer by layer (under DeepSpeed all at once)."""
         if in_turn:
             with self.in_step(), self._gathered(layers=False):
                 yield
@@ -261,13 +261,13 @@ class Policy:
 
     @property
     def version(self) -> int:
-        """Of the weights as they are now: another number where they have changed
+        """The version number of the current weights: it differs after every change
         (`WeightsVersion`)."""
         return self._version.read()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a completion: the tokenizer's and the model's."""
+        """All tokens that end a completion: the model's, then the tokenizer's."""
         listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
         listed = list(listed or []) if isinstance(listed, (list, tuple, type(None))) else [listed]
         if self.tokenizer.eos_token_id is not None:

@@ -1,5 +1,5 @@
-"""A model made ready to be trained (precision, few bits, adapter, dropout, attention), and the
-proof that what is computed from it is right."""
+"""Prepares a model for training (precision, quantisation, adapter, dropout, attention) and checks
+that its log-probs are right."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from rloo.types import Sample
 NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
 # Largest difference between two float32 computations of a log-prob that counts as rounding.
 TOLERANCE = 1e-4
-# 16-bit logits around 32 are 0.125 or 0.25 apart (a frozen base of 16 bits under an adapter).
+# For a frozen 16-bit base under an adapter: 16-bit logits around 32 are 0.125 or 0.25 apart.
 LOW_PRECISION_TOLERANCE = 0.5
-# Operands of 10 bits, 3 more than those of bf16 have.
+# TF32 operands have 10 mantissa bits, 3 more than bf16.
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A transformers model on its device, the adapter that is in it, whether its attention takes
-    packed rows, a hash of its weights, and notes of what was changed."""
+    """A transformers model on its device, its adapter, whether its attention supports packed rows,
+    a hash of its weights, and notes on the changes made."""
 
     model: PreTrainedModel
     adapter: LoRAAdapter | None
@@ -64,13 +64,13 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
         model = adapter.model
     notes = quantization.prepare(model, config, adapted=adapter is not None)
     if config.parallel == "replicate":
-        nn.Module.to(model, device)  # else layer by layer, when they are divided
+        nn.Module.to(model, device)  # else sharding moves them layer by layer
     notes += [*precision_note(config, device), *unused_gpu_note(config, device)]
     notes += ensure_float32(model, adapted=adapter is not None)
     if config.beta != 0 and adapter is not None:
         if config.sync_ref_model:
             raise ValueError(FIXED_REFERENCE)
-        adapter.keep_reference()  # it may have dropout, too
+        adapter.keep_reference()  # before remove_dropout, since the copy may have dropout too
     dropout = remove_dropout(model)
     if dropout > 0:
         notes.append(f"dropout (up to {dropout:g}) is set to 0 for training")
@@ -86,22 +86,22 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
         fused_lora.install(model)
     if config.torch_compile or (config.cpu_options.kernels is not False and device.type == "cpu"):
         fused_layers.install(model)
-    # An adapter without effect does not tell these weights from others.
+    # An adapter without effect says nothing about which weights these are.
     inert = adapter is not None and not adapter.has_effect
     initial = digest([p for p in model.parameters() if not (inert and p.requires_grad)])
     return PreparedModel(model, adapter, packed, initial, notes)
 
 
 def without_packing(config: RLOOConfig, reason: str) -> str:
-    """The note that updates are padded. Raises ValueError where packing was asked for."""
+    """Return the note that updates are padded. Raises ValueError if `packing` is True."""
     if config.packing:
         raise ValueError(f"packing is True, but {reason}; leave it out or set it to False")
     return f"updates are padded, not packed: {reason}"
 
 
 def remove_dropout(model: PreTrainedModel) -> float:
-    """Remove dropout, with which the ratio would differ from 1 and the KL at step 0 from 0; return
-    the largest probability found. The model stays in evaluation mode."""
+    """Remove dropout and return the largest probability found. With dropout the ratio would differ
+    from 1, and the KL at step 0 from 0. The model stays in evaluation mode."""
     found = 0.0
     model.eval()
     for module in model.modules():
@@ -115,8 +115,8 @@ def remove_dropout(model: PreTrainedModel) -> float:
 
 
 def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
-    """Convert trained parameters to float32; return notes. Raises ValueError for 16-bit layers that
-    are trained in full beside an adapter, since the base stays as it was loaded."""
+    """Convert trained parameters to float32; return notes. Raises ValueError for trained 16-bit
+    parameters of an adapted model, because its base stays as it was loaded."""
     trained = ((name, p.dtype) for name, p in model.named_parameters() if p.requires_grad)
     small = [x for x in trained if x[1] not in (torch.float32, torch.float64)]
     if not small:
@@ -136,8 +136,8 @@ def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
 
 
 def enable_checkpointing(model: PreTrainedModel, config: RLOOConfig) -> list[str]:
-    """Recompute the layers' activations in the backward, or tell in a note why not. Training mode,
-    without which transformers recomputes nothing, is set for checkpointed layers alone."""
+    """Enable gradient checkpointing if the options say so, or return a note why it is not possible.
+    Only checkpointed layers are set to training mode, which transformers requires to recompute."""
     if not config.gradient_checkpointing:
         return []
     if not model.supports_gradient_checkpointing:
@@ -157,7 +157,7 @@ def enable_checkpointing(model: PreTrainedModel, config: RLOOConfig) -> list[str
 
 def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfig) -> int:
     """Input tokens of a micro-batch whose activations take a quarter of the free memory. Per token,
-    a layer keeps about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
+    a layer stores about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
     without the attention scores), and the output head a few per vocabulary entry."""
     text_config = model.config.get_text_config()
     layers, width = text_config.num_hidden_layers, text_config.hidden_size
@@ -172,16 +172,16 @@ def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfi
 
 
 def activation_bytes(layers: int, width: int, config: RLOOConfig) -> int:
-    """Of a token on a GPU: with checkpointing what one layer keeps, as the others are computed
-    again, and one float32 state of each; in 16 bits half of a layer's numbers, but those of norms
-    and the residual stream, are float32 still."""
+    """Bytes of activations per token on a GPU. With checkpointing: one layer's activations, and one
+    float32 state of each layer. In 16 bits, half of a layer's numbers (norms, residual stream) stay
+    float32."""
     number = 3 if config.bf16 or config.fp16 else 4
     a_layer = 34 * number * width
     return a_layer + 4 * layers * width if config.gradient_checkpointing else layers * a_layer
 
 
 def precision_note(config: RLOOConfig, device: torch.device) -> list[str]:
-    """A note where a GPU multiplies float32 matrices by its slow units."""
+    """A note if a GPU multiplies float32 matrices without its tensor cores; else empty."""
     settled = config.bf16 or config.fp16 or config.tf32 is not None
     if device.type != "cuda" or settled or torch_compat.uses_tf32(device):
         return []
@@ -193,7 +193,7 @@ def precision_note(config: RLOOConfig, device: torch.device) -> list[str]:
 
 
 def unused_gpu_note(config: RLOOConfig, device: torch.device) -> list[str]:
-    """A note where a Mac has a GPU, which nothing here was tried on."""
+    """A note if a Mac has a GPU, on which this package was not tested; else empty."""
     if device.type != "cpu" or config.use_cpu or not torch.backends.mps.is_available():
         return []
     return [
@@ -210,14 +210,14 @@ def check_forward(
     *,
     packed: bool,
 ) -> str | None:
-    """Compare the log-probs of `samples`, padded and `packed`, with those from the model's own
-    logits, in float32. Returns why packing changes the result, None where it does not. Where our
-    output head is not the model's, `scorer` has its own logits from now on. Raises ValueError if
-    samples with images differ together from each by itself."""
+    """Compare the log-probs of `samples`, padded and `packed`, with those from the logits that the
+    model computes, in float32. Returns why packing changes the result, or None if it does not. If
+    our output head differs from the model's, sets `scorer.own_logits`. Raises ValueError if samples
+    with images have other log-probs in a batch than one by one."""
     model = scorer.model
     tolerance = rounding_of(model)
     samples = sorted(samples, key=lambda sample: sample.key)
-    # Where images are put together, the standard is each sample by itself.
+    # With images, the expected log-probs come from each sample in a batch of one.
     apart = [[s] for s in samples] if any(s.pixels for s in samples) else [samples]
     alone = [pad(part, device, pad_token_id) for part in apart]
     expected = torch.cat([scorer.logprobs_by_logits(batch) for batch in alone])
@@ -243,7 +243,7 @@ def check_forward(
 
 
 def rounding_of(model: PreTrainedModel) -> float:
-    """The largest difference of a log-prob between two computations that is still rounding."""
+    """The largest difference of a log-prob between two computations that counts as rounding."""
     if model.dtype.itemsize < 4:
         return LOW_PRECISION_TOLERANCE
     return TF32_TOLERANCE if torch_compat.uses_tf32(model.device) else TOLERANCE

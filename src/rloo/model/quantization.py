@@ -23,9 +23,9 @@ from rloo.kernels.cpu_matmul import rounds
 
 
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
-    """transformers' BitsAndBytesConfig for loading the base, or None to load it unquantised: of the
-    trainer (`given`), `load_in_4bit`, `load_in_8bit`, or `model_init_kwargs`. Raises ValueError for
-    more than one of them, and for kinds that are not part of this version."""
+    """The BitsAndBytesConfig to load the base with, or None to load it unquantised. It comes from
+    the trainer (`given`), `load_in_4bit`, `load_in_8bit`, or `model_init_kwargs`. Raises ValueError
+    for more than one of them, and for kinds that are not part of this version."""
     named = {
         "quantization_config": given,
         "model_init_kwargs": (config.model_init_kwargs or {}).get("quantization_config"),
@@ -58,7 +58,7 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
 
 
 def _from_dict(values: dict[str, Any]) -> Any:
-    """Refuse unknown names, which transformers would drop."""
+    """Build the config; raise ValueError for unknown names, which transformers would drop."""
     known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
     for name in values.keys() - known - {"quant_method"}:
         raise ValueError(f"quantization_config has {name}, which BitsAndBytesConfig does not know")
@@ -89,8 +89,8 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether this very module has a quantised weight."""
-    if "bitsandbytes" not in sys.modules:  # then it cannot
+    """Whether this module itself has a quantised weight."""
+    if "bitsandbytes" not in sys.modules:  # then no module is quantised
         return False
     kinds = _bitsandbytes().nn
     return isinstance(module, (kinds.Linear4bit, kinds.Linear8bitLt))
@@ -99,11 +99,11 @@ def is_quantised(module: nn.Module) -> bool:
 def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
     """Make quantised layers multiply by their dequantised weights; return notes.
 
-    bitsandbytes' own products depend on more than the weights: with 8 bits they round activations
-    in a way that depends on the other rows of the batch; with 4 bits, on some CPUs, they become
-    bf16 when no gradients are needed. Sampler and trainer would then disagree about the policy.
-    Raises ValueError for a quantised base without an adapter, one that is not bitsandbytes', one
-    altered by an earlier forward, and for a model without quantised layers if they were asked for.
+    bitsandbytes' products depend on more than the weights. With 8 bits they round activations in a
+    way that depends on the other rows of the batch. With 4 bits, on some CPUs, they become bf16
+    when no gradients are needed. Sampler and trainer would then disagree about the policy. Raises
+    ValueError for a quantised base without an adapter, one that is not bitsandbytes', one altered
+    by an earlier forward, and for a model without quantised layers if the options require them.
     """
     layers = list(quantised_layers(model))
     if not layers:
@@ -141,7 +141,7 @@ def _check_4bit(name: str, layer: Any) -> None:
         )
     if state.shape[-1] % state.blocksize == 0:
         return
-    # When version 0.50 reads a weight on a CPU, it starts a new block at every row.
+    # Version 0.50 starts a new block at every row when it dequantises on a CPU.
     in_one_row = copy(state)
     in_one_row.shape = (1, math.prod(state.shape))
     read = _bitsandbytes().functional.dequantize_4bit(layer.weight.data, in_one_row)
@@ -173,7 +173,7 @@ def full_weight(layer: Any) -> Tensor:
 
 
 def in_full(layer: Any) -> Any:
-    """A new dequantised layer in float32, the caller's alone; `layer` itself if not quantised."""
+    """A new dequantised layer in float32, or `layer` itself if it is not quantised."""
     if not is_quantised(layer):
         return layer
     weight = full_weight(layer)
@@ -205,7 +205,7 @@ def statistics(model: nn.Module) -> list[Tensor]:
 
 
 class _QuantizedMatmul(torch.autograd.Function):
-    """states @ weight.T + bias. The dequantised weight exists only while it is used."""
+    """Computes states @ weight.T + bias. The dequantised weight exists only while it is used."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, layer: Any, rounds: bool) -> Tensor:

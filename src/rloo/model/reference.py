@@ -1,4 +1,4 @@
-"""The frozen model that the KL penalty is measured against: a copy, or the base of an adapter."""
+"""The reference model of the KL penalty: a frozen copy, or the base of an adapter."""
 
 from __future__ import annotations
 
@@ -20,64 +20,65 @@ from rloo.model.micro_batch import MicroBatch
 from rloo.model.model_loading import load_weights
 from rloo.model.offload import keep_on_host
 
-# The folder of a checkpoint for a reference that `sync_ref_model` moves.
+# The folder in a checkpoint for a reference that `sync_ref_model` updates.
 FOLDER = "reference"
 
 
 class ReferenceModel:
-    """What the KL penalty is measured against; of this class itself, nothing (beta is 0). `model`
-    is the reference's own copy of the weights, None where it has none."""
+    """The reference model of the KL penalty; this base class stands for none (beta is 0). `model`
+    is the reference's copy of the weights, or None."""
 
     model: PreTrainedModel | None = None
     moves = False
     collected: dict[str, Tensor] | None = None
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """(T,), without gradients. Raises ValueError where there is no reference."""
+        """The log-probs (T,), without gradients. Raises ValueError if there is no reference."""
         raise ValueError("beta is 0; there is no reference model to compare with (beta)")
 
     def offload(self, device: torch.device) -> None:
-        """Keep a copy's layers in the host's memory, but for the one that computes. Raises
-        ValueError where there is no copy."""
+        """Keep a copy's layers in host memory, except the one that computes. Raises ValueError if
+        the reference is not a copy."""
         raise ValueError(
             "offload has reference and the reference is no copy of the weights: beta is 0, or "
             "it is the base of an adapter, which is there anyway (offload)"
         )
 
     def move(self, share: float) -> None:
-        """reference = (1 - share) * reference + share * policy, for all weights (TR-DPO, arXiv
-        2404.09656, equation 6). Raises ValueError where it is no copy."""
+        """Set reference = (1 - share) * reference + share * policy, for all weights (TR-DPO, arXiv
+        2404.09656, equation 6). Raises ValueError if the reference is not a copy."""
         raise ValueError("the reference is no copy of its own; only a copy moves (sync_ref_model)")
 
     def divide(self, by: Callable[[LogprobModel], object]) -> None:
-        """Divide a copy's weights among the processes."""
+        """Shard a copy's weights over the processes with the function `by`."""
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
-        """Keep what `save` will write of a divided copy, by `state_of` its model."""
+        """Store `state_of(model)` for `save`, which writes it for a sharded copy."""
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write to a folder in the checkpoint what resuming cannot make again: a moved copy."""
+        """Write a copy that `sync_ref_model` updates to a folder in the checkpoint: resuming cannot
+        recompute it."""
 
     def load(self, checkpoint: str | Path) -> None:
-        """Take on what `save` wrote."""
+        """Load the copy that `save` wrote."""
 
 
 class AdapterDisabledReference(ReferenceModel):
-    """The policy's own module as it computed before training: see `LoRAAdapter.as_reference`."""
+    """The policy's module with the adapter as before training: see `LoRAAdapter.as_reference`."""
 
     def __init__(self, scorer: LogprobModel, adapter: LoRAAdapter) -> None:
         self._scorer = scorer
         self._adapter = adapter
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """(T,), without gradients, with the adapter as it was before training."""
+        """The log-probs (T,), without gradients, with the adapter as it was before training."""
         with self._adapter.as_reference():
             return self._scorer.logprobs(batch)
 
 
 class FrozenCopy(ReferenceModel):
-    """A copy of the policy as it is now. One that `moves` is saved in checkpoints. `precision` is
-    that in which matrices are kept (see `frozen_copy`)."""
+    """A copy of the current policy. One that `moves` is saved in checkpoints. `precision` is the
+    type in which its matrices are stored (see `frozen_copy`)."""
 
     model: PreTrainedModel
 
@@ -90,13 +91,13 @@ class FrozenCopy(ReferenceModel):
         self.moves = moves
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """(T,), without gradients, under the copy."""
+        """The log-probs (T,) under the copy, without gradients."""
         self._scorer.own_logits = self._policy.own_logits
         return self._scorer.logprobs(batch)
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """copy = (1 - share) * copy + share * policy, for all weights."""
+        """Set copy = (1 - share) * copy + share * policy, for all weights."""
         pairs = zip(self._scorer.model.parameters(), self._policy.model.parameters(), strict=True)
         for frozen, parameter in pairs:
             lerp(frozen, parameter.to(frozen.device), share)
@@ -121,17 +122,17 @@ class FrozenCopy(ReferenceModel):
                 self.model.save_pretrained(folder, state_dict=self.collected)
 
     def load(self, checkpoint: str | Path) -> None:
-        """Take on the copy of a checkpoint that has one."""
+        """Load the copy from a checkpoint that has one."""
         folder = Path(checkpoint, FOLDER)
         if folder.is_dir():
             load_weights(self._scorer.model, folder)
 
 
 def frozen_copy(model: PreTrainedModel, precision: torch.dtype | None = None) -> PreTrainedModel:
-    """`model` as it is now, to be evaluated. With a `precision`, that of the autocast in which it
-    computes, the float32 matrices of linear layers are kept in it: autocast would round them in
-    each product, so all numbers stay the same. What else reads a matrix, as embeddings do, has it
-    in float32."""
+    """Return a frozen copy of `model` in evaluation mode. `precision` is that of the autocast in
+    which it computes: the float32 matrices of linear layers are stored in it. Autocast would round
+    them in each product, so results stay the same. Other modules that read a matrix, such as
+    embeddings, have it in float32."""
     if precision is None:
         return copy.deepcopy(model).eval().requires_grad_(False)
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -143,7 +144,7 @@ def frozen_copy(model: PreTrainedModel, precision: torch.dtype | None = None) ->
         for p in m._parameters.values()
     }
     rounded = {key: _frozen(p.detach().to(precision)) for key, p in own.items()}
-    # What deepcopy finds here is not copied.
+    # deepcopy does not copy the parameters in its memo.
     known = {key: p for key, p in rounded.items() if key not in others}
     copied = copy.deepcopy(model, dict(known)).eval().requires_grad_(False)
     pairs = zip(model.modules(), copied.modules(), strict=True)
@@ -162,8 +163,8 @@ def _frozen(values: Tensor) -> nn.Parameter:
 def make_reference(
     scorer: LogprobModel, adapter: LoRAAdapter | None, config: RLOOConfig
 ) -> ReferenceModel:
-    """The reference of a policy that has not been trained yet, as the options say. Raises
-    ValueError for one to be offloaded that is no copy."""
+    """Return the reference that the options name, from a policy before training. Raises ValueError
+    if it is to be offloaded and is not a copy."""
     reference = _made(scorer, adapter, config)
     if "reference" in config.offload:
         reference.offload(scorer.model.device)
@@ -176,7 +177,7 @@ def _made(scorer: LogprobModel, adapter: LoRAAdapter | None, config: RLOOConfig)
     if adapter is not None:
         return AdapterDisabledReference(scorer, adapter)
     precision = reduced_precision(config)
-    # One that moves a little at a time would not move in 16 bits; a division wants one precision.
+    # Small updates of a moving reference are lost in 16 bits. Sharding needs a single precision.
     if config.sync_ref_model or config.parallel != "replicate":
         precision = None
     return FrozenCopy(scorer, moves=config.sync_ref_model, precision=precision)

@@ -1,4 +1,4 @@
-"""The files of a policy: its model or adapter, its tokenizer, and a reference that moves."""
+"""Saves and loads a policy: its model or adapter, its tokenizer, and a reference that moves."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rloo.model.model_loading import load_weights
 from rloo.model.parallel.sharded_checkpoint import has_parts, read_parts
 from rloo.model.reference import ReferenceModel
 
-# Weights that are saved in a trial, which takes less than a second.
+# Up to so many bytes, a trial saves the weights too: it takes less than a second.
 _TRIAL_BYTES = 1 << 26
-# The machine has no room for a temporary folder; where results are written is another place.
+# Errors of a machine without room for a temporary folder. Results are written elsewhere.
 _NO_FOLDER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 
 class ModelFiles:
-    """Writes and reads a policy's weights in Hugging Face format. What is divided is written by the
-    main process while it is `collected`, or by all in parts."""
+    """Writes and reads a policy's weights in Hugging Face format. The main process writes sharded
+    weights inside `collected`, or all processes write their shards."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class ModelFiles:
         self._model, self._adapter, self._reference = model, adapter, reference
         self._processing_class = processing_class
         self._world, self._in_step = world, in_step
-        self.dtype: torch.dtype | None = None  # of a result's weights; None: their own
+        self.dtype: torch.dtype | None = None  # of the final model's weights; None: unchanged
         self._exact = False
         self._divided = any(map(is_sharded, model.parameters()))
         self._collected: dict[str, Tensor] | None = None
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Inside, the main process can save; a collective at its start. Of divided weights it has
-        the whole there, on the host, of an adapted model those of the adapter."""
+        """Inside, the main process can save. A collective at its start: sharded weights are
+        gathered on the main process's host (of an adapted model, only the adapter's)."""
         if not self._divided or self._collected is not None:
             yield
             return
@@ -66,9 +66,9 @@ class ModelFiles:
             self._collected = self._reference.collected = None
 
     def _collect(self, model: nn.Module) -> dict[str, Tensor]:
-        """What is saved of `model`, in the main process; one tensor after the other."""
+        """Gather the tensors to save of `model` in the main process, one at a time."""
         found: dict[str, Tensor] = {}
-        whole: dict[int, Tensor] = {}  # tied ones stay so
+        whole: dict[int, Tensor] = {}  # by id, so that tied tensors stay tied
         for name, tensor in self._saved_of(model):
             if id(tensor) not in whole:
                 gathered = full_tensor(tensor)
@@ -81,7 +81,7 @@ class ModelFiles:
         return [(n, t) for n, t in saved if self._adapter is None or t.requires_grad]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint in parts keeps of weights: the live tensors, divided or whole."""
+        """The weights for a sharded checkpoint: the live tensors, sharded or not."""
         models: dict[str, nn.Module] = {"model": self._model}
         if self._reference.moves and self._reference.model is not None:
             models["reference"] = self._reference.model
@@ -93,9 +93,9 @@ class ModelFiles:
         return dict(named.values())
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write the model (of an adapted one the adapter, as peft does) and its tokenizer, weights
-        in the precision of results except for a checkpoint. Raises ValueError for a weight that
-        float16 cannot hold."""
+        """Write the model (or only its adapter, as peft does) and its tokenizer. Weights are cast
+        to `dtype`, except in a checkpoint. Raises ValueError for a weight that float16 cannot
+        hold."""
         state, dtype = self._collected, None if self._exact else self.dtype
         if dtype is not None:
             state = in_dtype(state or dict(self._saved_of(self._model)), self._model, dtype)
@@ -111,9 +111,9 @@ class ModelFiles:
         open_as_usual(Path(path).glob("*.safetensors"))
 
     def try_save(self) -> None:
-        """Save into a temporary folder, without weights where they are many, so that what cannot be
-        saved is found before anything is learned. Raises ValueError for it. The main process does
-        it, outside of `collected`."""
+        """Save into a temporary folder, to find before training that something cannot be saved.
+        Raises ValueError in that case. Large or sharded weights are left out. Only the main process
+        saves, outside of `collected`."""
         if not self._world.is_main:
             return
         try:
@@ -131,7 +131,7 @@ class ModelFiles:
                 else:
                     self._adapter.config.save_pretrained(folder)
                 self._processing_class.save_pretrained(folder)
-        except Exception as error:  # of transformers, of a tokenizer's class, of a value in either
+        except Exception as error:  # transformers' or a custom tokenizer's code may raise anything
             if isinstance(error, OSError) and error.errno in _NO_FOLDER:
                 return
             said = " ".join(f"{type(error).__name__}: {error}".split())
@@ -152,7 +152,7 @@ class ModelFiles:
     def save_checkpoint(
         self, path: str | Path, save_model: Callable[[str], object] | None = None
     ) -> None:
-        """`save_pretrained` or what `save_model` does instead, and a reference that moves in the
+        """Call `save_model`, by default `save_pretrained`, and save a reference that moves in the
         folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
         self._exact = True
         try:
@@ -172,15 +172,15 @@ class ModelFiles:
         self._reference.load(path)
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write the adapter alone, without the tokenizer and what peft says of it."""
+        """Write the adapter alone, without the tokenizer and peft's README.md."""
         assert self._adapter is not None
         self._adapter.save(path, self._collected)
         Path(path, "README.md").unlink(missing_ok=True)
 
     def save_description(self, path: str | Path) -> None:
-        """Write what a model's folder has beside weights: configuration and tokenizer."""
+        """Write the configuration and the tokenizer, without weights."""
         config = self._model.config
-        # As transformers' save_pretrained does: vLLM chooses by it what it serves.
+        # As transformers' save_pretrained does: vLLM reads it to choose the model class.
         config.architectures = config.architectures or [type(self._model).__name__]
         config.save_pretrained(path)
         self._processing_class.save_pretrained(path)
@@ -193,8 +193,8 @@ def _has_weights(path: str | Path) -> bool:
 def in_dtype(
     state: Mapping[str, Tensor], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """`state` with the parameters of `model` in another precision, tied ones once. Raises
-    ValueError for one that has values which float16 cannot hold."""
+    """Return `state` with the parameters of `model` cast to `dtype`, tied ones once. Raises
+    ValueError for a parameter with values that float16 cannot hold."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     cast: dict[int, Tensor] = {}
     for name, tensor in state.items():
@@ -211,8 +211,8 @@ def in_dtype(
 
 
 def write_dtype(folder: str | Path, dtype: torch.dtype) -> None:
-    """Have a folder's configuration say in which precision its weights are: transformers writes the
-    one that they had in memory."""
+    """Set the precision in a folder's config.json to that of its weights: transformers writes the
+    one that the weights had in memory."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):

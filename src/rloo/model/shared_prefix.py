@@ -1,10 +1,10 @@
 """Attention over packed groups: each prompt once, its K completions after it.
 
-The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`. Only the attention of
-a model relates tokens to each other, so only it must know this layout: a prompt attends to itself,
-a completion to its prompt and its own past. On a CPU `flash.py` does this in place, on a GPU in 16
-bits `gpu_attention.py`; elsewhere, and for windows, soft caps and sinks, it is done in one row per
-prompt and completion, with masks.
+The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`. Only a model's
+attention relates tokens to each other, so only the attention must know this layout. A prompt
+attends to itself, a completion to its prompt and its earlier tokens. `flash_cpu.py` does this in
+place on a CPU, `flash_gpu.py` on a GPU in 16 bits. Elsewhere, and for windows, soft caps and sinks,
+each prompt and completion is a padded row with a mask.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from rloo.model.attention import AttentionOptions, attend
 from rloo.model.flash_cpu import CPUAttentionRanges, attend_packed
 from rloo.model.offload import send
 
-# The number of elements of the largest mask that is kept. A larger one is replaced by masks of
-# blocks of queries, which the backward recomputes, so that no array grows with tokens squared.
+# The largest mask, in elements, that is stored. A larger one is replaced by masks for blocks of
+# queries, which the backward recomputes. No array then grows with tokens squared.
 MASK_ELEMENTS = 2**24
 
 
@@ -40,7 +40,7 @@ class Span:
 
 
 class _Rows:
-    """Spans that attend in one call, padded to R rows of W tokens."""
+    """Spans of one attention call, padded to R rows of W tokens."""
 
     def __init__(self, spans: Sequence[Span], prompts: _Rows | None) -> None:
         lengths = torch.tensor([span.stop - span.start for span in spans])
@@ -94,21 +94,21 @@ class _Rows:
         return torch.cat([attend_again(queries, query, key, value) for queries in blocks], dim=2)
 
     def _mask(self, sliding_window: int | None, queries: slice, keys: int) -> Tensor:
-        """bool (R, 1, queries, keys), True where a query sees one of the first `keys` keys. Windows
-        count logical positions."""
+        """bool (R, 1, queries, keys), True where a query attends to one of the first `keys` keys.
+        Windows count logical positions."""
         position = self._position[:, queries, None]
         key_position = self._key_position[:, None, :keys]
         visible = (key_position <= position) & self._key_valid[:, None, :keys]
         if sliding_window is not None:
             visible &= key_position > position - sliding_window
-        # A padded query sees every key, since a softmax over none is NaN; its output is dropped.
+        # A padded query attends to every key, since a softmax over none is NaN. It is dropped.
         visible |= ~self.valid[:, queries, None]
         return visible[:, None]
 
 
 class _ToRows(torch.autograd.Function):
-    """Packed tokens (T, H, D) to one (R, W, H, D) for each set of rows. Every token has one place,
-    so the backward is a gather, several times faster than autograd's addition into zeros."""
+    """Converts packed tokens (T, H, D) to one (R, W, H, D) for each set of rows. Every token has
+    one place, so the backward is a gather, several times faster than autograd's addition."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, place: Tensor, *indices: Tensor) -> Any:
@@ -126,9 +126,9 @@ class _ToRows(torch.autograd.Function):
 
 
 class PackedLayout:
-    """Which tokens of a packed row see which. `spans` cover the row; a prompt is followed by its
-    completions, and prompts are numbered in order. Rows of one attention call are sorted by width,
-    so that little is padded."""
+    """The attention of a packed row. `spans` cover the row: each prompt is followed by its
+    completions, and prompts are numbered in order. Rows of one attention call have similar widths,
+    which leaves little padding."""
 
     def __init__(self, spans: Sequence[Span], rows_per_call: int, device: torch.device) -> None:
         self._spans = spans
@@ -137,7 +137,7 @@ class PackedLayout:
 
     @cached_property
     def _calls(self) -> CPUAttentionRanges:
-        """The calls of each span on itself, and those of a prompt's completions on the prompt."""
+        """Ranges for each span's self-attention, and for completions' attention to their prompt."""
         own = [slice(span.start, span.stop) for span in self._spans if span.stop > span.start]
         prompts = [slice(span.start, span.stop) for span in self._spans if span.prompt is None]
         ends = {span.prompt: span.stop for span in self._spans}  # of each prompt's last completion
@@ -197,7 +197,7 @@ class PackedLayout:
             calls = self._segments
             return flash_gpu.attend_packed(query, key, value, calls, scaling=scaling)[None]
         if device.type == "cpu" and torch_compat.has_cpu_flash():
-            # Not in 16 bits, in which its backward is many times slower on a CPU.
+            # In 16 bits its backward is many times slower on a CPU, so it computes in float32.
             dtype = torch.promote_types(value.dtype, torch.float32)
             given = value.dtype
             query, key, value = (x[0].to(dtype) for x in (query, key, value))
@@ -225,7 +225,7 @@ class PackedLayout:
 
 
 class _FromRows(torch.autograd.Function):
-    """Rows, flattened and joined (S, H, D), to packed tokens (T, H, D): the inverse of _ToRows."""
+    """Inverts _ToRows: rows, flattened and joined (S, H, D), to packed tokens (T, H, D)."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, place: Tensor) -> Any:

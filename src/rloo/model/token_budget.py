@@ -1,4 +1,4 @@
-"""The token budget of a micro-batch: one for which the largest micro-batch fits into memory."""
+"""Finds a token budget for micro-batches with which the largest one fits into memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from rloo.model.micro_batch import make_sample
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
-if TYPE_CHECKING:  # processes that sample load no datasets
+if TYPE_CHECKING:  # engine workers do not load the datasets package
     from rloo.data.iterable_dataset import Prompts
 
-# The usable share of a CPU's free memory; the rest is for memory that torch does not allocate.
+# The share of a CPU's free memory to use; the rest is for memory that torch does not allocate.
 CPU_SHARE = 0.9
-# The files of a control group, version 1 and 2: its limit, its usage, and what can be taken back.
+# Files of a control group (version 1 and 2): limit, usage, and the key of reclaimable memory.
 _GROUP_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _GROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 # A micro-batch that certainly needs less than this share of the free memory is not measured.
@@ -77,8 +77,8 @@ def workload_of(prompts: Prompts, config: RLOOConfig, batches: BatchSizes) -> Wo
 
 
 def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> list[Sample]:
-    """A micro-batch that fills the budget with completions of maximum length: the longest prompt
-    for the longest context, then the shortest prompts for the largest share of completions. The
+    """A micro-batch that fills the budget with completions of maximum length. It has the longest
+    prompt, for the longest context, then the shortest prompts, for the most completion tokens. The
     last completion is cut to the budget; a single one may exceed it, as in training."""
     if not policy.packed:
         width = workload.longest_prompt + workload.completion_tokens - 1
@@ -106,14 +106,14 @@ def fitting_budget(policy: Policy, workload: Workload) -> FittedBudget:
     """The budget `policy.max_tokens` if the largest micro-batch of `workload` fits into free
     memory, or else a smaller one, computed from small measurements and then verified.
 
-    On CUDA the micro-batch is run, forward and backward. On a CPU, where the system kills a process
-    that takes too much, and of weights that several divide, its memory is predicted. Raises
-    ValueError if not even one completion fits.
+    On CUDA the micro-batch is run, forward and backward. Its memory is predicted on a CPU, where
+    the system kills a process that takes too much, and with weights sharded over several processes.
+    Raises ValueError if not even one completion fits.
     """
     asked = policy.max_tokens
     on_cpu = policy.device.type == "cpu"
     room = available_bytes(policy.device) - missing_bytes(policy)
-    # The process with the least memory decides for all, which measure in step.
+    # The process with the least memory decides for all. All processes measure in step.
     room = min(policy.world.all_gather_object(int(CPU_SHARE * room) if _predicts(policy) else room))
     largest = largest_micro_batch(policy, workload, asked)
     certain = on_cpu and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
@@ -142,14 +142,14 @@ def fitting_budget(policy: Policy, workload: Workload) -> FittedBudget:
 
 def missing_bytes(policy: Policy) -> int:
     """Bytes that the first step will allocate and keep: gradients, and optimizer state if there is
-    none yet. Parked state does not count: it returns only after the activations are freed."""
+    none yet. Parked state does not count: it is fetched only after the activations are freed."""
     known = policy.stepper.optimizer.state or "optimizer" in policy.config.offload
     state = 0 if known else memory_estimate.optimizer_bytes(policy)
     return memory_estimate.gradient_bytes(policy) + state
 
 
 def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
-    """An upper bound of `predicted_peak_bytes` without measuring: several times the count of
+    """An upper bound of `predicted_peak_bytes`, without a measurement: several times the count of
     Korthikanti et al. 2022 for a layer, scores for all pairs of tokens in a row, six arrays of
     logits, and three times the weights."""
     text = policy.model.config.get_text_config()
@@ -166,8 +166,8 @@ def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on the GPU, or on the machine: the least of free
-    memory, its control groups' limits and its address space."""
+    """Bytes that this process can still allocate. On a GPU: free and cached device memory. On a
+    CPU: the least of free memory, control group limits and address space limit."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -181,7 +181,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def gigabytes(size: float) -> str:
-    """`1.25 GB`; sizes below 1 GB in `MB`."""
+    """Format bytes as `1.25 GB`; sizes below 1 GB in `MB`."""
     return f"{size / 1e9:.2f} GB" if abs(size) >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
@@ -198,8 +198,8 @@ def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
 
 
 def _predicts(policy: Policy) -> bool:
-    """Whether no micro-batch is tried that may not fit: it would end the process, or leave others
-    in the midst of a gathering."""
+    """Whether memory is predicted, not tried: on a CPU a micro-batch that does not fit ends the
+    process, and with sharded weights it leaves other processes inside a collective."""
     return policy.device.type == "cpu" or (policy.divides and policy.world.size > 1)
 
 
@@ -233,7 +233,7 @@ def _control_groups(
             continue
         base, names = (root / "memory", _GROUP_V1) if controllers else (root, _GROUP_V2)
         folder = base / path.strip("/")
-        # In a container the path may be the host's; the container's own group is then the root.
+        # In a container the path may be the host's; the container's group is then the root.
         for place in {folder, *folder.parents} if folder.exists() else {base}:
             if place.is_relative_to(base):
                 left += _room_in_group(place, *names)

@@ -1,5 +1,5 @@
-"""The state of a run as plain tensors and JSON values, from which it is restored to the last bit:
-optimizers and random number generators; and the version of its weights."""
+"""The state of optimizers and random number generators as plain tensors and JSON values, restored
+bit for bit; and the version number of the weights."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Name and shape of every parameter, by which a checkpoint must match a model."""
+    """Name and shape of every parameter; a checkpoint must have the same as the model."""
     return {name: list(shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
 def probe(parameters: Sequence[Tensor]) -> Tensor:
-    """A fixed sample of parameters, by which changes are noticed: up to 1,024 numbers of each, of
-    divided ones those of them that are here."""
+    """The first elements of each parameter, up to 1,024, to detect changes. For a sharded parameter
+    those of them that are in this process's shard."""
     parts = [(to_local(p).flatten(), numbers_before(p)) for p in parameters]
     return torch.cat([part[: max(0, 1024 - before)] for part, before in parts])
 
 
 def digest(parameters: Sequence[Tensor]) -> str:
-    """What tells parameters from others, by the numbers of `probe`."""
+    """A SHA-256 of `probe`, which identifies the parameters' values."""
     return hashlib.sha256(probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
 
 
 class WeightsVersion:
-    """Numbers the states of a model's weights, in this process alone: two readings are equal only
-    if nothing changed between them. Of divided weights all processes read at the same point, and
-    the number is the same in all.
+    """A version number of a model's weights, for this process only: two readings are equal only if
+    nothing changed between them. With sharded weights reading is a collective, and all processes
+    get the same number.
 
-    Steps are counted, since kernels of an optimizer's own may leave no trace. All other changes
-    (loading, resuming, planning, a callback) are seen: torch counts those made in place, replaced
-    memory has another address, and what is written past torch (`.data`) shows in the digest. Only
-    such a write that spares the first 1,024 numbers of every parameter goes unseen.
+    Optimizer steps are counted, since an optimizer's custom kernels may leave no trace. Other
+    changes (loading, resuming, planning, a callback) are detected: torch counts in-place changes,
+    replaced memory has another address, and writes that bypass torch's count (`.data`) change the
+    digest. Only such a write outside the first 1,024 numbers of every parameter is missed.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -71,7 +71,7 @@ class WeightsVersion:
         self._seen = None
 
     def read(self) -> int:
-        """The number of the weights as they are now."""
+        """The version number of the current weights."""
         parameters = list(self._model.parameters())
         found = [(to_local(p).data_ptr(), p._version) for p in parameters], digest(parameters)
         changed = self._seen not in (None, found)
@@ -98,8 +98,8 @@ def optimizer_state(
     names: Mapping[int, str],
     take: Callable[[Tensor], Tensor] = to_local,
 ) -> dict[str, Any]:
-    """The state of an optimizer by the `names` of its parameters (by id): its live tensors, not
-    copies. `take`: what is taken of a divided one (`local`, `gathered`, `as_is`)."""
+    """The state of an optimizer by parameter name (`names` maps ids to names). Its tensors are
+    live, not copies. `take` reads a sharded tensor (`to_local`, `gathered`, `as_is`)."""
     saved = optimizer.state_dict()
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     groups = [
@@ -119,9 +119,8 @@ def optimizer_state(
 def load_optimizer(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], names: Mapping[int, str]
 ) -> None:
-    """Restore what `optimizer_state` returned, of whole tensors, bit for bit, including learning
-    rates and other settings. Raises a ValueError that names the first parameter with another
-    shape."""
+    """Restore the result of `optimizer_state` (full tensors) bit for bit, including learning rates
+    and other settings. Raises a ValueError that names the first parameter with another shape."""
     require_same_shapes(state["shapes"], _shapes(optimizer, names))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     index = {names[id(p)]: number for number, p in enumerate(parameters)}
@@ -136,7 +135,7 @@ def load_optimizer(
     others = {key: value for key, value in state.items() if key != "shapes"}
     optimizer.load_state_dict({**others, "state": own, "param_groups": groups})
     # torch's load_state_dict casts the state to the parameter's dtype, which rounds the float32
-    # moments of bf16 weights, and otherwise keeps the tensors that it gets.
+    # moments of bf16 weights. State that it does not cast is stored without a copy.
     for number, kept in own.items():
         present = optimizer.state[parameters[number]]
         for key, saved in kept.items():
@@ -148,12 +147,12 @@ def load_optimizer(
 
 
 def as_is(tensor: Tensor) -> Tensor:
-    """A tensor, whole or divided."""
+    """Return the tensor itself, sharded or not."""
     return tensor
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole of a divided tensor, on the host, in the main process alone; a collective."""
+    """Gather a sharded tensor on the host of the main process; empty elsewhere. A collective."""
     if not is_sharded(tensor):
         return tensor
     whole = full_tensor(tensor)
@@ -161,7 +160,7 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
-    """A value of the optimizer's state, divided where it has a number for each of a parameter's."""
+    """A value of the optimizer's state, sharded like its parameter if it has the same shape."""
     alike = isinstance(value, Tensor) and value.shape == parameter.shape
     return shard_like(value, parameter) if alike and not is_sharded(value) else value
 
@@ -169,8 +168,8 @@ def _part(value: Any, parameter: Tensor) -> Any:
 def empty_state(
     listed: Mapping[str, tuple[torch.Size, torch.dtype]], named: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Room for an optimizer's tensors, which are `listed` as `flatten` has named them, divided as
-    the `named` parameters are."""
+    """Zeros for an optimizer's tensors, sharded like the `named` parameters. `listed` has the names
+    that `flatten` gave them."""
     found = {}
     for name, (shape, dtype) in listed.items():
         _, *path = name.split("/")
@@ -187,26 +186,26 @@ def empty_state(
 
 
 class WeightsDiverged(FloatingPointError):
-    """The processes of a run have other weights than the main one: nothing of it may be saved."""
+    """Raised if a process's weights differ from the main process's: nothing may be saved."""
 
 
 class NotFiniteError(FloatingPointError):
-    """Weights, or what the optimizer keeps of them, are not finite: nothing of it may be saved."""
+    """Raised if weights or the optimizer's state are not finite: nothing may be saved."""
 
 
 def first_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The name of the first tensor with a value that is not finite, None if all are finite; of
-    divided ones, as far as they are here."""
+    """The name of the first tensor with a value that is not finite, or None. Only this process's
+    shards of sharded tensors are checked."""
     parts = ((name, to_local(tensor)) for name, tensor in tensors)
     named = [(name, part) for name, part in parts if part.is_floating_point() and part.numel()]
-    # One number a tensor, and one comparison for all. On a CPU sums are many times as fast,
-    # but those of finite numbers may not be finite.
+    # One number per tensor, and one comparison for all. On a CPU sums are many times faster than
+    # norms, but the sum of finite numbers may not be finite.
     on_cpu = [t for _, t in named if t.device.type == "cpu"]
     sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)) for t in on_cpu]
     if len(sums) == len(named) and all(map(math.isfinite, map(float, sums))):
         return None
     finite = [True] * len(named)
-    # A host waits once for each device, not for each tensor.
+    # The host synchronizes once per device, not once per tensor.
     for device in {part.device for _, part in named}:
         places = [n for n, (_, part) in enumerate(named) if part.device == device]
         norms = torch_compat.largest([named[n][1] for n in places])

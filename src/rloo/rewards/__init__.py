@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The built-in reward functions and makers of them, each loaded when it is asked for."""
+    """Load the built-in reward functions and their factories on first use."""
     for reward, place in plugins.BUILT_IN["rewards"].items():
         if name in __all__ and place.endswith(f":{name}"):
             return plugins.load("rewards", reward)

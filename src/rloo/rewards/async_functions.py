@@ -1,4 +1,4 @@
-"""The thread in which coroutine functions run, together and under one deadline."""
+"""The event loop thread in which coroutine functions run together, under one deadline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _TURN_SECONDS = 0.2
 
 
 class LoopThread:
-    """An event loop in a thread of its own, kept between calls.
+    """An event loop in a separate thread, reused between calls.
 
-    It has its own thread because the caller may already run a loop (in a notebook), and it is kept
-    because the clients of a coroutine function are bound to the loop in which they were first used.
+    The thread is separate because the caller may already run a loop (in a notebook). It is reused
+    because the clients of a coroutine function are bound to the loop in which they were first
+    used.
     """
 
     def __init__(self) -> None:
@@ -39,10 +40,10 @@ class LoopThread:
         until: str = futures.ALL_COMPLETED,
     ) -> tuple[dict[str, futures.Future[Any]], list[str]]:
         """Run coroutine functions, each within `context(name)`, until all are done, or one failed
-        (`until` FIRST_EXCEPTION), or `seconds` have passed; what is left is cancelled.
+        (`until` FIRST_EXCEPTION), or `seconds` have passed; the unfinished ones are cancelled.
 
-        Returns the futures that are done, and the names of the others: first of all the one that
-        blocks the loop.
+        Returns the futures that are done, and the names of the others. The first name is that of
+        the coroutine that blocks the loop, if any.
         """
         over = threading.Event()
         running = {
@@ -62,17 +63,17 @@ class LoopThread:
                 future.cancel()  # after Ctrl-C nothing may continue in the background
 
     def submit(self, call: Coroutine[Any, Any, T]) -> futures.Future[T]:
-        """Run a coroutine, and do not wait for it."""
+        """Start a coroutine and return its future."""
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def responds(self) -> bool:
-        """Whether the loop is free to run something, a moment after a call was cancelled."""
+        """Return whether the loop can run a callback shortly after a call was cancelled."""
         free = threading.Event()
         self._loop.call_soon_threadsafe(free.set)
         return free.wait(_RESPONSE_SECONDS)
 
     def close(self) -> None:
-        """End the loop; a coroutine that blocks it is left behind with the thread, a daemon."""
+        """Stop the loop; a coroutine that blocks it remains in the thread, a daemon."""
         if not self._closed:
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -86,7 +87,7 @@ class LoopThread:
                 continue
         cancelled = asyncio.all_tasks(self._loop)
         for task in cancelled:
-            task.cancel()  # of a call that was given up in this moment
+            task.cancel()  # of a call that was cancelled at this moment
         if cancelled:
             self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_RESPONSE_SECONDS))
         self._loop.close()
@@ -95,7 +96,7 @@ class LoopThread:
 def _wait(running: Collection[futures.Future[Any]], seconds: float | None, until: str) -> None:
     end = time.monotonic() + (seconds or math.inf)
     while (left := end - time.monotonic()) > 0:
-        # In short turns: a signal that another thread was given is handled at the end of one.
+        # Wait in short intervals: a signal that another thread received is handled after each.
         done, pending = futures.wait(running, min(left, _TURN_SECONDS), until)
         failed = any(future.cancelled() or future.exception() for future in done)
         if not pending or (failed and until == futures.FIRST_EXCEPTION):
@@ -115,15 +116,15 @@ async def _within(
         try:
             return await call()
         except (asyncio.CancelledError, GeneratorExit) as error:
-            if not over.is_set():  # it raised that itself, or waited for a task that was cancelled
+            if not over.is_set():  # the function raised it, or awaited a cancelled task
                 raise
             ended = error
     raise ended
 
 
 def is_coroutine(function: Any) -> bool:
-    """Whether calling it gives a coroutine: a coroutine function, an object whose call is one, or
-    `functools.partial` of either."""
+    """Return whether calling `function` returns a coroutine: a coroutine function, an object with
+    an async `__call__`, or `functools.partial` of either."""
     while isinstance(function, partial):
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004 (an object with an async call)

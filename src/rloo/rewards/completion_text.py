@@ -6,8 +6,8 @@ from rloo.types import Text
 
 
 def text_of(completion: Text) -> str:
-    """The text of a completion: the string itself, or the last assistant message's content, its
-    text parts joined; empty without such a message, and for one without text (a tool call)."""
+    """Return the text of a completion: the string itself, or the last assistant message's content,
+    its text parts joined; empty without such a message, and for one without text (a tool call)."""
     if isinstance(completion, str):
         return completion
     for message in reversed(completion):
@@ -20,7 +20,7 @@ def text_of(completion: Text) -> str:
 
 
 def question_of(prompt: Text) -> str:
-    """The text of a prompt: the string itself, or the content of the last message of the user."""
+    """Return the text of a prompt: the string itself, or the content of the last user message."""
     if isinstance(prompt, str):
         return prompt
     turns = [message for message in prompt if message.get("role") == "user"]

@@ -1,6 +1,6 @@
-"""What can be told of a dataset's references and of a tokenizer before the first sample, by asking
-the reward functions: one that has `check_row(row)` returns a reference that it cannot read, and one
-that has `seeks` names texts that it looks for in completions."""
+"""Checks of a dataset's references and of a tokenizer before the first sample, by the reward
+functions. `check_row(row)` of a function returns a reference that it cannot read. `seeks` is the
+text that it searches for in completions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from rloo.rewards.reward_set import RewardSet
 
-# Of a huge dataset, as many rows as are read in this time.
+# Only the rows that can be checked in this time.
 _SECONDS = 10.0
 _COLUMNS = ("answer", "solution")
 
 
 def check_dataset(rewards: RewardSet, rows: Any, tokenizer: Any) -> None:
-    """Warn of references that a reward cannot read, with their row, and of texts that it looks for
-    and never sees. Raises ValueError where it can read no reference, or says so itself. `rows` is a
-    dataset or a mapping of columns, `tokenizer` may be a processor."""
+    """Warn of references that a reward cannot read, with their rows, and of texts that it searches
+    for but that decoding removes. Raises ValueError if a reward can read no reference, or raises it
+    itself. `rows` is a dataset or a mapping of columns, `tokenizer` may be a processor."""
     _look_at_rows(rewards, rows)
     _look_at_tokens(rewards, getattr(tokenizer, "tokenizer", tokenizer).all_special_tokens)
 
@@ -35,7 +35,7 @@ def _look_at_rows(rewards: RewardSet, rows: Any) -> None:
         return
     for name, check_row in checks:
         _look(name, check_row, zip(*(rows[column] for column in names), strict=True), names)
-    if len(rewards.functions) == 1:  # of several, each may have its own rows
+    if len(rewards.functions) == 1:  # several functions may each have their own rows
         _look_for_none(checks[0][0], rows[names[0]], names[0])
 
 

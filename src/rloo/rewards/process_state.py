@@ -1,4 +1,4 @@
-"""What of the process must be the same before and after a call of a reward function."""
+"""The state of the process that a reward function must not change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 
-# Its name, how it is read, which gives None for what cannot be told, and how it is restored.
+# Name, function that reads the state (None if unknown), and function that restores it.
 State = tuple[str, Callable[[], Any], Callable[[Any], Any]]
-# Kinds of devices whose autocast is watched.
+# Device types whose autocast state is checked.
 _DEVICES = ("cpu", "cuda")
 _LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "STACK")
 
 
 def list_states() -> list[State]:
-    """All of them, those of torch where it is loaded, those of signals in the main thread."""
+    """Return all states: those of torch if it is loaded, those of signals in the main thread."""
     states: list[State] = [
         ("the working directory", _read_folder, os.chdir),
         ("the mask of new files' modes", _read_mask, os.umask),
@@ -39,24 +39,24 @@ def list_states() -> list[State]:
         if hasattr(resource, f"RLIMIT_{name}")
     ]
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_num_threads"):  # whole, not just being imported
+    if hasattr(torch, "set_num_threads"):  # completely imported
         states += _of_torch(torch)
-    if hasattr(signal, "pthread_sigmask"):  # last: what was blocked may come when it is restored
+    if hasattr(signal, "pthread_sigmask"):  # last: unblocking may deliver signals
         states.append(("the blocked signals", _read_blocked, _block))
     return states
 
 
 @contextmanager
 def inference_mode_kept() -> Iterator[None]:
-    """End, with this block, an inference mode that is begun in it and not ended: only the end of
-    what encloses it can."""
+    """At the end of this block, leave an inference mode that was entered in it and not left. Only
+    the exit of an enclosing inference mode can do that."""
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "set_num_threads"):
         yield
         return
     learns = torch.is_grad_enabled()
     with torch.inference_mode(torch.is_inference_mode_enabled()):
-        torch.set_grad_enabled(learns)  # which the mode itself has changed
+        torch.set_grad_enabled(learns)  # entering the mode changed it
         yield
 
 
@@ -106,18 +106,18 @@ def _of_torch(torch: Any) -> Iterator[State]:
 def _read_precision(torch: Any) -> str | None:
     try:
         precision: str = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by the interface that has replaced this one
+    except RuntimeError:  # it was set by the interface that replaced this one
         return None
     return precision
 
 
 def _leave(before: bool) -> None:
-    """`inference_mode_kept` ends it."""
+    """Do nothing: `inference_mode_kept` restores it."""
 
 
 def _read_autocast(torch: Any) -> tuple[Any, ...]:
-    """Whether it is on and its type, on each device; its cache; how many blocks of it are entered,
-    of which the last one that is left empties the cache."""
+    """Whether it is on and its dtype, on each device; its cache; and the nesting depth, since
+    leaving the outermost block clears the cache."""
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
     on, kind = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -137,7 +137,7 @@ def _set_autocast(torch: Any, before: tuple[Any, ...]) -> None:
 
 
 def _set_device(torch: Any, before: Any) -> None:
-    # Where nothing is set it is the CPU: to set that would slow every call of torch down.
+    # The default is the CPU. Setting it explicitly would slow down every call of torch.
     torch.set_default_device(None if before.type == "cpu" else before)
     for _ in range(8):  # blocks of `with torch.device(...)` that were entered and not left
         if torch.get_default_device() != before:
@@ -150,14 +150,14 @@ def _handler_of(number: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
 
 def _limit_of(number: int) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
     def restore(before: tuple[int, int]) -> None:
-        with suppress(ValueError, OSError):  # what is hard, only root can raise
+        with suppress(ValueError, OSError):  # only root can raise a hard limit
             resource.setrlimit(number, before)
 
     return lambda: resource.getrlimit(number), restore
 
 
 def _timers() -> Iterator[State]:
-    """Those that send signals, but for one that is set now: it runs on."""
+    """The timers that send signals, except those that are active now."""
     for name in ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF"):
         number = getattr(signal, name)
         if signal.getitimer(number)[0] == 0:

@@ -1,5 +1,5 @@
 """From a spec to a reward function: a built-in name, or a function of a module or a file. The file
-is executed: never pass it text from a model or a dataset."""
+is executed: never pass text from a model or a dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from rloo import plugins
 from rloo.config.user_functions import check_function, load_function
 
-# What other systems call rewards like these.
+# Names of similar rewards in other systems -> names here.
 _ELSEWHERE = {
     "accuracy": "math", "accuracy_reward": "math", "reasoning_accuracy_reward": "math",
     "math_verify": "math", "math_reward": "math", "think_format_reward": "format",
@@ -22,7 +22,7 @@ _ELSEWHERE = {
     "soft_overlong_punishment": "soft_overlong",
     "get_soft_overlong_punishment": "soft_overlong", "repetition_penalty": "repetition",
 }  # fmt: skip
-# Rewards of open-r1 that there are none like here -> why.
+# Rewards of open-r1 without an equivalent here -> reason.
 _NOT_HERE = {
     **dict.fromkeys(
         ("ioi_code", "cf_code"),
@@ -67,7 +67,7 @@ def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[
 
 
 def check_reward(spec: str | Mapping[str, Any]) -> None:
-    """Raise what `load_reward` raises without running a user's code, as far as that can be told."""
+    """Raise what `load_reward` raises, as far as possible without running a user's code."""
     if isinstance(spec, str) and ":" in spec and not _CALL.fullmatch(spec.strip()):
         check_function(spec.strip(), "reward")
     else:
@@ -75,7 +75,7 @@ def check_reward(spec: str | Mapping[str, Any]) -> None:
 
 
 def is_reward_model(name: Any) -> bool:
-    """Whether `name` is a folder or hub id of a reward model, rather than a function's name."""
+    """Return whether `name` is a folder or hub id of a reward model, not a function's name."""
     if not isinstance(name, str) or name in plugins.names("rewards"):
         return False
     is_code = name.endswith(".py") or bool(set(":(") & set(name))  # file.py:function, name(options)
@@ -83,7 +83,7 @@ def is_reward_model(name: Any) -> bool:
 
 
 def check_folder(name: str) -> None:
-    """Raise ValueError for a folder of a reward model that is an adapter, or that has no model."""
+    """Raise ValueError for a reward model folder that contains an adapter or no model."""
     there = [file for file in ("config.json", "adapter_config.json") if _is_in(name, file)]
     if os.path.isdir(name) and "config.json" not in there:
         why = (
@@ -123,8 +123,8 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _made(name: str, found: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The reward function that was found by name, or that it makes of options: a reward function
-    takes completions, as in TRL, and what makes one does not."""
+    """The reward function found by name, or the one that a factory returns for these options. A
+    reward function takes completions, as in TRL; a factory does not."""
     known = inspect.signature(found).parameters
     if "completions" in known:
         if options:

@@ -1,5 +1,4 @@
-"""One call of one reward function: the arguments it may get (named as in TRL) and the values it may
-return."""
+"""One call of one reward function: its arguments (named as in TRL) and its return values."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from rloo.config.user_functions import NotAllowed
 from rloo.rewards.async_functions import is_coroutine
 from rloo.rewards.state_guard import show
 
-# Of float32, in which advantages are: a larger reward would be infinite there.
+# The largest float32. Advantages are float32, in which a larger reward would be infinite.
 LARGEST = 3.4028234663852886e38
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
@@ -32,13 +31,13 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        """Whether its calls have to be awaited."""
+        """Whether its calls must be awaited."""
         return is_coroutine(self.function)
 
 
 @dataclass(slots=True)
 class RewardLog:
-    """Collects what one function logs during one call."""
+    """Collects the extras and metrics that one function logs during one call."""
 
     extras: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
@@ -50,7 +49,7 @@ class RewardLog:
         self.extras.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number, of which the step's mean is taken. Raises ValueError for anything else."""
+        """Log a number; the step logs its mean. Raises ValueError for anything else."""
         number = _unwrap(value)
         if not isinstance(number, numbers.Real):
             raise ValueError(f"log_metric({name!r}, ...) got {show(value)}; it takes a number")
@@ -58,7 +57,8 @@ class RewardLog:
 
 
 def read_signature(function: Callable[..., Any], name: str, weight: float) -> Reward:
-    """Find out what a function takes by name. Raises ValueError if it cannot be called by name."""
+    """Return a function as a `Reward`, with the arguments that it takes. Raises ValueError if it
+    cannot be called by name."""
     if not callable(function):
         raise ValueError(f"the reward {function!r} is a {type(function).__name__}, not a function")
     try:
@@ -82,7 +82,7 @@ def read_signature(function: Callable[..., Any], name: str, weight: float) -> Re
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a reward function in metrics: its own, or its class's."""
+    """Return the name of a reward function in metrics: its own, or its class's."""
     function = getattr(function, "func", function)  # functools.partial
     return getattr(function, "__name__", type(function).__name__)
 
@@ -90,8 +90,8 @@ def name_of(function: Callable[..., Any]) -> str:
 def make_arguments(
     reward: Reward, given: Mapping[str, list[Any]], trainer_state: Any, log: RewardLog
 ) -> dict[str, Any]:
-    """The keyword arguments that `reward` accepts; lists are copied so that it may change them, and
-    so is the trainer's state, so that it cannot change the run."""
+    """Return the keyword arguments that `reward` accepts. Lists and the trainer's state are copied,
+    so that the function may change them without an effect on the run."""
     logs = {"log_extra": log.log_extra, "log_metric": log.log_metric}
     offered = {**given, "trainer_state": trainer_state, **logs}
     accepts = offered.keys() if reward.accepts is None else reward.accepts
@@ -102,8 +102,8 @@ def make_arguments(
 
 
 def check_state(name: str, seen: Any, trainer_state: Any) -> None:
-    """Raise NotAllowed where the function `name` set a value of `seen`, its copy of the trainer's
-    state: nothing would come of it. Lists and dictionaries in it are the function's own."""
+    """Raise NotAllowed if the function `name` set a value of `seen`, its copy of the trainer's
+    state: the change would have no effect. It may change the copy's lists and dictionaries."""
     for key, value in getattr(seen, "__dict__", {}).items():
         known = getattr(trainer_state, key, None)
         if value is not known and not isinstance(known, (list, dict)):
@@ -136,7 +136,7 @@ def _unwrap(value: Any) -> Any:
 
 
 def read_rewards(result: Any, name: str, count: int) -> list[float | None]:
-    """Check what a reward function returned and convert it to `count` floats or None. Raises
+    """Check the return value of a reward function and convert it to `count` floats or None. Raises
     ValueError that names the function, the row and the value."""
     if getattr(result, "ndim", None) == 1 and hasattr(result, "tolist"):
         result = result.tolist()
@@ -153,7 +153,7 @@ def read_rewards(result: Any, name: str, count: int) -> list[float | None]:
 
 
 def share_of_nan(result: Any) -> float:
-    """The share of what a reward function returned that is NaN, and so no reward."""
+    """Return the share of a reward function's return values that are NaN, and so no reward."""
     values = [_unwrap(value) for value in result]
     numbers_of = [value for value in values if isinstance(value, numbers.Real)]
     return sum(value != value for value in numbers_of) / max(1, len(values))

@@ -26,12 +26,12 @@ OPTIONS = (
 
 
 class RewardModel:
-    """A sequence classifier with one label, whose score of prompt and completion is the reward.
+    """A sequence classifier with one label; its score of prompt and completion is the reward.
 
     Messages are rendered by the chat template of the model's own tokenizer, strings are joined;
-    neither gets additional special tokens. `model` is changed: it is put in evaluation mode, and
-    its configuration takes over the tokenizer's padding token (or else its end-of-sequence token),
-    by which transformers finds the last token of a text. `batch_tokens` bounds the number of rows
+    neither gets additional special tokens. `model` is changed: it is set to evaluation mode, and
+    its configuration gets the tokenizer's padding token (or else its end-of-sequence token), by
+    which transformers finds the last token of a text. `batch_tokens` bounds the number of rows
     times the length of the longest row in one forward pass.
     """
 
@@ -43,7 +43,7 @@ class RewardModel:
         batch_tokens: int = BATCH_TOKENS,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Raises ValueError for several labels, no token to pad with, a `batch_tokens` below 1."""
+        """Raises ValueError for several labels, no padding token, or a `batch_tokens` below 1."""
         path = getattr(model.config, "_name_or_path", "")
         self.__name__ = path.rstrip("/").split("/")[-1] or type(model).__name__
         if model.config.num_labels != 1:
@@ -71,8 +71,8 @@ class RewardModel:
         self._template_options = dict(chat_template_kwargs or {})
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """One score per completion, as the model returns it. Raises ValueError for a text without
-        tokens or longer than the model's context, and for a score that is not finite."""
+        """Return one score per completion, as the model gives it. Raises ValueError for a text
+        without tokens or longer than the model's context, and for a score that is not finite."""
         texts = [self._write(p, c) for p, c in zip(prompts, completions, strict=True)]
         encoded: Any = self.tokenizer(texts, add_special_tokens=False)
         rows = encoded["input_ids"]
@@ -92,12 +92,12 @@ class RewardModel:
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt + completion
         messages: list[Any] = list(prompt)
-        # A text model: images in the prompt are left out.
+        # This is a text model: images in the prompt are left out.
         messages = [
             {**m, "content": text_of(m["content"])} if isinstance(m.get("content"), list) else m
             for m in messages
         ]
-        if messages[-1]["role"] == "assistant":  # begun in the prompt, whole in the completion
+        if messages[-1]["role"] == "assistant":  # the completion contains the complete message
             messages.pop()
         rendered = self.tokenizer.apply_chat_template(
             [*messages, *completion], tokenize=False, **self._template_options
@@ -271,7 +271,7 @@ def _describe_labels(name: str, count: int) -> str:
 
 
 def _batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Row numbers, longest first, in batches of at most `budget` padded tokens, or of one row."""
+    """Row indices, longest first, in batches of at most `budget` padded tokens, or of one row."""
     batch: list[int] = []
     for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > budget:

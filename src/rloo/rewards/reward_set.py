@@ -1,4 +1,4 @@
-"""Calls reward functions in TRL's convention and sums what they return."""
+"""Calls reward functions in TRL's convention and sums their rewards."""
 
 # Over 400 lines: a reward set is called, limited in time, combined and measured in one place.
 from __future__ import annotations
@@ -37,9 +37,9 @@ from rloo.types import Text
 
 @dataclass(frozen=True, slots=True)
 class RawScores:
-    """What the functions returned and logged in one call each, by name; None for a call that
-    failed and may be missing. `count` completions were scored, of which the functions have `seen`
-    some (None: all)."""
+    """The rewards and logs of one call of each function, by name; None for a call that failed and
+    may be missing. `count` completions were scored; the functions received `seen` of them (None:
+    all)."""
 
     count: int
     by_function: dict[str, list[float | None] | None]
@@ -47,8 +47,8 @@ class RawScores:
     seen: int | None = None
 
     def among(self, places: Sequence[int], count: int) -> RawScores:
-        """The same as of `count` completions, of which those at `places` were scored: of the others
-        nothing is known."""
+        """Return the same for `count` completions. `places` are those that were scored; the others
+        get None."""
 
         def spread(values: list[Any]) -> list[Any]:
             known = dict(zip(places, values, strict=True))
@@ -70,7 +70,7 @@ class RawScores:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """The rewards of N completions; every list has N entries. `totals` are weighted sums over the
-    functions that returned a number, None where none did. `extras` are the columns logged with
+    functions that returned a number, None if none did. `extras` are the columns logged with
     `log_extra`, `metrics` the means of values logged with `log_metric`."""
 
     totals: list[float | None]
@@ -89,9 +89,9 @@ class RewardSet:
     loop that lives as long as the set; the others run one after another, in the caller's thread if
     that is the main one.
 
-    `timeout` is the deadline of one call in seconds (None or 0: no limit). `on_error` says what a
-    call is that misses it, raises, returns what is no reward or changes the state of the process:
-    `raise`, or `missing`, which warns and scores None.
+    `timeout` is the deadline of one call in seconds (None or 0: no limit). `on_error` applies to a
+    call that misses it, raises, returns an invalid reward or changes the state of the process:
+    `raise` ends the run, `missing` warns and scores None.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class RewardSet:
         on_error: Literal["raise", "missing"] = "raise",
         sources: Sequence[Any] | None = None,
     ) -> None:
-        """`sources` are what `load_reward` makes each function of anew (None: unknown). Raises
-        ValueError if there is no function, if one cannot be called by name, or if weights or names
-        are not one per function. Equal names get `_2`, `_3`, ... appended."""
+        """`sources` are the specs from which `load_reward` can load each function again (None:
+        unknown). Raises ValueError if there is no function, if one cannot be called by name, or if
+        weights or names are not one per function. Equal names get `_2`, `_3`, ... appended."""
         if not functions:
             raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
         weights = [1.0] * len(functions) if weights is None else weights
@@ -124,32 +124,32 @@ class RewardSet:
         self.timeout = timeout if timeout and math.isfinite(timeout) else None
         self.on_error: Literal["raise", "missing"] = on_error
         self.sources = list(sources or [None] * len(functions))
-        # What functions may ask for besides columns, where episodes have it.
+        # Arguments besides columns that functions may take, if episodes have them.
         self.offered: tuple[str, ...] = ()
         self._loop: LoopThread | None = None
 
     @property
     def names(self) -> list[str]:
-        """The functions' names in metrics, each one once."""
+        """The functions' distinct names in metrics."""
         return [reward.name for reward in self._rewards]
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """The functions as they were given."""
+        """The functions as they were passed."""
         return [reward.function for reward in self._rewards]
 
     @property
     def required(self) -> tuple[str, ...]:
-        """The names of all parameters that some function cannot do without."""
+        """The names of all required parameters of the functions."""
         return tuple(dict.fromkeys(name for reward in self._rewards for name in reward.requires))
 
     def reads(self, column: str) -> bool:
-        """Whether a function has a parameter of this name."""
+        """Return whether a function has a parameter of this name."""
         return any(column in (*(r.accepts or ()), *r.requires) for r in self._rewards)
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise ValueError for what would fail at the first call: required parameters that are no
-        columns, columns with reserved names, and a function's own `check_columns(columns)`."""
+        """Raise ValueError for errors of the first call: required parameters that are no columns,
+        columns with reserved names, and those of a function's own `check_columns(columns)`."""
         columns = list(columns)
         for column in columns:
             if column in RESERVED:
@@ -185,8 +185,8 @@ class RewardSet:
         With `learn`, a function's own `normalize(scores)` puts its scores on a running scale.
         Without it, as in evaluation, no state changes, so that scores can be compared over the run.
         Raises ValueError with function, row and value for a wrong number of rewards or for a reward
-        that is not finite, TimeoutError for a call that misses the deadline, and NotAllowed for
-        one that exits or that changes the state of the process or of the trainer. Exceptions of a
+        that is not finite, TimeoutError for a call that misses the deadline, and NotAllowed for one
+        that exits or that changes the state of the process or of the trainer. Exceptions of a
         function are passed on with a note that names it.
         """
         raw = self.call(prompts, completions, completion_ids, columns, trainer_state)
@@ -194,13 +194,13 @@ class RewardSet:
 
     @property
     def reads_state(self) -> bool:
-        """Whether some function takes the trainer's state."""
+        """Whether a function takes the trainer's state."""
         return any(r.accepts is None or "trainer_state" in r.accepts for r in self._rewards)
 
     @property
     def shared(self) -> bool:
-        """Whether each process may call the functions with a share of the groups. One that keeps a
-        state of its own sees all completions in one call, in the main process."""
+        """Whether each rank may score its share of the groups. A function with `state_dict` and
+        without `normalize` gets all completions in one call, on the main rank."""
         keeping = {name for name, _ in self._having("state_dict")}
         return not keeping - {name for name, _ in self._having("normalize")}
 
@@ -212,7 +212,7 @@ class RewardSet:
         columns: Mapping[str, list[Any]],
         trainer_state: Any,
     ) -> RawScores:
-        """The first half of `score`: call the functions, and check what they return."""
+        """Call the functions and check their return values: the first half of `score`."""
         self.check(columns)
         given: dict[str, list[Any]] = {
             "prompts": prompts,
@@ -248,7 +248,7 @@ class RewardSet:
         return RawScores(count, by_function, logs)
 
     def combine(self, parts: Sequence[RawScores], *, learn: bool = True) -> Scores:
-        """The second half of `score`, of the parts that were scored apart, in their order."""
+        """Combine separately scored parts, in their order: the second half of `score`."""
         count = sum(part.count for part in parts)
         by_function: dict[str, list[float | None]] = {name: [] for name in self.names}
         extras: dict[str, list[Any]] = {}
@@ -274,7 +274,7 @@ class RewardSet:
         return Scores(totals, by_function, extras, means)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all functions that have one, by name, as JSON values."""
+        """Return the state of all functions that have one, by name, as JSON values."""
         return {name: function.state_dict() for name, function in self._having("state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -284,7 +284,7 @@ class RewardSet:
                 function.load_state_dict(state[name])
 
     def close(self) -> None:
-        """End the event loop of the coroutine functions; the next call starts a new one."""
+        """Stop the event loop of the coroutine functions; the next call starts a new one."""
         if self._loop is not None:
             self._loop.close()
             self._loop = None
@@ -293,7 +293,7 @@ class RewardSet:
         return [(r.name, r.function) for r in self._rewards if hasattr(r.function, method)]
 
     def _call(self, arguments: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-        """What every function returned, or the Exception that ended its call."""
+        """The return value of each function, or the Exception that ended its call."""
         results = {}
         for reward in self._rewards:
             if not reward.is_async:
@@ -353,7 +353,7 @@ def _make_distinct(names: Sequence[str]) -> list[str]:
 
 
 def _read(name: str, result: Any, count: int, state: tuple[Any, Any]) -> list[float | None]:
-    """The rewards of one call. `state`: the trainer's as the function has left it, and its own."""
+    """The rewards of one call. `state` is (the function's copy, the trainer's state)."""
     if isinstance(result, Exception):
         raise result
     check_state(name, *state)
@@ -389,8 +389,8 @@ def _metrics(part: RawScores) -> dict[str, list[float]]:
 
 
 def _as_one_call(calls: Sequence[tuple[int, list[float]]]) -> float:
-    """The mean of what calls with so many completions have logged, as if they had been one: what
-    each logs as often is a mean over its completions, else every value is of one of them."""
+    """The mean of values that calls logged, as if they had been one call. If all logged equally
+    many, each call's mean is weighted by its completions, else every value counts the same."""
     if len(calls) > 1 and len({len(numbers) for _, numbers in calls}) == 1:
         weighted = [count * sum(numbers) / len(numbers) for count, numbers in calls]
         return sum(weighted) / sum(count for count, _ in calls)

@@ -1,7 +1,7 @@
-"""Reward functions in processes beside a run, so that groups are scored while others are sampled.
+"""Worker processes that call reward functions, so that groups are scored while others are sampled.
 
-What a function is travels once: a name, which is loaded anew there, or a function as dill writes
-it. Nothing that comes back is more than JSON.
+Each function is sent once: as a name, which the worker loads, or as a function pickled by dill. The
+results are JSON only.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from rloo.rewards.state_guard import describe_timeout, show
 from rloo.rewards.timeout import GRACE_SECONDS
 from rloo.types import Text
 
-# A function that drags more than this along has a model or a dataset in it.
+# A function whose pickle is larger refers to a model or a dataset.
 MOST_BYTES = 2**26
 START_SECONDS = 120.0
-# For one that somebody else starts, perhaps on a machine that is not up yet.
+# For a worker that is started elsewhere, perhaps on a machine that is still booting.
 COME_SECONDS = 1800.0
-# The status with which faulthandler ends a process whose function ignores its deadline.
+# The exit status when faulthandler ends a process whose function ignores its deadline.
 _LATE = 1
 
 
 class RewardWorkerPool:
-    """Processes that score groups, `size` side by side, each by calls of all functions. What a
-    function keeps in its module it keeps in each of them. Close it to end them."""
+    """`size` worker processes that score groups in parallel; each calls all functions. Each process
+    has its own copy of a function's module state. Call `close` to end them."""
 
     def __init__(self, rewards: RewardSet, size: int, hub: WorkerRegistry | None = None) -> None:
-        """Without a `hub`, that they come to, they are started here. Raises ValueError where
-        `unavailable_reason` has a reason."""
+        """Workers are started here, or connect to `hub` if there is one. Raises ValueError if
+        `unavailable_reason` returns a reason."""
         if (reason := unavailable_reason(rewards)) is not None:
             raise ValueError(reason)
         setup = written((_parts(rewards), rewards.names, rewards.timeout, rewards.on_error))
@@ -60,12 +60,12 @@ class RewardWorkerPool:
     def submit(
         self, seed: int, make: Callable[[], Sequence[Any]], state: bytes = b""
     ) -> Future[tuple[list[Text], RawScores]]:
-        """Score what `make` returns: the arguments of `RewardSet.call`, without the trainer's
-        state, which is given as `written`. The global generators are seeded by `seed`. The
-        completions and what was said of them."""
+        """Score the result of `make`: the arguments of `RewardSet.call` without the trainer's
+        state, which is `state`, pickled by `written`. `seed` seeds the global generators. The
+        future gives the completions' texts and raw scores."""
 
         def job(worker: Worker) -> tuple[list[Text], RawScores]:
-            arguments = tuple(make())  # here, since it takes time
+            arguments = tuple(make())  # in this thread, since it takes time
             message = written((seed, arguments, state))
             return arguments[1], self._score(message, len(arguments[1]), worker)
 
@@ -80,7 +80,7 @@ class RewardWorkerPool:
         except WorkerDied as lost:
             late = self._timeout and time.monotonic() - began >= self._timeout
             if not late or lost.status not in (None, _LATE):
-                raise  # it is done again
+                raise  # the pool retries it
             if len(self._names) == 1:
                 said = describe_timeout(self._names[0], self._timeout)
             else:
@@ -94,31 +94,31 @@ class RewardWorkerPool:
             return RawScores(count, dict.fromkeys(self._names), logs)
 
     def cancel_pending(self) -> None:
-        """Give up what was begun and waits."""
+        """Cancel pending jobs."""
         self._crew.cancel_pending()
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self._crew.size
 
     @property
     def lost(self) -> int:
-        """How many were lost so far."""
+        """The number of processes lost so far."""
         return self._crew.lost
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the processes."""
+        """The process ids."""
         return self._crew.pids
 
     def busy_seconds(self) -> float:
-        """For how long they have scored so far, all together."""
+        """Return the seconds spent scoring so far, summed over processes."""
         return self._crew.busy_seconds()
 
 
 def unavailable_reason(rewards: RewardSet) -> str | None:
-    """Why these functions are called in the run's own process, None where others can."""
+    """Return why these functions must run in this process; None if workers can run them."""
     for name, source, function in zip(
         rewards.names, rewards.sources, rewards.functions, strict=True
     ):
@@ -145,9 +145,9 @@ def _parts(rewards: RewardSet) -> list[Any]:
 
 
 def written(value: Any) -> bytes:
-    """A value as the processes read it."""
+    """Pickle a value for the workers."""
     buffer = io.BytesIO()
-    # By what it refers to alone: a script's globals may be a model.
+    # Pickle only the globals that it refers to: a script's others may include a model.
     dill.dump(value, buffer, recurse=True)
     return buffer.getvalue()
 
@@ -163,7 +163,7 @@ def _of_json(answer: bytes) -> RawScores:
 
 
 def serve(setup: bytes) -> Callable[[bytes], bytes]:
-    """What answers the calls of `RewardWorkerPool`."""
+    """Return the worker's function that answers the calls of `RewardWorkerPool`."""
     parts, names, timeout, on_error = dill.loads(setup)
     functions = [load_reward(part) for part in parts]
     rewards = RewardSet(functions, names=names, timeout=timeout, on_error=on_error)
@@ -174,7 +174,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
         if not message:
             return b""
         seed, arguments, state = dill.loads(message)
-        if state not in known:  # one for all groups of a rollout
+        if state not in known:  # all groups of a rollout have the same state
             known.clear()
             known[state] = dill.loads(state) if state else None
         _seed(seed)
@@ -187,7 +187,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _seed(seed: int) -> None:
-    """Seed the global generators that functions may draw from."""
+    """Seed the global generators that functions may use."""
     random.seed(seed)
     for module, name in (("numpy.random", "seed"), ("torch", "manual_seed")):
         if module in sys.modules:
@@ -199,6 +199,6 @@ def _plain(value: Any) -> Any:
         if hasattr(value, method):
             try:
                 return getattr(value, method)()
-            except Exception:  # `item` of several, and whatever else it may be
+            except Exception:  # `item` of several values, or another error
                 continue
     return show(value)

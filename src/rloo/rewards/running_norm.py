@@ -27,13 +27,13 @@ class RunningMoments:
             self.squares += difference * (value - self.mean)
 
     def standardise(self, values: Sequence[float]) -> list[float]:
-        """(values - mean) / deviation, with the moments of the numbers seen so far. The deviation
-        has Bessel's correction and counts as 1 where it is 0 or unknown."""
+        """Return (values - mean) / deviation, with the moments of the numbers so far. The deviation
+        has Bessel's correction and counts as 1 if it is 0 or unknown."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return [(value - self.mean) / (deviation or 1.0) for value in values]
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as JSON values."""
+        """Return the state as JSON values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class RunningMoments:
 
 
 class RunningNormReward:
-    """A reward function with the mean and deviation of its scores in training so far."""
+    """A reward function with the mean and deviation of its training scores so far."""
 
     def __init__(self, function: Callable[..., list[float]]) -> None:
         self.__name__ = function.__name__
@@ -50,19 +50,19 @@ class RunningNormReward:
         self._past = RunningMoments()
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """The function's own scores; the state does not change."""
+        """Return the function's own scores; the state does not change."""
         return self._function(prompts, completions)
 
     def normalize(self, scores: Sequence[float | None]) -> list[float | None]:
-        """Standardise scores by the mean and deviation of all earlier ones; None stays None. They
-        become part of the past only afterwards: a score in its own scale is biased."""
+        """Standardise scores by the mean and deviation of all earlier ones; None stays None. The
+        moments are updated afterwards, since a score that counts in its own scale is biased."""
         known = [score for score in scores if score is not None]
         scaled = iter(self._past.standardise(known))
         self._past.update(known)
         return [None if score is None else next(scaled) for score in scores]
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments of all scores so far, as JSON values."""
+        """Return the moments of all scores so far, as JSON values."""
         return self._past.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

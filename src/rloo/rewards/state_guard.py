@@ -1,4 +1,5 @@
-"""What a reward function may not do to the run that calls it, and the error that names it."""
+"""Guards against reward functions that change or end the run, with errors that name the
+function."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ _HINT = "reward_on_error missing leaves its rewards out"
 
 @contextmanager
 def blame(name: str, seconds: float | None) -> Iterator[None]:
-    """Give what a block raises, in which the reward function `name` runs, its name.
+    """Name the reward function `name` in exceptions of a block that calls it.
 
-    RewardTimeout becomes a TimeoutError, and what would end the run as if nothing had happened
-    (SystemExit, KeyboardInterrupt) is NotAllowed. An Exception is passed on with a note, and what a
-    signal raises (Ctrl-C) as it is.
+    RewardTimeout becomes a TimeoutError. SystemExit and KeyboardInterrupt, which would end the run
+    without an error, become NotAllowed. An Exception is passed on with a note, and the exception of
+    a signal (Ctrl-C) unchanged.
     """
     with noting_signals() as came:
         try:
@@ -42,12 +43,12 @@ def blame(name: str, seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def keep_state(names: str) -> Iterator[None]:
-    """Restore what a block changes of the state of the process, and raise NotAllowed for it;
-    os._exit raises SystemExit while it runs."""
+    """Restore process state that a block changes, and raise NotAllowed for it; in the block,
+    os._exit raises SystemExit."""
     exit_now, process = os._exit, os.getpid()
 
     def refuse(status: int) -> None:
-        if os.getpid() != process:  # a child that was forked meanwhile
+        if os.getpid() != process:  # a child process forked in this block
             exit_now(status)
         raise SystemExit(status)
 
@@ -72,7 +73,7 @@ def keep_state(names: str) -> Iterator[None]:
 
 
 def describe_timeout(name: str, seconds: float | None) -> str:
-    """The message about a reward function that did not return in time."""
+    """Return the error message for a reward function that missed its deadline."""
     return (
         f"the reward function {name!r} did not return within {seconds:g} s; a call of a reward "
         f"function needs to end within the deadline (reward_timeout; {_HINT})"
@@ -80,7 +81,7 @@ def describe_timeout(name: str, seconds: float | None) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """The text of an error; how it is shown where it has none."""
+    """Return the text of an error, or its repr if that fails."""
     try:
         return str(error)
     except Exception:  # a user's own __str__ may raise anything
@@ -88,7 +89,7 @@ def said_by(error: BaseException) -> str:
 
 
 def show(value: Any, limit: int = 100) -> str:
-    """`value` as Python shows it, in one line of about `limit` characters."""
+    """Return the repr of `value` in one line of about `limit` characters."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # a user's own __repr__ may raise anything

@@ -1,12 +1,12 @@
-"""One call under a deadline, which is kept whatever the function does.
+"""One call under a deadline that holds whatever the function does.
 
-The function runs in the caller's own thread if that is the main one: the deadlines of math-verify
-and of others are SIGALRM, which only the main thread can use, and a thread that hangs could not be
-ended. So that theirs stay in use, ours is a signal which is ignored by default (SIGURG), sent by a
-thread that waits; it also ends a sleep, a lock or a read from a socket. What ignores it (a C call,
-`except BaseException` in a loop) is ended with the process, up to 5 s later, by faulthandler, whose
-thread needs no interpreter lock: it writes where the function was, and the status is 1. Its timer
-is set again at the deadline, since a function may have cancelled it.
+The function runs in the caller's own thread if that is the main one: libraries such as math-verify
+use SIGALRM for their own deadlines, which only the main thread can, and a thread that hangs could
+not be ended. To leave SIGALRM to them, this module uses a signal that is ignored by default
+(SIGURG). A waiting thread sends it; it also interrupts a sleep, a lock or a read from a socket. If
+the function ignores the signal (a C call, `except BaseException` in a loop), faulthandler ends the
+process up to 5 s later. Its thread needs no interpreter lock. It writes the traceback, and the
+status is 1. Its timer is set again at the deadline, since a function may have cancelled it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 
 
 class RewardTimeout(BaseException):
-    """Raised inside a function that takes too long; no Exception, which functions catch."""
+    """Raised inside a function that takes too long. It is no Exception, since functions catch
+    those."""
 
 
 def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any:
-    """`function()`. Raises RewardTimeout if it took longer than `seconds` (None or 0: no limit),
-    also where it returned or raised something else in the end."""
+    """Return `function()`. Raises RewardTimeout if it took longer than `seconds` (None or 0: no
+    limit), even if it returned or raised something else in the end."""
     if not seconds:
         return function()
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -43,13 +44,13 @@ def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any
 
 @contextmanager
 def process_ends_after(seconds: float | None) -> Iterator[None]:
-    """End the process, with the traceback of every thread, if the block goes on for up to 5 s after
-    its deadline (None or 0: never)."""
+    """End the process, with the traceback of every thread, if the block runs up to 5 s past its
+    deadline (None or 0: never)."""
     if not seconds:
         yield
         return
     if not faulthandler.is_enabled():
-        faulthandler.enable(_stderr())  # a crash in C shows where the function was, too
+        faulthandler.enable(_stderr())  # a crash in C prints a traceback too
     _end_process_in(seconds + _grace(seconds))
     try:
         yield
@@ -58,7 +59,7 @@ def process_ends_after(seconds: float | None) -> Iterator[None]:
 
 
 def _stderr() -> Any:
-    """The stream for tracebacks: the number of the stream where its object is gone, or closed."""
+    """The stream for tracebacks: file descriptor 2 if the stream object is missing or closed."""
     stream = sys.__stderr__
     return 2 if stream is None or stream.closed else stream
 
@@ -68,7 +69,7 @@ def _grace(seconds: float) -> float:
 
 
 def _end_process_in(seconds: float) -> None:
-    # There is one such timer in a process: one that was set before is lost.
+    # A process has one such timer: this replaces an earlier one.
     faulthandler.dump_traceback_later(seconds, exit=True, file=_stderr())
 
 
@@ -80,7 +81,7 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
         wait, end = seconds, time.monotonic() + seconds + _grace(seconds)
         while not done.wait(wait):
             passed.set()
-            # Once more: the function may have taken the timer for itself, or cancelled it.
+            # Set it again: the function may have used or cancelled the timer.
             _end_process_in(max(end - time.monotonic(), _REPEAT_SECONDS / 2))
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
             wait = _REPEAT_SECONDS
@@ -102,7 +103,7 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
             raise RewardTimeout from error
         raise
     finally:
-        done.set()  # the signal may have come just before the first one
+        done.set()  # the signal may have arrived just before the first `done.set`
         watcher.join()
         signal.signal(_SIGNAL, previous)
     if passed.is_set():
@@ -111,14 +112,14 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
 
 
 def _call_in_a_thread(seconds: float, function: Callable[[], Any]) -> Any:
-    """No thread but the main one gets signals: here the function is left behind, in a daemon."""
+    """Only the main thread receives signals. Here a late function continues in a daemon thread."""
     results: list[Any] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
             results.append(function())
-        except BaseException as error:  # handed to the caller's thread, which raises it
+        except BaseException as error:  # the caller's thread raises it
             errors.append(error)
 
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)

@@ -13,13 +13,13 @@ from rloo.tools.exact_gradient import GradientComparison, TabularPolicy, logits_
 
 SIZES = (2, 3, 4)
 KL_WEIGHT = 0.3
-# Of the norm of the exact gradient; an estimator may compute in float32.
+# Relative to the norm of the exact gradient; an estimator may compute in float32.
 EXACT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorComparison:
-    """One row of the table: `found` beside `usual`, which is leave-one-out's."""
+    """One row of the table: `found`, and leave-one-out's result `usual` for comparison."""
 
     rewards: str
     beta: float
@@ -30,8 +30,8 @@ class EstimatorComparison:
 
 
 def report(config: RLOOConfig) -> Iterator[str]:
-    """The lines that tell what the estimator of `config` gives on average. Raises ValueError for an
-    estimator that is not there or fails."""
+    """Yield the lines of the report on the estimator of `config`. Raises ValueError for an
+    estimator that does not exist or fails."""
     estimator = load_estimator(config)
     given = "the whole rollout" if estimator.over_rollout else "one group at a time"
     yield f"{estimator}, given {given}"
@@ -40,7 +40,7 @@ def report(config: RLOOConfig) -> Iterator[str]:
     yield "Variance: over the squared scale; last column: leave-one-out's."
     yield ""
     yield "rewards  beta  K  prompt    scale   cosine   variance  leave-one-out"
-    # A KL in the loss is no part of an estimator.
+    # A KL in the loss does not belong to an estimator.
     betas = (0.0,) if config.kl_placement == "loss" else (0.0, KL_WEIGHT)
     cases = []
     for case in enumerate_cases(estimator, betas):
@@ -56,8 +56,9 @@ def report(config: RLOOConfig) -> Iterator[str]:
 def enumerate_cases(
     estimator: LoadedEstimator, betas: tuple[float, ...]
 ) -> Iterator[EstimatorComparison]:
-    """Binary and graded rewards, two prompts, groups of 2 to 4. What is given one group is
-    enumerated at each prompt alone; what is given rollouts on both, with fewer tokens."""
+    """Yield comparisons for binary and graded rewards, two prompts and groups of 2 to 4. A group
+    estimator is enumerated at each prompt separately, a rollout estimator on both together, with
+    fewer tokens."""
     usual = load_estimator(RLOOConfig(estimator="rloo"))
     num_tokens = 2 if estimator.over_rollout else 3
     for rewards in ("binary", "graded"):
@@ -72,7 +73,7 @@ def enumerate_cases(
 
 
 def verdict(cases: list[EstimatorComparison]) -> str:
-    """What follows from all cases, in one line."""
+    """Return the conclusion from all cases, in one line."""
     if all(case.found.error < EXACT for case in cases):
         return f"exact: the expected gradient is the exact one in all {len(cases)} cases"
     scales = [case.found.scale for case in cases]

@@ -1,5 +1,5 @@
-"""Every rollout that a small policy (a table of logits in float64) can sample, and its probability:
-what an estimator gives on average, beside the exact gradient.
+"""All rollouts that a small policy (a table of logits in float64) can sample, with their
+probabilities: the expected gradient of an estimator against the exact gradient.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from rloo.algorithm.ragged import sum_by
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
-    """A table of logits (V + 1, V) for `TabularPolicy`, another one for each `number`."""
+    """Return a table of logits (V + 1, V) for `TabularPolicy`, a different one for each
+    `number`."""
     rows = torch.arange((num_tokens + 1) * num_tokens, dtype=torch.float64)
     return torch.sin(rows * (1.3 + number)).view(num_tokens + 1, num_tokens)
 
 
 @dataclass(frozen=True)
 class TabularPolicy:
-    """A prompt all of whose completions are known: one or two of V tokens, of which 0 is the end.
+    """A prompt with a tabular policy and a finite list of completions: one or two of V tokens.
+    Token 0 is the end.
 
     `logits` (V + 1, V) are the policy: row 0 for the first token, row 1 + a after token a;
     `reference` are those of the reference, `reward_S` the rewards of `sequences`.
@@ -37,17 +39,17 @@ class TabularPolicy:
 
     @cached_property
     def sequences(self) -> list[tuple[int, ...]]:
-        """S of them, all there are."""
+        """All S possible sequences."""
         tokens = range(self.logits.shape[1])
         return [(0,), *itertools.product(tokens[1:], tokens)]
 
     @cached_property
     def length_S(self) -> Tensor:
-        """Tokens of each sequence."""
+        """The number of tokens of each sequence."""
         return torch.tensor([len(sequence) for sequence in self.sequences])
 
     def token_logprobs(self, logits: Tensor) -> Tensor:
-        """Of all tokens of all sequences, one after another, under `logits`."""
+        """Return the log-probs of all tokens of all sequences, concatenated, under `logits`."""
         rows = logits.log_softmax(-1)
         chosen = [
             (0 if place == 0 else 1 + sequence[place - 1], token)
@@ -57,16 +59,16 @@ class TabularPolicy:
         return torch.stack([rows[place] for place in chosen])
 
     def token_kl(self) -> Tensor:
-        """What a token pays at beta 1: log policy - log reference, of all tokens as above."""
+        """Return the KL penalty of the same tokens at beta 1: log policy - log reference."""
         return self.token_logprobs(self.logits) - self.token_logprobs(self.reference)
 
     def logprob_S(self, logits: Tensor) -> Tensor:
-        """Of whole sequences under `logits`."""
+        """Return the log-probs of the sequences under `logits`."""
         index = torch.arange(len(self.sequences)).repeat_interleave(self.length_S)
         return sum_by(self.token_logprobs(logits), index, len(self.sequences))
 
     def exact_gradient(self, beta: float) -> Tensor:
-        """That of E[reward] - beta KL(policy || reference) by the logits."""
+        """Return the gradient of E[reward] - beta KL(policy || reference) by the logits."""
         logits = self.logits.clone().requires_grad_()
         logprob_S = self.logprob_S(logits)
         kl_S = logprob_S - self.logprob_S(self.reference)
@@ -76,9 +78,10 @@ class TabularPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GradientComparison:
-    """The expected gradient of an estimator at one prompt, beside the exact one: its length along
-    that, its cosine with it, the norm of the difference over the exact norm; and the trace of the
-    gradient's covariance over the squared scale: how much noise is in a unit of signal."""
+    """The expected gradient of an estimator at one prompt, compared with the exact one. `scale` is
+    its projection on the exact gradient over that gradient's norm, `cosine` their cosine, `error`
+    the norm of the difference over the exact norm. `variance` is the trace of the gradient's
+    covariance over the squared scale: the noise per unit of signal."""
 
     scale: float
     cosine: float
@@ -89,17 +92,18 @@ class GradientComparison:
 def measure(
     estimator: LoadedEstimator, bandits: Sequence[TabularPolicy], size: int, beta: float
 ) -> list[GradientComparison]:
-    """What `estimator` does at each of `bandits`, all of one V, over all rollouts that have `size`
-    completions of each. The loss is the mean over completions; ratios are 1."""
+    """Compare `estimator` with the exact gradient at each of `bandits`, all of one V, over all
+    rollouts that have `size` completions of each. The loss is the mean over completions; ratios are
+    1."""
     first, num_prompts = bandits[0], len(bandits)
     number = len(first.sequences)
-    # R rollouts of N completions: which sequence each is, and which prompt's.
+    # R rollouts of N completions: the sequence and the prompt of each.
     drawn = list(itertools.product(range(number), repeat=size * num_prompts))
     sequence_RN = torch.tensor(drawn)
     prompt_RN = torch.arange(num_prompts).repeat_interleave(size).expand_as(sequence_RN)
     logprob_PS = torch.stack([b.logprob_S(b.logits) for b in bandits])
     weight_R = logprob_PS[prompt_RN, sequence_RN].sum(1).exp()
-    # All completions and all of their tokens, one after another.
+    # All completions and all of their tokens, concatenated.
     sequence, prompt = sequence_RN.flatten(), prompt_RN.flatten()
     length = first.length_S[sequence]
     owner_T = torch.arange(len(length)).repeat_interleave(length)
@@ -118,7 +122,7 @@ def measure(
     advantage_T = torch.cat([part.per_token(estimator.compute(part)) for part in parts])
     found = []
     for place, bandit in enumerate(bandits):
-        # Of each completion's tokens at this prompt: grad log p times advantage.
+        # Sum grad log p times advantage over each rollout's tokens at this prompt.
         scores = torch.autograd.functional.jacobian(bandit.token_logprobs, bandit.logits).flatten(1)
         here_T = advantage_T * (prompt[owner_T] == place)
         sums = torch.zeros(len(drawn), scores.shape[1], dtype=torch.float64)

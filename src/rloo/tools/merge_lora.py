@@ -1,4 +1,4 @@
-"""An adapter and its base as one model."""
+"""Merges a LoRA adapter into its base model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rloo.tracking.model_card import write_merged_card
 
 def merge(config: RLOOConfig) -> list[str]:
     """Merge the adapter `config.model` into its base and write the model, its tokenizer and a card
-    to `config.output_dir`, in `save_dtype` or the precision of the base's files. The sum is made in
-    float32. Returns lines that say what was done. Raises ValueError for what is no adapter, and for
-    weights that are not finite."""
+    to `config.output_dir`, in `save_dtype` or the precision of the base's files. The sum is
+    computed in float32. Returns lines about the result. Raises ValueError if the model is no
+    adapter, and for weights that are not finite."""
     name, out = str(config.model), Path(config.output_dir).absolute()
     loaded, tokenizer = load_model(config, device=torch.device("cpu"))
     model: Any = loaded

@@ -1,1 +1,1 @@
-"""What a run shows and records: console, files, loggers, hub."""
+"""The output of a run: console, files, loggers, hub."""

@@ -1,5 +1,5 @@
-"""The start of a run against its end, with chance. Every figure that compares them comes from here,
-so that no two of them disagree."""
+"""Comparison of the start of a run with its end, with confidence intervals. All comparisons use
+this module, so that they agree."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from rloo.tracking.metrics import Z, deviation
 
 T = TypeVar("T")
-# Of rollouts, on either side.
+# The most rollouts in each window.
 WINDOW_ROLLOUTS = 8
-# With fewer the standard error itself is too uncertain.
+# With fewer rollouts, the standard error itself is too uncertain.
 FEWEST = 3
 # 97.5 % points of Student's t with 1, 2, ... degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
@@ -22,8 +22,8 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """Two means, with 95 % intervals, over `size` rollouts each; `moved`: see `direction`, None
-    where nothing can be said."""
+    """Two means, with 95 % intervals, over `size` rollouts each; `moved`: see `direction`, None if
+    it is unknown."""
 
     before: float
     after: float
@@ -33,7 +33,7 @@ class BeforeAfter:
 
     @classmethod
     def of_errors(cls, before: Sequence[float], after: Sequence[float], size: int) -> BeforeAfter:
-        """Of two pairs of a mean and its standard error."""
+        """Compare two pairs of a mean and its standard error."""
         first, last = ((mean - Z * error, mean + Z * error) for mean, error in (before, after))
         return cls(before[0], after[0], first, last, size)
 
@@ -52,24 +52,24 @@ class BeforeAfter:
 
 
 def windows(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """The first and the last third, at most 8 of each: what lies between keeps them apart. Of two
-    rows one each; a single one is both the first and the last."""
+    """Return the first and the last third, at most 8 rows each; the gap separates them. Two rows
+    give one each; a single row is both the first and the last."""
     size = min(WINDOW_ROLLOUTS, max(1, len(rows) // 3))
     return rows[:size], rows[max(0, len(rows) - size) :]
 
 
 def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> BeforeAfter:
-    """How a metric went from the first rollouts to the last ones. Errors are those that a rollout
-    knows of its own reward; those of other metrics come from the spread over rollouts."""
+    """Compare a metric in the first rollouts with the last ones. The reward's error is that of each
+    rollout; other metrics' errors come from the spread over rollouts."""
     first, last = (_known(rows, name) for rows in windows(rollouts))
     (before, before_bounds), (after, after_bounds) = _mean(first, name), _mean(last, name)
     return BeforeAfter(before, after, before_bounds, after_bounds, min(len(first), len(last)))
 
 
 def since_first(rollouts: Sequence[Mapping[str, float]]) -> BeforeAfter:
-    """How the reward went from the very first rollout to the last ones, of a fast learner that has
-    learned before its first third is over. A rollout's own error, of few prompts, is taken as twice
-    what it is, and as at least what is usual; the first three rollouts where none is known."""
+    """Compare the reward of the very first rollout with the last ones, for a run that learns within
+    its first third. A single rollout has few prompts, so its error is doubled, and is at least
+    twice the median error. If no errors are known, compare the first three rollouts."""
     rows = _known(rollouts, "reward")
     errors = [e for row in rows if math.isfinite(e := row.get("reward/standard_error", math.nan))]
     first, (_, last) = rows[: 1 if errors else FEWEST], windows(rows)
@@ -82,7 +82,7 @@ def since_first(rollouts: Sequence[Mapping[str, float]]) -> BeforeAfter:
 
 
 def change_between(start: Mapping[str, Any], end: Mapping[str, Any], name: str) -> BeforeAfter:
-    """How a metric went from one evaluation to another, by their 95 % intervals."""
+    """Compare a metric of two evaluations, by their 95 % intervals."""
     before, after = (math.nan if of.get(name) is None else of[name] for of in (start, end))
     return BeforeAfter(before, after, _bounds(start, name), _bounds(end, name), FEWEST)
 
@@ -99,9 +99,9 @@ def _bounds(evaluation: Mapping[str, Any], name: str) -> tuple[float, float]:
 def direction(
     before: float, before_bounds: Sequence[float], after: float, after_bounds: Sequence[float]
 ) -> int:
-    """1 if `after` is larger than `before` beyond chance, -1 if it is smaller, else 0: by the 95 %
-    interval of the difference, computed from the two intervals (Newcombe 1998, method 10). It takes
-    them as independent, which is conservative for measurements on the same problems."""
+    """Return 1 if `after` is larger than `before` beyond chance, -1 if it is smaller, else 0: by
+    the 95 % interval of the difference, computed from the two intervals (Newcombe 1998, method 10).
+    They count as independent, which is conservative for measurements on the same problems."""
     difference = after - before
     (before_low, before_high), (after_low, after_high) = before_bounds, after_bounds
     if difference - math.hypot(after - after_low, before_high - before) > 0:
@@ -112,8 +112,8 @@ def direction(
 
 
 def mean_reward(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Mean reward of the rows and its standard error, taking steps as independent; if one has no
-    error of its own (one prompt), from the spread over steps. NaN if unknown."""
+    """Return the mean reward of the rows and its standard error, with steps as independent. If a
+    row has no error (one prompt), it comes from the spread over steps. NaN if unknown."""
     known = _known(rows, "reward")
     if not known:
         return math.nan, math.nan

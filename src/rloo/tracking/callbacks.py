@@ -1,4 +1,4 @@
-"""Callbacks and loggers of transformers, called in the same way as by Trainer."""
+"""Callbacks and loggers of transformers, called as Trainer calls them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
 from rloo.model.policy import Policy
 
-# Events that the main process may send alone, or of which nothing can follow.
+# Events that the main process may send alone, or whose flags have no effect.
 ALONE = ("on_init_end", "on_log", "on_save", "on_push_begin", "on_train_end")
 Callback = TrainerCallback | type[TrainerCallback]
 
 
 def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
-    """The loggers named by `report_to`. Raises ValueError for one that is unknown or unusable."""
+    """Return the loggers of `report_to`. Raises ValueError for an unknown or unusable one."""
     if config.report_to in ("none", [], ["none"]):
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -32,7 +32,7 @@ def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
 
 
 class _Unmade:
-    """What a logger becomes that could not be made."""
+    """The class of a logger whose constructor failed."""
 
 
 def _made(kind: type[TrainerCallback]) -> TrainerCallback:
@@ -40,7 +40,7 @@ def _made(kind: type[TrainerCallback]) -> TrainerCallback:
     try:
         logger.__init__()  # type: ignore[misc]
     except BaseException:
-        # MLflow's, when it is deleted, looks for what it has not got, and Python tells of that.
+        # MLflow's destructor needs attributes that are missing now, and Python prints its error.
         logger.__class__ = _Unmade  # type: ignore[assignment]
         raise
     return logger
@@ -50,7 +50,7 @@ class Events:
     """Sends a run's events to its callbacks, in Trainer's order and with Trainer's arguments.
 
     Trainer's own DefaultFlowCallback comes first: it sets the flags of `control` (log, evaluate,
-    save, stop) from the intervals in `state`. Others may change the flags; training follows them.
+    save, stop) from the intervals in `state`. Others may change the flags; training obeys them.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Events:
         )
 
     def lengthen(self, config: RLOOConfig, scheduler: Any) -> None:
-        """Send the options and the schedule of a training of another length from now on."""
+        """From now on, send the options and the scheduler of a training run of another length."""
         self._arguments = to_training_arguments(config)
         self.handler.lr_scheduler = scheduler
 
     def send(self, event: str, **details: Any) -> None:
-        """Call the method `event` of every callback. What the main process's ask for, all do."""
+        """Call the method `event` of every callback. All ranks get the main process's flags."""
         getattr(self.handler, event)(self._arguments, self.state, self.control, **details)
         if self._world.collectives is not None and event not in ALONE:
             asked = {n: bool(v) for n, v in vars(self.control).items() if n.startswith("should_")}
@@ -87,7 +87,7 @@ class Events:
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
-        """Inside, send events before (gradients are clipped) and after every optimizer step."""
+        """In this context, send events before (after clipping) and after every optimizer step."""
         stepper = self._stepper
         before = stepper.before_step, stepper.after_step
         stepper.before_step = partial(self.send, "on_pre_optimizer_step")
@@ -98,7 +98,7 @@ class Events:
             stepper.before_step, stepper.after_step = before
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of callbacks that have one, as EarlyStoppingCallback has, by class name."""
+        """Return the state of callbacks that export it (EarlyStoppingCallback), by class name."""
         return {type(c).__name__: c.state()["attributes"] for c in self._exportable()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:

@@ -1,5 +1,5 @@
-"""What a rollout's completions tell loggers: tables to those that have them (Weights & Biases,
-trackio), and Python's `logging` that no function scored one."""
+"""Tables of a rollout's completions for loggers that have tables (Weights & Biases, trackio), and a
+warning in Python's `logging` for completions that no function scored."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rloo.data.images import without_images
 from rloo.types import Group
 
 _logger = logging.getLogger(__name__)
-# Loggers with a class Table, which takes a data frame.
+# Loggers with a class Table, which takes a DataFrame.
 _LOGGERS = ("wandb", "trackio")
 
 
 def log_tables(step: int, groups: Sequence[Group], config: RLOOConfig) -> None:
-    """Send the completions of a rollout to those of `report_to` that show tables, as
+    """Send a rollout's completions to the loggers of `report_to` that have tables, as
     `completions`: one row each, with a column per reward function and per column of `log_extra`.
     With `log_unique_prompts` one row per prompt."""
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to
@@ -37,7 +37,7 @@ def log_tables(step: int, groups: Sequence[Group], config: RLOOConfig) -> None:
 
 
 def warn_of_unscored(groups: Sequence[Group]) -> bool:
-    """Warn, as TRL does, of a completion that no function scored; returns whether there is one."""
+    """Warn, as TRL does, of a completion that no function scored; return whether there is one."""
     for group in groups:
         if None in group.rewards:
             unscored = {
@@ -57,7 +57,7 @@ def warn_of_unscored(groups: Sequence[Group]) -> bool:
 def note_of_unscored(
     step: int, number: float, metrics: Mapping[str, float], config: RLOOConfig
 ) -> str:
-    """The note on a run's first step in which some completions were not scored."""
+    """Return the note for the first step of a run in which some completions were not scored."""
     none = "NaN or None" if any(name.endswith("/nan") for name in metrics) else "None"
     counted = config.loss_form.all_completions
     then = "count in the loss with advantage 0" if counted else "are left out"

@@ -1,6 +1,6 @@
-"""Lines for people: header, figures of a step, evaluations, and how numbers are written.
+"""Console output: header, metrics of a step, evaluations, and number formats.
 
-What comes from models and data is hostile: what could control a terminal is shown as an escape.
+Text of models and datasets is untrusted: terminal control characters are escaped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ FUNCTION_MEAN = re.compile(r"rewards/.*/mean", re.DOTALL)
 
 
 def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
-    """Keep head and tail, which mostly has the answer: at most so many characters and lines, beside
-    a line that says how many are left out."""
+    """Keep start and end (which mostly has the answer) of a text: at most so many characters and
+    lines, plus a line that says how much is left out."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
@@ -39,8 +39,8 @@ def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
 
 
 def flow(phrases: Sequence[str], width: int, indent: int = 0) -> list[str]:
-    """Phrases in lines of at most `width` cells, broken between two of them and, from the second
-    line on, indented. A phrase that is longer has a line of its own."""
+    """Join phrases to lines of at most `width` cells. Lines break between phrases and are indented
+    from the second one on. A longer phrase has a line of its own."""
     lines: list[str] = []
     for phrase in phrases:
         if lines and cell_len(longer := f"{lines[-1]}  {phrase}") <= width:
@@ -51,7 +51,7 @@ def flow(phrases: Sequence[str], width: int, indent: int = 0) -> list[str]:
 
 
 def header(info: Mapping[str, Any], config: RLOOConfig, batches: BatchSizes) -> dict[str, str]:
-    """The entries of `info` in words, then the precision, the rollout and the objective."""
+    """Return the entries of `info` as text, then the precision, the rollout and the objective."""
     precision = "bf16" if config.bf16 else "fp16" if config.fp16 else "float32"
     prompts, generations = batches.prompts_per_rollout, config.num_generations
     drawn = f"{counted(prompts, 'prompt')} x {counted(generations, 'generation')}"
@@ -73,8 +73,8 @@ def _describe(value: Any) -> str:
 
 
 def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
-    """pass@k with 95 % intervals, unless the reward grades (`is_graded`), mean reward, length, and
-    the sample size."""
+    """Return pass@k with 95 % intervals, unless the reward is graded (`is_graded`), mean reward,
+    length, and the sample size."""
     parts = [
         f"{name.replace('_', ' ')} {percent(value, metrics.get(f'{name}_interval'))}"
         for name, value in metrics.items()
@@ -95,14 +95,14 @@ def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def is_graded(metrics: Mapping[str, Any]) -> bool:
-    """Whether the first reward function grades, as a reward model does, rather than lets pass or
-    fail: then pass@k says nothing, and the mean reward is the figure."""
+    """Return whether the first reward function is graded, as a reward model is, and not pass or
+    fail. The mean reward is then the main metric, since pass@k has no meaning."""
     return metrics.get("reward_kind") == "graded"
 
 
 def held_out(metrics: Mapping[str, Any]) -> tuple[str, float, str]:
-    """The figure that an evaluation is followed by: its name, value, and the value with its error,
-    of pass@1, or of the reward where that is graded or nothing passes or fails."""
+    """Return the main metric of an evaluation: its name, its value, and the value with its error.
+    The metric is pass@1, or the reward if that is graded or pass@1 is missing."""
     if "pass@1" in metrics and not is_graded(metrics):
         value = metrics["pass@1"]
         return "pass@1", value, percent(value, metrics.get("pass@1_interval"))
@@ -120,14 +120,14 @@ def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None)
 
 
 def write_line(console: Console, text: str, style: str = "", *, prose: bool = False) -> None:
-    """Print hostile text, without markup, in one style. On a terminal `prose` is broken between
-    words; other lines are left whole, so that they can be copied."""
+    """Print untrusted text, without markup, in one style. On a terminal, `prose` is broken between
+    words; other lines are not broken, so that they can be copied."""
     whole = not (prose and console.is_interactive)
     console.print(safe(text, console, style), highlight=False, soft_wrap=whole)
 
 
 def safe(text: str, console: Console, style: str = "") -> RichText:
-    """Hostile text as one that is shown as it is: no markup, no controls, nothing that the
+    """Return untrusted text for display: without markup, control characters, or characters that the
     console's encoding lacks."""
     if console.options.ascii_only:
         text = text.replace("±", "+-")
@@ -157,6 +157,6 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """The time of day so many seconds from now, with the day unless that is within 12 hours."""
+    """Return the time of day in `seconds` from now, with the date unless it is within 12 hours."""
     then = time.localtime(time.time() + seconds)
     return time.strftime("%H:%M" if seconds < 12 * 3600 else "%a %d %b %H:%M", then)

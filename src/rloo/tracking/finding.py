@@ -1,4 +1,4 @@
-"""What can be found wrong with a run: an entry of summary.json and alarms.jsonl."""
+"""A problem found in a run: an entry of summary.json and alarms.jsonl."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A rule that holds for a run."""
+    """A diagnostic rule that applies to a run."""
 
     name: str
     title: str
@@ -19,17 +19,17 @@ class Finding:
     command: str
     examples: Sequence[str]
     voids: bool
-    # What the command changes.
+    # The options that the command changes.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def line(self) -> str:
-        """It in one line, for an alarm."""
+        """The finding as one line, for an alarm."""
         return f"{self.title}: {self.evidence}. Change: {self.change}."
 
 
 def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
-    """Findings as lines under a verdict, which begins with the first one that voids a run."""
+    """Yield findings as lines below a verdict that starts with the first one that voids the run."""
     void = next((finding for finding in findings if finding.voids), None)
     for finding in findings:
         yield f"Change: {finding.change}." if finding is void else finding.line
@@ -38,7 +38,7 @@ def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
 
 
 def text_of_content(content: Any) -> str:
-    """A prompt or a completion, a text or messages, as one text."""
+    """Return a prompt or a completion, a string or messages, as one text."""
     if isinstance(content, str):
         return content
     parts = [message.get("content") for message in content or []]

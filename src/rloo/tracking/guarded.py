@@ -1,4 +1,4 @@
-"""A diagnosis never ends a run: what it raises is told in a note, and the run goes on."""
+"""Diagnostics that never end a run: an exception becomes a note, and the run continues."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Note = Callable[[str], object]
 
 
 def attempt(what: str, diagnose: Callable[[], T], otherwise: T, note: Note) -> T:
-    """What `diagnose` returns, or `otherwise` where it raises: then `note` is told that `what`
-    cannot be found out, and why."""
+    """Return the result of `diagnose`, or `otherwise` if it raises. Then `note` gets the text that
+    `what` cannot be found out, and why."""
     try:
         return diagnose()
     except Exception as error:  # chat templates, tokenizers and records are the user's
@@ -24,5 +24,5 @@ def attempt(what: str, diagnose: Callable[[], T], otherwise: T, note: Note) -> T
 
 
 def warn(text: str) -> None:
-    """A note where no run is there to take it."""
+    """Issue a note as a warning, if there is no run to record it."""
     warnings.warn(text, stacklevel=2)

@@ -9,14 +9,14 @@ from typing import Any
 
 from rloo.config.config import RLOOConfig
 
-# Checkpoints are pushed only as `hub_strategy` says; the rest are unfinished files.
+# Checkpoints are pushed only as `hub_strategy` says; the others are incomplete files.
 LEFT_OUT = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*.tmp", "rloo-weights-*", "earlier/*")
-# Files that grow while a background upload would read them: pushed at the end.
+# Files that grow during a background upload: pushed at the end.
 GROWING = ("*.jsonl", "runs/*")
 
 
 class HubUploader:
-    """The repository that a run pushes to: `hub_model_id`, or the name of `output_dir`."""
+    """The hub repository of a run: `hub_model_id`, or the name of `output_dir`."""
 
     def __init__(self, config: RLOOConfig) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class HubUploader:
         wait: bool = True,
     ) -> Any:
         """Upload a folder to `place` in the repository and return the commit; without `wait` a
-        future, for which `finish` waits too. Raises what huggingface_hub raises."""
+        future, for which `finish` waits too. Raises the errors of huggingface_hub."""
         uploaded = _api(token or self._config.hub_token).upload_folder(
             repo_id=self.repo_id,
             folder_path=folder,
@@ -68,7 +68,7 @@ class HubUploader:
             self.upload(checkpoint, f"{message}, checkpoint", place=place, wait=False)
 
     def finish(self, note: Callable[[str], None]) -> None:
-        """Wait for all background uploads, and note those that failed."""
+        """Wait for all background uploads, and note the failed ones."""
         errors = [error for future in self._pending if (error := future.exception())]
         self._pending = []
         for error in errors:

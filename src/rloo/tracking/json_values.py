@@ -1,5 +1,5 @@
-"""Values of JSON files that anybody may have written, damaged or made by hand: each is taken as
-what it must be, or it is Unfit."""
+"""Validators of values from JSON files that may be damaged or written by hand: each returns a valid
+value, or raises UnfitValue."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# The value as it is used; raises Unfit for one that cannot be that.
+# Returns the validated value; raises UnfitValue for an invalid one.
 Take = Callable[[Any], Any]
-# JavaScript, which draws the report, counts no further.
+# JavaScript, which draws the report, has exact integers up to here.
 LARGEST_COUNT = 2**53
 LARGEST_NUMBER = 1e100
 
 
 class UnfitValue(Exception):
-    """A value is not what it must be."""
+    """Raised for an invalid value."""
 
 
 def anything(value: Any, levels: int = 20) -> Any:
-    """Any value that is not nested deeper, which no run writes and no recursion survives."""
+    """Return any value that is not nested deeper: no run writes one, and recursion would fail."""
     if isinstance(value, (dict, list)):
         if levels == 0:
             raise UnfitValue
@@ -29,14 +29,14 @@ def anything(value: Any, levels: int = 20) -> Any:
 
 
 def number(value: Any) -> int | float:
-    """A finite number, of which a million squares can be added."""
+    """Return a finite number that is small enough to add a million squares."""
     if number_or_none(value) is None:
         raise UnfitValue
     return value
 
 
 def number_or_none(value: Any) -> int | float | None:
-    """A number; None for null and for what is not finite."""
+    """Return a number; None for null and for numbers that are not finite."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -45,13 +45,13 @@ def number_or_none(value: Any) -> int | float | None:
 
 
 def number_or_nan(value: Any) -> int | float:
-    """A number; NaN for null and for what is not finite."""
+    """Return a number; NaN for null and for numbers that are not finite."""
     taken = number_or_none(value)
     return math.nan if taken is None else taken
 
 
 def count(value: Any) -> int:
-    """A whole number from 0 on."""
+    """Return an integer of at least 0."""
     taken = number(value)
     if not 0 <= taken < LARGEST_COUNT or taken != int(taken):
         raise UnfitValue
@@ -59,26 +59,26 @@ def count(value: Any) -> int:
 
 
 def text(value: Any) -> str:
-    """A text."""
+    """Return a string."""
     if not isinstance(value, str):
         raise UnfitValue
     return value
 
 
 def switch(value: Any) -> bool:
-    """True or false."""
+    """Return a bool."""
     if not isinstance(value, bool):
         raise UnfitValue
     return value
 
 
 def label(value: Any) -> str | int:
-    """A text or a number by which things are told apart."""
+    """Return a string or an integer that identifies something."""
     return value if isinstance(value, str) else count(value)
 
 
 def one_of(*takes: Take) -> Take:
-    """What the first of `takes` that can take it makes of it."""
+    """Return a validator that tries `takes` in order and returns the first valid result."""
 
     def take(value: Any) -> Any:
         for each in takes:
@@ -92,7 +92,7 @@ def one_of(*takes: Take) -> Take:
 
 
 def several(each: Take, size: int | None = None) -> Take:
-    """A list of such values, of that `size` where one is given."""
+    """Return a validator of a list of such values, of that `size` if it is given."""
 
     def take(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) != (len(value) if size is None else size):
@@ -107,8 +107,8 @@ def record(
     known: Mapping[str, Take] | None = None,
     others: Take = anything,
 ) -> Take:
-    """A mapping whose entries are taken by name, those without a name here by `others`. An unfit
-    entry is left out; a mapping without one that is `needed` is unfit itself."""
+    """Return a validator of a mapping: `needed` and `known` by name, other entries by `others`. An
+    invalid entry is left out; a mapping without a `needed` one is invalid."""
     must = needed or {}
     takes = {**(known or {}), **must}
 

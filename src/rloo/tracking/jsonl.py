@@ -1,4 +1,4 @@
-"""Strict JSON files for other programs: one row per line, never half a file."""
+"""Strict JSON files for other programs: one row per line, and atomic writes of whole files."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ ALARMS = "alarms.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 PAGE = "report.html"
-# What the starting policy said on evaluation prompts, where something is to compare with it.
+# The starting policy's completions of evaluation prompts, if something compares with them.
 START = "start_completions.json"
-# The folder of what processes other than the main one print.
+# The folder of the output of processes other than the main one.
 LOGS = "logs"
-# What has become of them, there.
+# The events of these processes, in that folder.
 EVENTS = "launch.jsonl"
 
 
 def strict(value: Any) -> Any:
-    """`value` in JSON types: non-finite numbers become None, unknown objects their text."""
+    """Return `value` in JSON types: non-finite numbers become None, other objects their text."""
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, Integral):
@@ -49,13 +49,12 @@ def strict(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented and atomically, without secrets (notes quote what others
-    say)."""
+    """Write one JSON object, indented and atomically, without secrets (notes may quote them)."""
     write_text(path, json.dumps(hide(strict(value)), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: even after a power cut it is either the old one, or, once this has
+    """Write a file atomically. After a power cut, it is either the old file, or, once this has
     returned, the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -67,7 +66,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the libraries that determine a result."""
+    """Return the versions of the libraries that determine a result."""
     libraries = {name: _installed(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
 

@@ -1,4 +1,4 @@
-"""Where a run is shown as plain lines: on any output, and what a view on a terminal is built on."""
+"""The plain-line display of a run, for any output, and the base class of the terminal view."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _INDENT = 2
 
 
 class LineDisplay:
-    """Prints lines. Printing that fails (terminal or reader are gone, the stream is closed) ends
-    the printing, not the run. A step costs 3 us where no line is due.
+    """Prints lines. If printing fails (the terminal or reader is gone, the stream is closed), the
+    printing ends, not the run. A step costs 3 us if no line is due.
 
-    A subclass that shows a view where something `moves` overrides `is_live`, `sample`, `stop` and
+    A subclass with a live view for terminals (`moves`) overrides `is_live`, `sample`, `stop` and
     the methods with an underscore.
     """
 
-    # The last step of which a completion was printed.
+    # The last step with a printed completion.
     sampled_at = 0
 
     def __init__(
@@ -46,11 +46,11 @@ class LineDisplay:
 
     @property
     def is_live(self) -> bool:
-        """Whether a view is shown, and not only lines."""
+        """Whether a live view is shown, and not only lines."""
         return False
 
     def start(self, facts: Mapping[str, str], device: str) -> None:
-        """Print the facts of a run on `device`, whose memory is shown later."""
+        """Print the facts of a run on `device`, whose memory later lines show."""
         self._device = device
         indent = max(map(len, facts)) + 2
         width = max(2 * indent, self.console.width) if self.is_live else sys.maxsize
@@ -67,7 +67,7 @@ class LineDisplay:
             write_line(self.console, text, style, prose=prose)
 
     def tell(self, phrases: Sequence[str], style: str = "") -> None:
-        """Print phrases in one line, or on a terminal in as many as they need."""
+        """Print phrases in one line, or on a terminal in as many lines as needed."""
         width = self.console.width if self.is_live else sys.maxsize
         for line in flow(phrases, width, _INDENT):
             self.say(line, style)
@@ -78,7 +78,7 @@ class LineDisplay:
             self.console.print(content)
 
     def alarm(self, text: str, why: str = "", change: str = "") -> None:
-        """Print an alarm in colour, why it matters, and the change to try."""
+        """Print an alarm in colour, the reason, and the change to try."""
         self.say(f"alarm: {text}", "bold red", prose=True)
         if why:
             self.say(f"why: {why}", "yellow", prose=True)
@@ -86,13 +86,13 @@ class LineDisplay:
             self.say(f"try: {change}", "yellow")
 
     def remember(self, step: int, metrics: Row) -> None:
-        """Take a step's metrics into what a view draws."""
+        """Add a step's metrics to a live view."""
 
     def evaluated(self, step: int, metrics: Mapping[str, Any], dataset: str = "") -> None:
-        """Take an evaluation into what a view draws."""
+        """Add an evaluation to a live view."""
 
     def step(self, step: int, *, scored: Sequence[Row], recent: Sequence[Row], due: bool) -> None:
-        """Show the state after a step: a line where one is `due`, and also after 10 s."""
+        """Show the state after a step: print a line if one is `due`, or if 10 s have passed."""
         now = time.monotonic()
         self._progress = partial(
             progress_line,
@@ -105,10 +105,10 @@ class LineDisplay:
         self._show_step(now, self._progress, due=due)
 
     def sample(self, step: int, group: Group) -> None:
-        """Print a completion of `group` above a view, where one is shown."""
+        """Print a completion of `group` above a live view, if there is one."""
 
     def stop(self) -> None:
-        """Leave the last state of a view where it is, and give the terminal back."""
+        """Leave the last state of a live view on the screen, and restore the terminal."""
 
     def _show_step(self, now: float, progress: Callable[..., ProgressLine], *, due: bool) -> None:
         if due or now - self._said >= SECONDS_BETWEEN_LINES:
@@ -117,10 +117,10 @@ class LineDisplay:
             self.say(line)
 
     def _end_view(self) -> None:
-        """Take a view away because printing has failed."""
+        """Remove a live view because printing failed."""
 
     def _memory(self) -> str:
-        """What this process occupies, or on CUDA the most that torch has held."""
+        """The resident memory of this process, or on CUDA the peak memory allocated by torch."""
         from rloo.model.token_budget import gigabytes
 
         if self._device.startswith("cuda"):
@@ -129,7 +129,7 @@ class LineDisplay:
         return gigabytes(psutil.Process().memory_info().rss)
 
     def _waiting(self, now: float, metrics: Row) -> float:
-        """Time since the first step of this session, over that of the steps themselves."""
+        """Time since the first step of this session over the time of the steps themselves."""
         if self._began is None:
             self._began = now
             return 1.0
@@ -153,7 +153,7 @@ class _Output(Console):
 
 
 def make_console() -> Console:
-    """Standard output. Colours that are forced (FORCE_COLOR) do not make a terminal of a pipe."""
+    """Return a console on stdout. Forced colours (FORCE_COLOR) do not make a pipe a terminal."""
     console = _Output()
     try:
         moves = console.file.isatty()
@@ -164,5 +164,5 @@ def make_console() -> Console:
 
 
 def nowhere() -> Console:
-    """A console that shows nothing, anywhere."""
+    """Return a console that prints nothing."""
     return Console(quiet=True, force_terminal=False, force_interactive=False, force_jupyter=False)

@@ -1,7 +1,7 @@
-"""The one table of what a run measures: unit, meaning, healthy band, and how processes add to it.
+"""The table of all metrics: unit, meaning, healthy range, and aggregation over ranks.
 
-docs/metrics.md is written from it (`python tools/metrics_page.py`), the report draws its bands, and
-alarms compare with them. It knows nothing of how a metric is computed, and imports nothing.
+`python tools/metrics_page.py` generates docs/metrics.md from it, the report draws its ranges, and
+alarms compare with them. It is independent of the code that computes metrics, and imports none.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-# What a metric is with several processes: over the completions of all of them, each counted once;
-# the largest that one of them has; the main process's own; a number that is the same in each.
+# Aggregation over ranks. "all": over the completions of all ranks, each counted once; "largest":
+# the maximum over ranks; "main": the main rank's value; "same": equal on all ranks.
 Ranks = Literal["all", "largest", "main", "same"]
-# Which value is the better one, where that can be said.
+# Which direction is better, if that is known.
 Better = Literal["", "higher", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
 class HealthyRange:
-    """From `low` to `high` (None: no limit) a metric is healthy; with `of_start` these are
-    multiples of its own value in the run's first steps. Outside of it there is a question to ask,
-    not always a fault."""
+    """A metric is healthy from `low` to `high` (None: no limit); with `of_start` these are
+    multiples of its own value in the run's first steps. A value outside needs attention, but is not
+    always a fault."""
 
     low: float | None = None
     high: float | None = None
     of_start: bool = False
 
     def bounds(self, start: float | None = None) -> tuple[float, float]:
-        """The lowest and highest healthy value; without limits where `start` is needed and not
-        known."""
+        """Return the lowest and highest healthy value; without limits if `start` is needed and
+        unknown."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
         if not self.of_start:
@@ -57,9 +57,9 @@ class HealthyRange:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row. `name` may have `<function>`, a reward function's name, `<task>`, the name of one of
-    reasoning-gym's, or `<k>`, a number. `unit` is empty for a pure number. `note` is what a page
-    adds to `meaning`, a plain sentence."""
+    """One row. `name` may contain `<function>`, a reward function's name, `<task>`, the name of a
+    reasoning-gym task, or `<k>`, a number. `unit` is empty for a pure number. `note` is text that a
+    page adds to `meaning`, a plain sentence."""
 
     name: str
     unit: str
@@ -303,14 +303,14 @@ PARTS = {"rollout": ROLLOUT, "update": UPDATE, "evaluation": EVALUATION, "totals
 
 
 def of_steps() -> Iterator[Metric]:
-    """What a line of metrics.jsonl may have, besides what reward functions log themselves."""
+    """Yield the metrics of a row of metrics.jsonl, except those that reward functions log."""
     yield from (*ROLLOUT, *UPDATE)
 
 
 @cache
 def find(name: str) -> Metric | None:
-    """The row of a name of metrics.jsonl, evaluations.jsonl or a log, where such a name may begin
-    with `eval_`; None for one that a reward function has chosen."""
+    """Return the row for a name from metrics.jsonl, evaluations.jsonl or a log, where a name may
+    start with `eval_`; None for a metric that a reward function logged."""
     rows = [row for part in PARTS.values() for row in part]
     for row in sorted(rows, key=lambda row: row.name.count("<")):  # exact names first
         pattern = re.escape(row.name).replace("<function>", ".+").replace("<k>", r"\d+")

@@ -1,6 +1,6 @@
 """The statistics of a step as pure functions from plain numbers to a flat dict of named numbers.
 
-Metrics that TRL has too have TRL's names; `table.py` explains each of them.
+Metrics that TRL also has have TRL's names; `metric_registry.py` explains each of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rloo.types import Episode, Group
 Z = 1.959963984540054
 
 
-# What a step says of itself, besides the metrics of each reward function.
+# A step's own metrics, without those of each reward function.
 OWN = {row.name for row in of_steps() if not row.name.startswith("rewards/")}
 
 
 def require_free(names: Iterable[str], taken: Collection[str]) -> None:
-    """Raise ValueError for a name of a user's metric that is the run's own, or `taken`."""
+    """Raise ValueError if a user's metric has a name of the run's own metrics or in `taken`."""
     for name in names:
         if name in OWN or name in taken:
             raise ValueError(
@@ -31,7 +31,7 @@ def require_free(names: Iterable[str], taken: Collection[str]) -> None:
 
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The mean of each metric over the parts of a rollout that have it, weighted by their sizes."""
+    """Return each metric's mean over the parts of a rollout that have it, weighted by size."""
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     having = {name: [(n, m[name]) for n, m in parts if name in m] for name in names}
     return {
@@ -41,7 +41,7 @@ def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str,
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """The metrics of a rollout before any update: rewards (unclipped, no KL), lengths, signal."""
+    """Return a rollout's metrics before updates: rewards (unclipped, no KL), lengths, signal."""
     rewards = [[r for r in group.rewards if r is not None] for group in groups]
     flat = [r for group in rewards for r in group]
     scored = [group for group in rewards if len(group) >= 2]
@@ -73,7 +73,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Those of completions of several turns; none without them."""
+    """The metrics of multi-turn completions; none without them."""
     if not episodes:
         return {}
     calls = sum(episode.calls for episode in episodes)
@@ -87,9 +87,9 @@ def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def task_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
-    """What the prompts of a dataset gym:NAME have come to, by their tasks: how many of the
-    completions with a first reward passed, which share of the prompts was of the task, and at which
-    level they were, on average, if they have one. Empty for other datasets."""
+    """Return the metrics of each task in a dataset gym:NAME: the share of completions whose first
+    reward passed, the task's share of the prompts, and the prompts' mean level, if they have one.
+    Empty for other datasets."""
     by_task: dict[str, list[Group]] = {}
     for group in groups:
         if {"task", "level", "entry"} <= group.prompt.columns.keys():
@@ -106,13 +106,13 @@ def task_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
 
 
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:
-    """That of the mean reward, by the prompts' means: completions of one are not independent."""
+    """Standard error of the mean reward, by prompts: completions of one are not independent."""
     means = [fmean(group) for group in rewards if group]
     return deviation(means) / math.sqrt(len(means)) if len(means) >= 2 else math.nan
 
 
 def deviation(values: Sequence[float]) -> float:
-    """Standard deviation with Bessel's correction; NaN for fewer than two values."""
+    """Return the standard deviation with Bessel's correction; NaN for fewer than two values."""
     if len(values) < 2:
         return math.nan
     mean = fmean(values)
@@ -120,9 +120,9 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """95 % confidence interval of the mean of per-prompt values in [0, 1]: Wilson's, but for the
-    number of Bernoulli draws of the same variance, not of prompts, so that it also suits means over
-    several samples and stays within [0, 1]."""
+    """Return the 95 % confidence interval of the mean of per-prompt values in [0, 1]: Wilson's,
+    with the number of Bernoulli draws of the same variance in place of the number of prompts. It
+    also suits means over several samples, and stays within [0, 1]."""
     n, mean = len(values), fmean(values)
     variance = deviation(values) ** 2 if n > 1 else 0.0
     if variance > 0:
@@ -134,7 +134,7 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def mean_intervals(groups: Sequence[Group]) -> dict[str, list[float]]:
-    """95 % intervals of the mean reward and of each function's mean, over the prompts."""
+    """Return 95 % intervals of the mean reward and of each function's mean, over the prompts."""
     values = {"reward": [g.rewards for g in groups]}
     for name in groups[0].scores:
         values[f"rewards/{name}/mean"] = [g.scores[name] for g in groups]
@@ -149,15 +149,15 @@ def mean_intervals(groups: Sequence[Group]) -> dict[str, list[float]]:
 
 
 def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each metric over several steps, ignoring NaN."""
+    """Return the mean of each metric over several steps, ignoring NaN."""
     names = dict.fromkeys(name for line in lines for name in line)
     means = {n: _mean([x[n] for x in lines if n in x and not math.isnan(x[n])]) for n in names}
     return {name: value for name, value in means.items() if not math.isnan(value)}
 
 
 def sampled_entropy(logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
-    """The mean of -log p over all tokens, which the sampler knows: on average the entropy of a
-    policy that was sampled without filters, and no forward pass."""
+    """Return the mean of -log p over all sampled tokens. If the policy was sampled without filters,
+    its expectation is the policy's entropy, and it needs no forward pass."""
     values: list[float] = []
     count = 0
     for of_completion in logprobs:

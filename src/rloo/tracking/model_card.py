@@ -1,4 +1,4 @@
-"""The model card, README.md beside a trained model: how it was trained, and what came of it."""
+"""The model card, README.md of a trained model: its training and its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rloo.tracking.jsonl import EVALUATIONS, versions, write_text
 from rloo.tracking.run_reader import read_rows
 
 FILE = "README.md"
-# Distinguishes our card from a file written by the user or another library.
+# Distinguishes this package's card from a file of the user or another library.
 MARK = "<!-- written by rloo -->"
 PAPER = """\
 @inproceedings{ahmadian2024back,
@@ -38,9 +38,9 @@ def write_card(
     tags: str | Sequence[str] | None = None,
 ) -> None:
     """Write README.md in `output_dir`, replacing any other: metadata for the hub, then text. `name`
-    is by default the hub repository's or the folder's, `datasets` the options'. Local folders stand
-    in the text with their last part, and not in the metadata, where names are hub ids. Results are
-    those of the first evaluation in the folder and the last, if there are two."""
+    is by default that of the hub repository or folder, `datasets` those of the options. The text
+    names local folders by their last part. The metadata leaves them out, since its names are hub
+    ids. Results are those of the first and the last evaluation in the folder, if there are two."""
     from huggingface_hub import ModelCardData
 
     config, folder = policy.config, Path(policy.config.output_dir)
@@ -87,8 +87,8 @@ def write_card(
 
 
 def write_merged_card(folder: Path, adapter: str, base: str) -> None:
-    """Write the card of a model that `adapter` was merged into: that of the adapter, if this
-    program wrote it, as one of a whole model."""
+    """Write the card of a merged model: the card of `adapter`, if this package wrote it, changed to
+    that of a complete model."""
     from huggingface_hub import ModelCard, ModelCardData
 
     source, merged = Path(adapter, FILE), f"The adapter is merged into its base, {_shown(base)}."
@@ -102,8 +102,8 @@ def write_merged_card(folder: Path, adapter: str, base: str) -> None:
 
 
 def _evaluations(folder: Path) -> list[dict[str, Any]]:
-    """The first evaluation of a run and its last, of the first set; nothing without two."""
-    # The best model, of an earlier step, is evaluated again at the end.
+    """A run's first and last evaluation, on the first dataset; none without two."""
+    # The best model is from an earlier step and evaluated again at the end.
     rows = sorted(read_rows(folder / EVALUATIONS), key=lambda row: row.get("name") == "best")
     rows = [row for row in rows if row.get("dataset") == rows[0].get("dataset")]
     return [rows[0], rows[-1]] if len(rows) > 1 else []
@@ -129,7 +129,7 @@ def _result_table(evaluations: Sequence[Mapping[str, Any]], held_out: str) -> st
 def _model_index(
     title: str, evaluations: Sequence[Mapping[str, Any]], held_out: str
 ) -> dict[str, Any]:
-    """The last figures as the hub's metadata has them."""
+    """The last results in the hub's metadata format."""
     from huggingface_hub import EvalResult
 
     results = [
@@ -149,7 +149,7 @@ def _model_index(
 
 
 def has_other_card(folder: Path) -> bool:
-    """Whether the folder has a README.md that this program did not write."""
+    """Return whether the folder has a README.md that this package did not write."""
     path = folder / FILE
     return path.exists() and MARK not in path.read_text(encoding="utf-8")
 

@@ -1,8 +1,8 @@
 """Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
 It does not change training, except that callbacks may set flags on the `TrainerControl` that the
-loop reads. What is shown where is in `line_display.py`, the text of the lines in `console.py`,
-`progress_line.py` and `summary_text.py`. Whatever else is told of a run is an observer.
+loop reads. `line_display.py` prints the lines, `console.py`, `progress_line.py` and
+`summary_text.py` contain their text. All other outputs of a run are observers.
 """
 
 from __future__ import annotations
@@ -50,19 +50,20 @@ if TYPE_CHECKING:
     from rloo.tracking.callbacks import Events
 
 NUM_RECORDED_COMPLETIONS = 4
-# Intervals into which the rollouts are divided at which groups are recorded whole.
+# Groups are recorded in full at rollouts that enter the next of so many intervals of the run.
 MOMENTS = 8
 # Metrics that are logged as the last value of a window, not as its mean.
 LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
 
 class Monitor:
-    """The console and the files, in `folder`, of one run; it must exist before the first step.
+    """The console output and the files, in `folder`, of one run; it must exist before the first
+    step.
 
     Steps count finished optimizer steps, from 1. The order of calls is: `load_state_dict` when
     resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
-    terminal, so it must be called when training fails, too. One that is `silent`, of a process
-    that is not the main one, prints and writes nothing, and only sends the callbacks their events.
+    terminal, so it must be called when training fails, too. With `silent`, on ranks other than the
+    main one, it only sends the callbacks their events.
     """
 
     def __init__(
@@ -92,9 +93,9 @@ class Monitor:
         self._refused_steps = 0
         self._told_of_unscored = self._told_of_mismatch = self._warned_of_unscored = False
         self._last_table = 0
-        self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended one
+        self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended an epoch
         self._steps_per_rollout = 1
-        self.window: list[Mapping[str, float]] = []  # the metrics of steps that no log has yet
+        self.window: list[Mapping[str, float]] = []  # the metrics of steps since the last log
         self._losses: list[float] = []
         self._events: Events | None = None
         self._log: Callable[[dict[str, float]], object] = self.log_numbers
@@ -106,10 +107,10 @@ class Monitor:
         self._screen.start(facts, str(info.get("device", "cpu")))
 
     def _tell_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say once where an engine in other processes disagrees with the trainer, by the first step
-        on a rollout: later ones have other weights."""
+        """Alarm once if an engine in other processes disagrees with the trainer. Only the first
+        step on a rollout counts: later ones have other weights."""
         limit, found = tolerance_of(self.config), metrics.get("mismatch/mean", 0.0)
-        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights disagree by right
+        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights disagree by design
         if "engine/lost" in metrics and fresh and found > limit and not self._told_of_mismatch:
             self._told_of_mismatch = True
             self.alarm(
@@ -125,23 +126,23 @@ class Monitor:
             self._screen.say(f"note: {text}", "yellow", prose=True)
 
     def alarm(self, text: str, why: str = "", change: str = "") -> None:
-        """Tell, in red, that something goes wrong: what, in figures; why it matters; and the one
-        change to try, as options. A view keeps the last one in sight, the summary all of them,
-        among its notes."""
+        """Print in red that something is wrong: the problem, in figures; the reason why it matters;
+        and the one change to try, as options. A live view shows the last one, and the summary has
+        all of them, among its notes."""
         reasons = (("why", why), ("try", change))
         self.notes.append("; ".join([text, *(f"{word}: {said}" for word, said in reasons if said)]))
         self._screen.alarm(text, why, change)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: rows that no file has yet, and where logging stands. Has all the
-        other rows on the disk first, since the checkpoint counts them."""
+        """Return the logging state for a checkpoint, with rows that are not written yet. Syncs all
+        other rows to disk first, since the checkpoint counts them."""
         self._journal.sync()
         rows = {name: list(rows) for name, rows in self._journal.waiting.items()}
         return {"waiting": rows, "window": len(self.window), "last_table": self._last_table}
 
     def load_state_dict(self, saved: Mapping[str, Any], *, step: int, evaluated_at: int) -> None:
-        """Go on from `step`: drop what the files have of later steps and evaluations, and torn
-        lines, so that nothing occurs twice or is missing."""
+        """Continue from `step`: drop rows of later steps and evaluations and torn lines from the
+        files, so that nothing occurs twice or is missing."""
         if self._silent:
             return
         self._journal.waiting |= saved["waiting"]
@@ -151,7 +152,7 @@ class Monitor:
             COMPLETIONS: lambda row: row["step"] <= step,
             GROUPS: lambda row: row["step"] <= step,
             ALARMS: lambda row: row["step"] <= step,
-            # The best one is evaluated again at the end of the run.
+            # The best model is evaluated again at the end of the run.
             EVALUATIONS: lambda row: row["step"] <= evaluated_at and row.get("name") != "best",
         }
         files: dict[str, Sequence[Mapping[str, Any]]] = {}
@@ -170,7 +171,7 @@ class Monitor:
         self._notify("on_resume", files)
 
     def check_written(self) -> None:
-        """Raise the OSError because of which rows are still in no file, at the end of a run."""
+        """Raise the OSError that keeps rows from being written, at the end of a run."""
         self._journal.sync()
         for error in self._journal.errors.values():
             raise error
@@ -184,9 +185,9 @@ class Monitor:
             self.note(f"{name} cannot be written: {error}; its rows are kept for later")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line to metrics.jsonl and show progress: a view on a terminal, and everywhere a
-        line at every log (elsewhere also after 10 s). With `disable_tqdm` there is what Trainer
-        prints then: the lines of logs."""
+        """Append a row to metrics.jsonl and show progress: a live view on a terminal, and
+        everywhere a line at every log (without a view also after 10 s). With `disable_tqdm` only
+        the lines of logs are printed, as by Trainer."""
         self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
@@ -201,28 +202,28 @@ class Monitor:
             self._screen.step(step, scored=self._scored, recent=list(self._recent), due=due)
 
     def begin(self, parts: Any, sets: Mapping[str, Any]) -> None:
-        """The first step comes next: see `Observer.on_start`."""
+        """Notify observers before the first step: see `Observer.on_start`."""
         self._notify("on_start", parts, sets)
 
     def failed(self, error: BaseException) -> None:
-        """The run ends because of this."""
+        """Notify observers of the error that ends the run."""
         self._notify("on_error", error)
 
     def repeat(self) -> None:
-        """A run that has finished is started again."""
+        """Notify observers that a finished run is started again."""
         self._notify("on_repeat")
 
     def _notify(self, event: str, *arguments: Any) -> list[Any]:
         return [] if self._observers is None else self._observers.notify(event, *arguments)
 
     def _found(self, step: int, finding: Finding) -> None:
-        """Print an alarm of an observer, and record it."""
+        """Print and record an observer's alarm."""
         self._screen.alarm(finding.line)
         self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout; with `log_completions`, at every log, record all
-        and print some. Above a view one is printed at first, and then at logs, every few
+        and print some. A live view gets one completion at first, and then at logs, every few
         steps."""
         self.last_groups = groups
         if self._silent:
@@ -250,7 +251,7 @@ class Monitor:
             self._screen.sample(step, groups[0])
 
     def groups(self, step: int, detailed: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Record some groups of a rollout whole, at up to nine rollouts between the first and the
+        """Record some groups of a rollout in full, at up to nine rollouts between the first and the
         last, and with `log_completions` at every log."""
         number, last = ((n - 1) // self._steps_per_rollout for n in (step, self.max_steps))
         here, before = (n * MOMENTS // max(last, 1) for n in (number, number - 1))
@@ -277,7 +278,7 @@ class Monitor:
 
         `summary` has status, steps, start and end (metrics of the evaluations, empty without any),
         wall_seconds, num_tokens, seed, config and versions. This adds max_steps, notes,
-        refused_steps, training (averages of the first and last steps) and the verdict.
+        refused_steps, training (averages of the first and last steps), findings and the verdict.
         """
         self._screen.stop()
         findings = [f for found in self._notify("on_finish", summary) for f in found]
@@ -332,21 +333,21 @@ class Monitor:
     def attach(
         self, events: Events, log: Callable[[dict[str, float]], object] | None = None
     ) -> None:
-        """From now on, send events to these callbacks and log to the history in their state: by
-        `log`, which calls `log_numbers`, or by that."""
+        """From now on, send events to these callbacks and log to the history in their state, with
+        `log` (which calls `log_numbers`) or with `log_numbers`."""
         self._events = events
         self._log = log or self.log_numbers
 
     def log(self, metrics: Mapping[str, float] | None) -> None:
-        """Tell the callbacks that a step ended; at a log, also of the means since the last one.
-        None: of a step whose metrics are known from before."""
+        """Notify the callbacks that a step ended. At a log, also send the means since the last one.
+        None stands for a step whose metrics are already known."""
         assert self._events is not None
         self.window += [] if metrics is None else [dict(metrics)]
         self._events.send("on_step_end")
         self.log_if_asked()
 
     def log_if_asked(self) -> None:
-        """Log the means since the last log, if a callback wants that now."""
+        """Log the means since the last log, if a callback requested a log."""
         assert self._events is not None
         if self._events.control.should_log:
             self._flush()
@@ -360,11 +361,11 @@ class Monitor:
 
     @property
     def mean_loss(self) -> float:
-        """Of all steps of the run; 0 without any."""
+        """The mean loss over all steps of the run; 0 without any."""
         return fmean(self._losses) if self._losses else 0.0
 
     def log_totals(self, totals: dict[str, float]) -> dict[str, float]:
-        """Log what Trainer logs at the end, with the metrics since the last log; return it."""
+        """Log Trainer's totals at the end, with the metrics since the last log; return them."""
         assert self._events is not None
         self._log({**self._since_last_log(), **totals})
         return {**totals, "epoch": self._events.state.epoch}
@@ -390,5 +391,5 @@ class Monitor:
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that are plain numbers, as loggers require; intervals are left out."""
+    """Return the metrics that are plain numbers, as loggers require; intervals are left out."""
     return {name: value for name, value in metrics.items() if isinstance(value, Real)}

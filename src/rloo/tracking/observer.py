@@ -1,4 +1,4 @@
-"""Observers: what is told of a run's events, beside its files and its lines on the console."""
+"""Observers: outputs of a run's events, in addition to its files and its console lines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ObservedRun:
-    """The run that an observer is of: its options and its folder. `say` prints a line, `note` one
-    that the summary repeats; `found` prints an alarm in a step and records it in alarms.jsonl."""
+    """The options and the folder of an observed run. `say` prints a line, `note` a line that the
+    summary repeats; `found` prints an alarm in a step and records it in alarms.jsonl."""
 
     config: RLOOConfig
     folder: Path
@@ -27,25 +27,25 @@ class ObservedRun:
 
 
 class Observer:
-    """Is told what happens in a run, by the main process alone. It never changes training. A method
-    that a subclass leaves out does nothing. What one raises is a note of the run, and the observer
-    is told nothing more."""
+    """Receives the events of a run, on the main process only. It never changes training. Methods
+    that a subclass does not override do nothing. If one raises, the run notes it, and the observer
+    gets no more events."""
 
     def __init__(self, run: ObservedRun) -> None:
         self.run = run
 
     def on_resume(self, files: Mapping[str, Sequence[Row]]) -> None:
-        """The run goes on. `files` are the rows that it has, by the names of the files."""
+        """The run resumes. `files` are its rows so far, by file name."""
 
     def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
-        """The first step comes next. `parts` is a `TrainerComponents`, `sets` are the prompts of
-        evaluations by name."""
+        """Called before the first step. `parts` is a `TrainerComponents`; `sets` are the evaluation
+        prompts by name."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A row of metrics.jsonl."""
 
     def on_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Rows of completions.jsonl, which come after their step."""
+        """Rows of completions.jsonl, sent after their step."""
 
     def on_evaluation(self, row: Row) -> None:
         """A row of evaluations.jsonl."""
@@ -54,18 +54,18 @@ class Observer:
         """The run ends because of an error or a signal."""
 
     def on_finish(self, summary: Mapping[str, Any]) -> Sequence[Finding]:
-        """The run is over, and its summary is about to be written. Returns what was wrong."""
+        """The run is over, and its summary is about to be written. Return the problems found."""
         return ()
 
     def on_end(self) -> None:
         """All files of the run are written."""
 
     def on_repeat(self) -> None:
-        """A run that has finished is started again, and nothing is to be done."""
+        """A finished run is started again, and there is nothing to do."""
 
 
 class Observers:
-    """All observers that are installed. `note` is told which one has failed."""
+    """All installed observers. `note` names an observer that failed."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
@@ -75,7 +75,7 @@ class Observers:
                 self._all[name] = make(run)
 
     def notify(self, event: str, *arguments: Any) -> list[Any]:
-        """Call this method of each one. Returns what they return, but None."""
+        """Call this method of each observer. Return the results that are not None."""
         found = []
         for name, observer in list(self._all.items()):
             try:

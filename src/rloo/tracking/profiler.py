@@ -45,7 +45,7 @@ class StepProfile:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure a part of the work; parts of the same name are added up."""
+        """Measure a part of the work; parts of the same name are summed."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
@@ -159,8 +159,8 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class PhaseTimer:
-    """Seconds by phase, under the metrics' names, since they were last taken. While `profile` is
-    set it looks on."""
+    """Seconds by phase, under the metrics' names, since the last `take`. If `profile` is set, it
+    records the phases too."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -169,13 +169,13 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as a part of phase `name`, which stays the current one until the next."""
+        """Time the block as a part of phase `name`, which is `current` until the next phase."""
         start, self.current = time.perf_counter(), name
         with self.profile.phase(name) if self.profile else nullcontext():
             yield
         self.seconds[f"time/{name}"] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """The seconds so far; all phases begin again at 0."""
+        """Return the seconds so far, and reset all phases to 0."""
         taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken

@@ -1,4 +1,4 @@
-"""Where a run stands, in phrases that a line, or a view on a terminal, is made of."""
+"""The progress of a run, as phrases for a line or for a live view on a terminal."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rloo.tracking.console import (
 
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
-    """Where a run stands after one step: phrases by subject, each of which stays in one line.
-    `progress` is number, pace and end; `reward` its mean and its change; `rows` the rest, by name;
-    `span` says over how many steps they are averaged."""
+    """The progress after one step: phrases by subject, each of which stays in one line. `progress`
+    is step, pace and end; `reward` its mean and its change; `rows` the others, by name; `span`
+    tells over how many steps they are averaged."""
 
     step: int
     max_steps: int
@@ -32,8 +32,8 @@ class ProgressLine:
     span: str
 
     def line(self) -> str:
-        """The most of them in one line, for a file or a pipe: without the time of day, where time
-        goes, which metrics.jsonl has, and what a single function gave, which is the reward."""
+        """Return most of them in one line, for a file or a pipe, without the time of day, the split
+        of time (metrics.jsonl has it), and the reward of a single function, which is the total."""
         names = {"rewards": ", ".join(self._functions())}
         names |= {name: "  ".join(self.rows[name]) for name in ("rollout", "policy")}
         memory = [phrase for phrase in self.rows["time"] if phrase.startswith("memory")]
@@ -41,7 +41,7 @@ class ProgressLine:
         return " | ".join(filter(None, [head, *names.values(), *memory, self.span]))
 
     def brief(self) -> list[str]:
-        """The phrases that stay in the scroll-back of a terminal."""
+        """Return the phrases that stay in the scroll-back of a terminal."""
         rows = [phrase for name in ("rollout", "policy") for phrase in self.rows[name]]
         return [self.progress[0], self.reward[0], *self._functions(), *rows, f"({self.span})"]
 
@@ -58,9 +58,9 @@ def progress_line(
     waiting: float = 1.0,
     memory: str = "",
 ) -> ProgressLine:
-    """The figures after `step`. `scored` are all steps with rewards, in order; `recent` the last
-    steps, over which metrics are averaged. `waiting` is the time of the whole run, evaluations and
-    checkpoints included, over that of its steps."""
+    """Return the progress after `step`. `scored` are all steps with rewards, in order; `recent` the
+    last steps, over which metrics are averaged. `waiting` is the time of the whole run, evaluations
+    and checkpoints included, over that of its steps."""
     speed = _recent_mean(recent, "step_time")
     progress = [f"step {step}/{max_steps}"]
     if math.isfinite(speed):
@@ -92,7 +92,7 @@ def progress_line(
             shares,
             ("KL {:.3g}", "kl", 1.0),
             ("entropy {:.3g}", "entropy", 1.0),
-            # Where sampling is in other processes it is what tells that all is well.
+            # With an engine in other processes, it shows whether they sample from the policy.
             *((("mismatch {:.2g}", "mismatch/mean", 1.0),) if "engine/lost" in recent[-1] else ()),
         ),
         "time": [*_time_split(recent), *([f"memory {memory}"] if memory else [])],

@@ -1,7 +1,7 @@
-"""A run's folder, read: the one place where its files become rows, whoever asks for them.
+"""Reads a run's folder: the only module that parses its files.
 
-Nothing here fails because of a torn line, a file that is missing, of an older version, or made by
-hand. A row has what its file says that can be what it must be; the rest is left out, and told in
+Nothing here fails because of a torn line, or a file that is missing, of an older version, or
+written by hand. A row has the valid entries of its line. The others are left out, and reported in
 `faults`.
 """
 
@@ -46,12 +46,12 @@ from rloo.tracking.jsonl import (
 )
 
 Row = Mapping[str, Any]
-# `RunFolder.status` of a run that has not ended: it goes on, or was killed.
+# `RunFolder.status` of a run that has not ended: it is still running, or was killed.
 NOT_ENDED = "not ended"
 
 
 def _finding(value: Any) -> dict[str, Any]:
-    """All entries of a Finding; only its name must be there."""
+    """All fields of a Finding; only its name is required."""
     kinds = {"examples": several(text), "voids": switch, "options": record()}
     takes = {field.name: kinds.get(field.name, text) for field in fields(Finding)}
     taken = record({"name": text}, takes)(value)
@@ -60,7 +60,7 @@ def _finding(value: Any) -> dict[str, Any]:
 
 
 def _measured(value: Any) -> dict[str, Any]:
-    """The figures of an evaluation and its intervals, which are pairs, without what is null."""
+    """The metrics of an evaluation and its intervals, which are pairs, without nulls."""
     takes: dict[str, Take] = {"name": text, "dataset": text, "reward_kind": text, "step": count}
     pair = several(number, 2)
     given = record()(value)
@@ -69,7 +69,7 @@ def _measured(value: Any) -> dict[str, Any]:
 
 
 def _moment(value: Any) -> int | float:
-    """Seconds since 1970, of a time that a calendar has."""
+    """Seconds since 1970, within the range of calendar functions."""
     if not 0 <= number(value) < 2**37:
         raise UnfitValue
     return value
@@ -155,9 +155,9 @@ ROWS: dict[str, Take] = {
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The rows of a run's files in the order of steps, its summary (empty while it has none), and
-    its options. Numbers that are unknown are NaN in `metrics` and left out in `evaluations`;
-    `alarms` are findings as they were told while it went on. `faults` says what could not be read.
+    """The rows of a run's files in the order of steps, its summary (empty if there is none), and
+    its options. Unknown numbers are NaN in `metrics` and left out in `evaluations`; `alarms` are
+    findings that were reported during the run. `faults` tells which data could not be read.
     """
 
     path: Path
@@ -172,19 +172,19 @@ class RunFolder:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps made."""
+        """The number of optimizer steps done."""
         return max((row["step"] for row in self.metrics), default=0)
 
     @property
     def status(self) -> str:
-        """`finished`, `interrupted` or `failed`; else `not ended`, which a run is that goes on, or
-        that was killed."""
+        """`finished`, `interrupted` or `failed`; else `not ended`, for a run that is still running
+        or was killed."""
         of_these_steps = self.summary.get("steps", -1) >= self.steps
         return self.summary.get("status", NOT_ENDED) if of_these_steps else NOT_ENDED
 
 
 def read_folder(folder: Path, options: Row | None = None) -> RunFolder:
-    """Read a folder, of which the options may be known; one without a run has no rows and no
+    """Read a folder, with known `options` or its own. A folder without a run has no rows and no
     summary."""
     faults: list[str] = []
     names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, ALARMS)
@@ -197,7 +197,7 @@ def read_folder(folder: Path, options: Row | None = None) -> RunFolder:
 
 
 def read_begun(folder: Path) -> RunFolder:
-    """Read a folder. Raises ValueError for one in which no run has begun."""
+    """Read a folder. Raises ValueError if no run was started in it."""
     if not any((folder / name).exists() for name in (METRICS, CONFIG, SUMMARY)):
         raise ValueError(
             f"{folder} holds no run: it has neither {METRICS} nor {SUMMARY}; name the output_dir "
@@ -207,8 +207,8 @@ def read_begun(folder: Path) -> RunFolder:
 
 
 def read_rows(path: Path, faults: list[str] | None = None) -> list[dict[str, Any]]:
-    """The rows of one of the files in ROWS, those with a step in its order. How many lines hold
-    none is appended to `faults`; the last one does not count where it is being written."""
+    """Return the rows of one of the files in ROWS, sorted by step if they have one. The number of
+    invalid lines is appended to `faults`, except a last line that is still being written."""
     rows, lost = [], 0
     written = _text(path, faults)
     lines = written.split("\n")
@@ -224,7 +224,7 @@ def read_rows(path: Path, faults: list[str] | None = None) -> list[dict[str, Any
 
 
 def row_of(name: str, line: str) -> dict[str, Any] | None:
-    """The row that a line of the file of that name holds; None where it holds none."""
+    """Return the row in a line of the file with that name; None for an invalid line."""
     try:
         return ROWS[name](_parsed(line))
     except UnfitValue:
@@ -232,14 +232,14 @@ def row_of(name: str, line: str) -> dict[str, Any] | None:
 
 
 def read_summary(folder: Path, faults: list[str] | None = None) -> dict[str, Any]:
-    """What summary.json says, as far as it can be read; nothing where there is none."""
+    """Return the valid entries of summary.json; empty if there is none."""
     return read_object(folder / SUMMARY, _SUMMARY, faults)
 
 
 def read_object(
     path: Path, take: Take = anything, faults: list[str] | None = None
 ) -> dict[str, Any]:
-    """The one mapping that a file holds; nothing where there is none."""
+    """Return the mapping in a file; empty if there is none."""
     written = _text(path, faults)
     try:
         return record()(take(_parsed(written)))
@@ -251,7 +251,7 @@ def read_object(
 
 def _text(path: Path, faults: list[str] | None) -> str:
     try:
-        # Anything else might never end, or end something when it is read.
+        # Reading anything else, such as a pipe, might block or have side effects.
         return path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
     except OSError as error:
         if faults is not None:
@@ -269,13 +269,13 @@ def _parsed(written: str) -> Any:
 def _options(path: Path, faults: list[str]) -> dict[str, Any]:
     try:
         return parse_command_line([str(path)]).to_dict() if path.is_file() else {}
-    except (ValueError, OSError) as error:  # of another version; the rest is worth having
+    except (ValueError, OSError) as error:  # of another version; the rows can still be read
         faults.append(f"{path} cannot be read, and left out: {error}")
         return {}
 
 
 def _well_typed(options: Row) -> Iterator[tuple[str, Any]]:
-    """Options whose values are of the option's type, and those of other versions."""
+    """Options whose values have the option's type, and options of other versions."""
     hints = option_types()
     for name, value in options.items():
         try:

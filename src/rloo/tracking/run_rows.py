@@ -1,4 +1,4 @@
-"""The rows that a run writes, one JSON object a line, through full disks and power cuts."""
+"""Writes a run's rows, one JSON object per line, and survives full disks and power cuts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rloo.tracking.run_reader import row_of
 
 class JsonlWriter:
     """A run's files of one JSON row per line. A row that cannot be written now (a full disk) waits,
-    in its place, and is written with the next one; what still waits belongs into a checkpoint."""
+    in order, and is written with the next one. A checkpoint must store the rows in `waiting`."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder
@@ -29,7 +29,7 @@ class JsonlWriter:
         self.write(name)
 
     def write(self, name: str, *, sync: bool = False) -> None:
-        """Write what waits; in `errors` stands why that is impossible."""
+        """Write the waiting rows; on failure, `errors` has the reason."""
         path, rows = self.folder / name, self.waiting[name]
         if not rows and not (sync and path.exists()):
             return
@@ -52,7 +52,7 @@ class JsonlWriter:
             self.errors.pop(name, None)
 
     def sync(self) -> None:
-        """Have everything on the disk, as far as it takes it, before a checkpoint counts it."""
+        """Sync all files to disk, as far as possible, before a checkpoint counts their rows."""
         for name in self.waiting:
             self.write(name, sync=True)
         fsync_path(self.folder)
@@ -60,7 +60,7 @@ class JsonlWriter:
     def truncate(
         self, name: str, keep: Callable[[Mapping[str, Any]], bool]
     ) -> tuple[list[dict[str, Any]], int]:
-        """Rewrite a file with the rows to keep, as they stand there, and those that wait, without
+        """Rewrite a file with the lines to keep, unchanged, and the waiting rows, without
         unreadable lines. Returns the rows and the number of unreadable lines."""
         path, lines, unreadable = self.folder / name, [], 0
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

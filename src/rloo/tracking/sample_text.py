@@ -1,4 +1,4 @@
-"""Prompts and completions for people to read. They are hostile: see
+"""Prompts and completions as readable text. They are untrusted: see
 `rloo.distributed.standard_streams.inert`."""
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def completions_table(
     encoding: str,
     unique_prompts: bool = False,
 ) -> Table:
-    """A table of up to `limit` completions (None: all) with their rewards. Different prompts come
-    first; with `unique_prompts` there is only one completion per prompt."""
+    """Return a table of up to `limit` completions (None: all) with their rewards. Different prompts
+    come first; with `unique_prompts` there is only one completion per prompt."""
     table = Table(title=f"Completions at step {step}", show_lines=True, title_justify="left")
     for name in ("Prompt", "Completion", "Reward"):
         table.add_column(name, overflow="fold", ratio=1 if name == "Reward" else 3)
     chosen = list(spread(groups))
-    if unique_prompts:  # the same row may have been drawn twice
+    if unique_prompts:  # the same row may have been sampled twice
         seen: dict[str, Group] = {}
         for group in groups:
             seen.setdefault(as_string(group.prompt.content), group)
@@ -50,7 +50,7 @@ def completions_table(
 
 
 def sample_table(step: int, group: Group, index: int, encoding: str) -> Table:
-    """A completion with its prompt and reward in a few lines, of which every line is whole."""
+    """Return a completion with its prompt and reward in a few lines."""
     scores = ", ".join(f"{name} {_score(values[index])}" for name, values in group.scores.items())
     head = f"step {step}  reward {_score(group.rewards[index])} ({scores})"
     rows = {
@@ -68,7 +68,7 @@ def sample_table(step: int, group: Group, index: int, encoding: str) -> Table:
 
 
 def spread(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
-    """All completions as (group, index): the first of each group, then the second of each, ..."""
+    """Yield (group, index): the first completion of each group, then the second of each, ..."""
     for index in range(max((len(group.texts) for group in groups), default=0)):
         for group in groups:
             if index < len(group.texts):
@@ -76,7 +76,7 @@ def spread(groups: Sequence[Group]) -> Iterator[tuple[Group, int]]:
 
 
 def as_string(text: Text) -> str:
-    """A prompt or completion as one string; messages become lines `role: content`."""
+    """Return a prompt or completion as one string; messages become lines `role: content`."""
     if isinstance(text, str):
         return text
     return "\n".join(f"{message.get('role')}: {_content(message)}" for message in text)
@@ -102,7 +102,7 @@ def _score(value: float | None) -> str:
 
 
 def counts_of(episode: Episode | None) -> dict[str, Any]:
-    """What a row says of a completion of several turns, besides its messages."""
+    """Return a row's entries about a multi-turn completion, without its messages."""
     if episode is None:
         return {}
     names = ("turns", "calls", "errors", "seconds", "failed", "start")
@@ -110,8 +110,8 @@ def counts_of(episode: Episode | None) -> dict[str, Any]:
 
 
 def record_of(step: int, group: Group, index: int, *, images: Path | None) -> dict[str, Any]:
-    """A completion as completions.jsonl has it. Images are saved to the folder `images`, None for
-    not at all."""
+    """Return a completion as a row of completions.jsonl. Images are saved to the folder `images`,
+    or not at all if it is None."""
     content = group.prompt.content
     record: dict[str, Any] = {
         "step": step,

@@ -1,4 +1,4 @@
-"""The verdict on a run in words: what changed, whether by chance, and whether it counts."""
+"""The verdict on a run in words: the change, its significance, and whether it counts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rloo.tracking.metrics import window_mean
 
 REWARD = ("reward", "reward/standard_error")
 DRIFTS = ("kl", "entropy", "completions/mean_length", "groups/signal")
-# What a summary says of a first reward that gives more than 0 and 1 (see `rloo.trainer.evaluate`).
+# A summary's `reward_kind` if the first reward is not only 0 and 1 (see `rloo.trainer.evaluate`).
 GRADED = "graded"
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """What the run achieved, one sentence per line: by the evaluations before and after if there
-    were both, otherwise by the training reward in the first and last rollouts. Where a finding
-    voids the run it comes first, and figures are given without judging them. `summary` is the
+    """Return the result of the run, one sentence per line: by the evaluations before and after if
+    there were both, otherwise by the training reward in the first and last rollouts. A finding that
+    voids the run comes first, and figures are then given without a verdict. `summary` is the
     content of summary.json; see `Monitor.finish`."""
     start, end = summary.get("start") or {}, summary.get("end") or {}
     void = next((f for f in summary.get("findings") or () if f["voids"]), None)
@@ -38,8 +38,8 @@ def summary_text(summary: Mapping[str, Any]) -> str:
 
 
 def training_of(rollouts: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-    """The first rollouts beside the last ones: the rewards, each with its error or with whether it
-    moved, and what drifts. None for fewer than two."""
+    """Return the first and the last rollouts in comparison: the rewards, each with its error or
+    whether it moved, and drifting metrics. None for fewer than two rollouts."""
     if len(rollouts) < 2:
         return None
     first, last = (
@@ -55,13 +55,13 @@ def training_of(rollouts: Sequence[Mapping[str, float]]) -> dict[str, Any] | Non
 
 
 def is_of_function(name: str) -> bool:
-    """Whether a metric is the mean of one reward function."""
+    """Return whether a metric is the mean of one reward function."""
     return name.startswith("rewards/") and name.endswith("/mean")
 
 
 def headline(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
-    """The metric that tells best how good a model is: pass@1 of rewards that are 0 or 1, otherwise
-    the mean reward."""
+    """Return the metric that best describes a model's quality: pass@1 for rewards that are 0 or 1,
+    otherwise the mean reward."""
     graded = GRADED in (start.get("reward_kind"), end.get("reward_kind"))
     both = "pass@1_interval" in start and "pass@1_interval" in end
     return "pass@1" if both and not graded else "reward"
@@ -70,8 +70,8 @@ def headline(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
 def _judge_that_fell(
     summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]
 ) -> str:
-    """That a reward which only judges fell: whatever training rewards rose then, it is no success.
-    Rewards of training are those that its rollouts tell of."""
+    """A sentence if an evaluation-only reward fell, else an empty string. The run is then no
+    success, even if training rewards rose. Training rewards are those in the training metrics."""
     trained = (summary.get("training") or {}).get("by_reward") or ()
     for name in end if trained else ():
         if is_of_function(name) and name not in trained:
@@ -153,7 +153,7 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
 
 
 def _by_reward(summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
-    """Each reward by itself, where there are several; those that only judge, and win rates."""
+    """Each reward separately, if there are several, also evaluation-only ones, and win rates."""
     names = [name for name in end if is_of_function(name)] if start else []
     known = {
         name: (start[name], end[name], change_between(start, end, name).moved)

@@ -1,1 +1,1 @@
-"""A whole run: trainer, session, checkpoints, evaluation, plan."""
+"""A complete run: trainer, training loop, checkpoints, evaluation, run folder."""

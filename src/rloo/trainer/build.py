@@ -1,6 +1,6 @@
-"""Making the parts of a run from its options. Everything static is checked before sampling."""
+"""Builds the components of a run from its options, with all checks that need no sampling."""
 
-# Over 400 lines: each component of a run has its maker here.
+# Over 400 lines: each component of a run has its builder here.
 from __future__ import annotations
 
 import math
@@ -47,7 +47,7 @@ from rloo.tracking.jsonl import LOGS
 from rloo.trainer.cpu_settings import let_segments_grow, set_arithmetic, set_threads
 from rloo.types import Engine, Prompt, Sampling
 
-# Characters of a prompt that is tokenised whatever the limit, since that takes a second at most.
+# A prompt of up to this many characters is always tokenised, since that takes a second at most.
 LONG_TEXT = 1_000_000
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
@@ -66,7 +66,7 @@ def make_rewards(
 ) -> RewardSet:
     """The given rewards, or else those named by `args.reward`, in any form that `as_reward` takes.
     `processing_classes` are the tokenizers of reward models, one per reward (None: the model's
-    own). Raises ValueError if there are not as many."""
+    tokenizer). Raises ValueError if their numbers differ."""
     specs: Any = args.reward if given is None else given
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
     tokenizers: Any = [None] * len(specs) if processing_classes is None else processing_classes
@@ -96,7 +96,7 @@ def make_rewards(
 
 
 def _source_of(spec: Any, function: Any) -> Any:
-    """What makes the function anew in another process, where a name does."""
+    """The spec with which another process can load the function; None if no name is enough."""
     of_a_model = isinstance(function, (RunningNormReward, RewardModel))
     named = isinstance(spec, (str, Mapping)) and not of_a_model
     return spec if named else None
@@ -139,7 +139,7 @@ def make_source(
 
 
 def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
-    """Rows with a prompt and what rewards need, and notes of what was found out about them."""
+    """The rows with a prompt and the columns that rewards need, and notes about the conversion."""
     found, of_prompts = with_conversation(rows, args.prompt_template)
     found = found if found is not rows else with_prompts(rows, args.prompt_template)
     found, of_references = with_reference(found, args.reference, rewards.reads)
@@ -155,21 +155,21 @@ def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | Ite
     rows = load_task_rows(spec, split, args) if isinstance(spec, str) else None
     if rows is not None:
         return rows
-    # A configuration name belongs to the dataset with which it was given.
+    # A configuration name applies only to the dataset for which it was given.
     own = isinstance(spec, str) and spec == (args.dataset or args.eval_dataset)
     return load_rows(spec, split=split, config_name=args.dataset_config if own else None)
 
 
 def arrange(source: Prompts, args: RLOOConfig) -> Prompts:
-    """The prompts to train on, in the order that what has made them wants."""
+    """The prompts to train on, in the order that their dataset's spec defines, if it has one."""
     spec = dataset_spec(args.dataset)
     arranged: Prompts = source if spec is None else spec.arrange(source, args)
     return arranged
 
 
 def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
-    """The evaluation sets by name; the name of a single one is "". `eval_size` rows of a stream are
-    read. Every split is a set, unless `eval_split` names one."""
+    """The evaluation sets by name; the name of a single set is "". Reads `eval_size` rows of a
+    stream. Every split is a set, unless `eval_split` names one."""
     if given is None:
         return {}
     if isinstance(given, Mapping) and args.eval_split is None:
@@ -187,8 +187,8 @@ def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
 def prompts_of_sets(
     given: RowSets | None, args: RLOOConfig, read: Callable[[Rows, str], Prompts]
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """The prompts of all evaluation sets, by their names, and notes about them. `read` makes the
-    prompts of one."""
+    """The prompts of all evaluation sets by name, and notes about them. `read(rows, split)` returns
+    the prompts of one set."""
     prompts, notes = {}, []
     for name, rows in eval_sets(given, args).items():
         split = args.eval_split if isinstance(rows, str) else None
@@ -206,8 +206,8 @@ def prompts_of_sets(
 def prompt_limit(
     model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False
 ) -> PromptLengthLimit:
-    """The longest prompt that leaves room for the longest completion in the model's context, of
-    tokens that the model embeds."""
+    """The limit on prompts: room for the longest completion in the model's context, and only tokens
+    that the model embeds. Raises ValueError if there is no room for a prompt."""
     name, completion = "max_completion_length", args.max_completion_length
     if evaluation and (own := args.eval_options.max_completion_length) is not None:
         name, completion = "eval_kwargs.max_completion_length", own
@@ -231,7 +231,7 @@ def prompt_limit(
 
 
 def world_of(args: RLOOConfig) -> World:
-    """The processes that train together, as `args` want them connected."""
+    """The World of the processes that train together, connected as `args` say."""
     world = make_world(
         use_cpu=args.use_cpu,
         timeout=args.ddp_timeout,
@@ -243,8 +243,8 @@ def world_of(args: RLOOConfig) -> World:
 
 
 def seed_all(args: RLOOConfig) -> None:
-    """Seed what is random outside of noise; with `full_determinism` torch raises an error where it
-    has no deterministic kernel, also after the run, as with Trainer."""
+    """Seed the global random generators. With `full_determinism` torch raises an error if it has no
+    deterministic kernel, also after the run, as with Trainer."""
     if args.full_determinism:
         transformers.enable_full_determinism(args.seed)
     else:
@@ -262,8 +262,8 @@ def length_notes(source: Prompts, where: str) -> list[str]:
 
 
 def make_state(source: Prompts | None, args: RLOOConfig, batches: BatchSizes) -> TrainerState:
-    """The state of a run at step 0, with the number of steps and all intervals resolved. Raises
-    ValueError if they would depend on the length of a stream."""
+    """The TrainerState of a run at step 0, with the number of steps and all intervals resolved.
+    Raises ValueError if they would depend on the length of a stream."""
     steps = args.max_steps
     if isinstance(source, IterablePromptDataset) and steps <= 0:
         raise ValueError(
@@ -290,8 +290,8 @@ def make_sampling(
     *,
     evaluation: bool = False,
 ) -> Sampling:
-    """The sampling options of training, or of `evaluation`, and everything that ends a completion.
-    `tokenizer` is needed for stop strings."""
+    """The sampling options of training, or of `evaluation`, including everything that ends a
+    completion. Stop strings need the `tokenizer`."""
 
     def setting(name: str) -> Any:
         own = getattr(args.eval_options, name) if evaluation else None
@@ -311,7 +311,7 @@ def make_sampling(
 
 
 def bias_of(sampling: Sampling) -> list[str]:
-    """A note where the distribution that is sampled is not the policy's."""
+    """A note if sampling is filtered, so that its distribution is not the policy's."""
     note = (
         "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are drawn from "
         "another distribution than the one that is trained, which biases the gradient"
@@ -334,9 +334,9 @@ def _refuse_copies(policy: Policy, args: RLOOConfig) -> None:
 
 
 def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
-    """The engine that samples; a note is added for a slow one. One that uses servers tells the
-    monitor of its `owner`, a trainer, what happens to them, and does not keep it alive. Raises
-    ValueError if it cannot have the copy of the weights, or the dtype, that is asked for
+    """The engine that samples; adds a note if it is slow. An engine with servers reports their
+    events to the monitor of its `owner`, a trainer, which it references weakly. Raises ValueError
+    if the engine cannot provide the weight copy or the dtype of the options
     (`engine_kwargs.copy_weights`, `rollout_dtype`)."""
     set_arithmetic(policy, args)
     if engine_spec(args.rollout_engine).own_processes:
@@ -383,7 +383,7 @@ def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
 
 
 def _engine_elsewhere(policy: Policy, args: RLOOConfig, owner: Any) -> Engine:
-    """An engine with processes of its own, to which the policy's weights travel."""
+    """An engine with separate processes, to which the policy's weights are sent."""
     if args.num_threads is not None:
         policy.why_threads = set_threads(policy.model, args)
     inputs = EngineInputs(
@@ -408,14 +408,14 @@ def _telling(owner: Any) -> Callable[[str], None]:
     find = (lambda: None) if owner is None else weakref.ref(owner)
 
     def say(text: str) -> None:
-        monitor = getattr(find(), "monitor", None)  # not while it is made
+        monitor = getattr(find(), "monitor", None)  # None while the trainer is being set up
         print(text, flush=True) if monitor is None else monitor.note(text)
 
     return say
 
 
 def _require_room(policy: Policy) -> None:
-    """Raise ValueError where no process could have all of what is divided, as engines must."""
+    """Raise ValueError if a sharded model's full weights, for the engine, do not fit every rank."""
     parameters = list(policy.model.parameters())
     if not any(map(is_sharded, parameters)):
         return

@@ -2,7 +2,7 @@
 
 A checkpoint is the folder `checkpoint-{step}`: a model that `from_pretrained` loads, the state of
 the run, and `manifest.json` with the size and SHA-256 of every file. It is written under another
-name, synced and renamed, so that a reader sees a whole checkpoint or none.
+name, synced and renamed, so that a reader sees a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from rloo.distributed.pytree import Flat, flatten, unflatten
 FORMAT = 2
 MANIFEST = "manifest.json"
 PARTS = ("optimizer", "scheduler", "rng")
-ROLLOUT = "rollout"  # only where a run was stopped among the steps of one
+ROLLOUT = "rollout"  # only if a run was stopped between the steps of a rollout
 STATE = "trainer_state.json"
 _TAKEN = "; the one before is taken"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a run after `step` optimizer steps, without the weights: `optimizer` and
-    `scheduler` are of `PolicyOptimizer.state`, `rng` of `capture_rng`; `trainer_state` is
+    """The state of a run after `step` optimizer steps, without the weights. `optimizer` and
+    `scheduler` come from `PolicyOptimizer.state`, `rng` from `capture_rng`. `trainer_state` has
     everything else as plain JSON values."""
 
     step: int
@@ -53,7 +53,7 @@ class Checkpoint:
 
 
 def model_alone(step: int) -> Checkpoint:
-    """One that no run goes on from (save_only_model)."""
+    """A checkpoint without a state, which cannot be resumed from (save_only_model)."""
     return Checkpoint(step, ({}, None), {}, {}, {})
 
 
@@ -65,10 +65,10 @@ def save_checkpoint(
     keep: int | None,
     best: Path | None = None,
 ) -> Path:
-    """Write `directory/checkpoint-{step}` and return its path. Then, once it has been verified,
-    keep only the newest `keep` checkpoints up to this step (None: all), and always `best`.
-    `write_model(folder)` writes model and tokenizer. If anything fails, nothing is left and earlier
-    checkpoints are unchanged."""
+    """Write `directory/checkpoint-{step}` and return its path. After its verification only the
+    newest `keep` checkpoints up to this step stay (None: all), and always `best`.
+    `write_model(folder)` writes model and tokenizer. A failure leaves no partial checkpoint, and
+    earlier checkpoints unchanged."""
     if keep is not None and keep < 1:
         raise ValueError(
             f"save_total_limit is {keep}; the newest checkpoint always stays (save_total_limit)"
@@ -93,8 +93,8 @@ def save_checkpoint(
 
 def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
     """Write a model and its tokenizer into `directory` itself. Files of the same names are replaced
-    once all new ones are on the disk; a README.md of a library, which is no model's, is left out.
-    `write_model` and errors are those of `save_checkpoint`."""
+    after all new ones are on the disk. A README.md that a library writes is dropped.
+    `write_model` and errors are as in `save_checkpoint`."""
     with _written(directory, "model") as temporary:
         write_model(temporary)
         (temporary / "README.md").unlink(missing_ok=True)
@@ -110,8 +110,8 @@ def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _written(directory: Path, name: str) -> Iterator[Path]:
-    """`written`, but for what safetensors and tokenizers, written in Rust, raise when a disk fails:
-    that is an OSError."""
+    """`atomic_directory`, with an OSError for the errors that safetensors and tokenizers (in Rust)
+    raise if the disk fails."""
     with atomic_directory(directory, f"checkpoint-{name}") as temporary:
         try:
             yield temporary
@@ -131,9 +131,9 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Verify a checkpoint and read its state; `from_pretrained` reads the weights. Raises a
-    ValueError that names the file if one is missing or differs in any bit from what was written,
-    and if the folder is not a checkpoint of this program."""
+    """Verify a checkpoint and read its state; `from_pretrained` reads the weights. Raises
+    ValueError, with the name of the file, if a file is missing or differs in any bit from the
+    manifest, and if the folder is not a checkpoint of this program."""
     step = verify_checkpoint(path, whole=True)
     optimizer, *others = (_read_tensors(path, name) for name in PARTS)
     scheduler, rng = (unflatten(meta, tensors) for tensors, meta in others)
@@ -146,8 +146,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def verify_checkpoint(path: Path, *, whole: bool = False) -> int:
-    """Compare every file with the manifest; return the step. Raises as `load_checkpoint` does; for
-    the model alone only if the checkpoint must be `whole`."""
+    """Compare every file with the manifest; return the step. Raises as `load_checkpoint` does. With
+    `whole` a checkpoint of the model only is an error too."""
 
     def damaged(fact: str, *, how: str = "damaged") -> ValueError:
         return ValueError(f"checkpoint {path} is {how}: {fact}")
@@ -194,9 +194,9 @@ def verify_checkpoint(path: Path, *, whole: bool = False) -> int:
 
 
 def find_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
-    """The newest undamaged checkpoint in `directory`, None if there are no checkpoints; and what is
-    wrong with newer ones. Raises ValueError if all are damaged, since no run must silently begin
-    anew."""
+    """The newest undamaged checkpoint in `directory` (None if there are no checkpoints), and the
+    faults of newer ones. Raises ValueError if all are damaged, since no run must silently start
+    over."""
     checkpoints, damaged = list_checkpoints(directory), []
     for _, path in reversed(checkpoints):
         try:
@@ -235,7 +235,7 @@ def _read_tensors(folder: Path, name: str) -> Flat:
     file = folder / f"{name}.safetensors"
     try:
         tensors = load_file(file) if file.exists() else {}
-    except (RuntimeError, SafetensorError) as error:  # verified a moment ago: the disk fails
+    except (RuntimeError, SafetensorError) as error:  # it was just verified, so the disk fails
         raise OSError(f"{file} cannot be read: {error} (resume_from_checkpoint)") from error
     return tensors, json.loads((folder / f"{name}.json").read_text())
 
@@ -275,8 +275,8 @@ def _leads_nowhere(path: Path) -> bool:
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """All folders with names of checkpoints, and links that lead to one or nowhere, by step; a
-    replaced one precedes its replacement."""
+    """All folders with names of checkpoints, also through symlinks, and dangling symlinks, sorted
+    by step. A replaced checkpoint precedes its replacement."""
     folders = [p for p in directory.glob("checkpoint-*") if p.is_dir() or _leads_nowhere(p)]
     found = [(step, path) for path in folders if (step := _step_of(path)) is not None]
     return sorted(found, key=lambda item: (item[0], not item[1].name.endswith("-replaced")))

@@ -1,4 +1,4 @@
-"""Writing a run's files, by the main process alone, or what is divided by all of them together."""
+"""Writes a run's checkpoints and result: on the main process, or on all ranks if it is sharded."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from rloo.trainer.trl_overrides import TrainerHooks
 def write_checkpoint(
     parts: TrainerComponents, state: TrainState, owner: TrainerHooks, told: dict[str, Any] | None
 ) -> None:
-    """Write a checkpoint of the run as it is, see `snapshot`; of the model alone, if nothing is
-    `told`. All processes call this."""
+    """Write a checkpoint of the run's current state; see `snapshot` for `told`. If `told` is None,
+    only the model is written. Collective."""
     config, policy, world = parts.config, parts.policy, parts.world
     in_parts = config.state_dict_type == "sharded"
     with nullcontext() if in_parts else policy.files.collected():
@@ -51,14 +51,14 @@ def write_checkpoint(
 
 
 def _write_parts(parts: TrainerComponents, tensors: dict[str, Tensor], folder: Path) -> None:
-    """With all other processes, write what is divided to the main one's `folder`."""
+    """Write this rank's shards to the main process's `folder`. Collective."""
     write_parts(parts.world.broadcast_object(str(folder)), tensors, parts.world)
     if parts.world.is_main:
         parts.policy.files.save_description(folder)
 
 
 def write_result(parts: TrainerComponents, owner: TrainerHooks) -> None:
-    """Write the model of a run, its tokenizer and its card. All processes call this."""
+    """Write the model of a run, its tokenizer and its card. Collective."""
     folder = parts.monitor.output_dir
     with parts.policy.files.collected():
         if not parts.world.is_main:
@@ -77,6 +77,6 @@ def write_result(parts: TrainerComponents, owner: TrainerHooks) -> None:
 
 
 def renew_card(parts: TrainerComponents, owner: TrainerHooks) -> None:
-    """Write the model card again, after an evaluation that followed the result."""
+    """Write the model card again, after an evaluation of the saved result."""
     if parts.world.is_main and not has_other_card(parts.monitor.output_dir):
         owner.create_model_card()

@@ -1,5 +1,5 @@
-"""What a run sets of the machine: CPU threads, what computes on a CPU, and what is kept of freed
-memory."""
+"""Settings of the process: CPU threads, CPU libraries and kernels, compilation, and memory
+allocators."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rloo.trainer.preflight import check_threads
 
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# With fewer parameters a run is over before a faster library has repaid its measurement.
+# With fewer parameters a run ends before a faster library has repaid its measurement.
 _WORTH_MEASURING = 2**20
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep large freed blocks, since a CPU update allocates and frees the same ones
+    """Make glibc reuse large freed blocks. A CPU update allocates and frees the same ones
     repeatedly, and the system clears every page that it gives out. Peak memory stays the same."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
@@ -38,19 +38,19 @@ def keep_freed_memory() -> None:
 
 
 def let_segments_grow(device: torch.device) -> None:
-    """Have torch's memory on a GPU grow in place, not in blocks of fixed size, between which
-    micro-batches and caches of ever other sizes leave what no one can use. What the user has set in
-    the environment stays. Must precede the first tensor there."""
+    """Turn on torch's expandable segments on a GPU, against fragmentation by micro-batches and
+    caches of varying sizes. A setting of the user in the environment wins. Call it before the first
+    tensor on the GPU."""
     given = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not given:
-        # Not by the environment, which servers of vLLM would inherit: its pools cannot grow.
+        # Not through the environment: vLLM servers would inherit it, and its pools cannot grow.
         torch_compat.let_segments_grow()
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
-    """Use `num_threads` CPU threads, or the number with which decoding is fastest in a short test:
-    with small matrices a second one can cost more in waiting than it gains, especially if something
-    else runs on the machine. Returns why there are as many."""
+    """Use `num_threads` CPU threads, or one or all, whichever is faster in a short test: with small
+    matrices more threads can cost more in waiting than they gain, especially on a busy machine.
+    Returns the reason for the number."""
     if args.num_threads is not None:
         check_threads(args.num_threads)
         torch.set_num_threads(args.num_threads)
@@ -75,9 +75,9 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
 
 
 def _settle_products(policy: Policy, args: RLOOConfig) -> None:
-    """Have oneDNN compute what `onednn` says, or what a measurement in the main process finds it
-    faster at. Where some process has no oneDNN, or one that computes other numbers, MKL does all,
-    with a note."""
+    """Use oneDNN for the products in `onednn`, or for those that a measurement in the main process
+    finds faster. If some process has no oneDNN, or one with other results, MKL computes all, and a
+    note says so."""
     chosen = args.cpu_options.onednn
     if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
         chosen = []
@@ -94,7 +94,7 @@ def _settle_products(policy: Policy, args: RLOOConfig) -> None:
 
 
 def _settle_compiled(policy: Policy, args: RLOOConfig) -> None:
-    """Have compiled functions compute where `torch_compile` says so, or tell in a note why not."""
+    """Use compiled functions if `torch_compile` is set; if that is not possible, add a note."""
     gpu_kernels.use(False)
     if args.torch_compile:
         here = _compile_unavailable_reason(policy, args)
@@ -115,9 +115,9 @@ def _compile_unavailable_reason(policy: Policy, args: RLOOConfig) -> str | None:
 
 
 def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
-    """Settle which library multiplies and whether kernels in C compute (`cpu_kwargs`),
-    the same for all processes; a note tells why they do not. Raises ValueError where they are asked
-    for and a process cannot have them."""
+    """Choose the matrix library and whether kernels in C are used (`cpu_kwargs`), the same for all
+    processes. A note says why they are not used. Raises ValueError if the options require them and
+    a process cannot use them."""
     on_cpu, reason = policy.device.type == "cpu", None
     if on_cpu:
         _settle_products(policy, args)
@@ -143,7 +143,7 @@ def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
 
 
 def arithmetic() -> dict[str, Any]:
-    """The options that say what computes, as it does."""
+    """The current values of the options that choose threads, libraries and kernels."""
     return {
         "num_threads": torch.get_num_threads(),
         "cpu_kwargs": {"kernels": kernels.in_use(), "onednn": cpu_matmul.in_use()},
@@ -151,8 +151,8 @@ def arithmetic() -> dict[str, Any]:
 
 
 def resume_arithmetic(config: RLOOConfig, before: Mapping[str, Any]) -> list[str]:
-    """Go on with what computed in an earlier session, unless the options say otherwise; returns
-    what is another now."""
+    """Restore the arithmetic of an earlier session (`before`), unless the options set it. Returns
+    the settings that differ now."""
     earlier = {"onednn": [], "kernels": False, **(before.get("cpu_kwargs") or {})}  # newer options
     if config.num_threads is None:
         torch.set_num_threads(before["num_threads"])

@@ -1,4 +1,4 @@
-"""Rewards that only judge: measured in evaluations, never trained (`eval_reward_funcs`)."""
+"""Rewards that are measured in evaluations but never trained on (`eval_reward_funcs`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from rloo.types import Group, Prompt, Text
 
 @dataclass(slots=True)
 class EvalRewards:
-    """`rewards` score completions as rewards do. `pairwise` are objects whose
-    `judge(prompts, pairs)` returns for each pair of completions 0 if the first is better, 1 if the
-    second is, -1 where it cannot tell, as TRL's do. What the starting policy said and got is kept
-    in `folder`, so that a run that goes on compares with it."""
+    """Rewards for evaluation only. `rewards` score single completions. `pairwise` are judges as in
+    TRL: `judge(prompts, pairs)` returns for each pair of completions 0 if the first is better, 1 if
+    the second is, -1 if undecided. Completions and scores of the starting policy are saved in
+    `folder`, so that a resumed run can compare with them."""
 
     rewards: RewardSet | None
     pairwise: Mapping[str, Any]
@@ -41,8 +41,9 @@ class EvalRewards:
         trained: RewardSet,
         world: World,
     ) -> EvalRewards:
-        """Of rewards in any form that training takes, or objects with `judge`; else those of
-        `args.eval_reward`. Raises ValueError for a name that is trained, too."""
+        """Build from rewards in any form that training takes, and objects with `judge`; default:
+        `args.eval_reward`. Raises ValueError for a name that is also trained, and for judges
+        without `eval_on_start`."""
         specs: Any = args.eval_reward if given is None else given
         specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
         pairwise = {name_of(s): s for s in specs if callable(getattr(s, "judge", None))}
@@ -65,16 +66,16 @@ class EvalRewards:
         return cls(rewards, pairwise, Path(args.output_dir).absolute())
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError where a reward needs a column that evaluation prompts lack."""
+        """Raise ValueError if a reward needs a column that evaluation prompts lack."""
         if self.rewards is not None and prompts:
             self.rewards.check(prompts[0].columns)
 
     def measure(
         self, name: str, groups: Sequence[Group], judge: RewardScorer, step: int
     ) -> dict[str, Any]:
-        """The metrics of these groups of the evaluation set `name`: mean, deviation and interval of
-        each reward; and how often completions are better than those of step 0 with the same prompt
-        and number."""
+        """The metrics of the groups of the evaluation set `name`: mean, deviation and interval of
+        each reward, and the win rate against the completions of step 0 with the same prompt and
+        index."""
         if self.rewards is None and not self.pairwise:
             return {}
         metrics: dict[str, Any] = {}
@@ -95,7 +96,7 @@ class EvalRewards:
                 metrics[f"rewards/{function}/std"] = deviation(flat)
         now = {"texts": [group.texts for group in groups], "scores": by_function}
         found = {}
-        if judge.world.is_main:  # it alone has the file, and asks a judge once
+        if judge.world.is_main:  # only it has the file, and a judge is called once
             if step == 0:
                 self._keep(name, now)
             elif (start := self._kept(name)) is not None:
@@ -133,7 +134,7 @@ def _win(before: float | None, after: float | None) -> float | None:
 
 
 def _rate(name: str, wins: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """The win rate over prompts, each of which is a mean over its completions."""
+    """The win rate and its interval: the mean over prompts of each prompt's mean."""
     known = [[w for w in some if w is not None] for some in wins]
     means = [fmean(some) for some in known if some]
     if not means:

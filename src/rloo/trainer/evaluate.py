@@ -1,7 +1,7 @@
 """Held-out accuracy through the same engine and rewards as training, with confidence intervals.
 
-Every evaluation draws the same noise, which training does not use: training is not affected, and
-two evaluations of a run differ by the policy, not by chance.
+Every evaluation samples with the same noise, which training does not use. Training is not affected,
+and two evaluations of a run differ by the policy, not by chance.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EvaluationSettings:
 
 
 def settings_of(policy: Policy) -> EvaluationSettings:
-    """The settings of a policy's options: the same noise every time."""
+    """The evaluation settings of a policy's options, with the same noise every time."""
     config = policy.config
     return EvaluationSettings(
         make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
@@ -59,9 +59,9 @@ def settings_of(policy: Policy) -> EvaluationSettings:
 def evaluate(
     engine: Engine, prompts: Sequence[Prompt], judge: RewardScorer, settings: EvaluationSettings
 ) -> tuple[dict[str, Any], list[Group]]:
-    """Sampled and greedy accuracy, pass@k, mean reward and lengths; and the sampled groups.
-    `*_interval` are 95 % intervals over the prompts; `reward_kind` tells whether the first reward
-    is 0 or 1, or `graded`. Raises ValueError for a k larger than the number of samples."""
+    """The metrics (sampled and greedy accuracy, pass@k, mean reward, lengths) and the sampled
+    groups. `*_interval` are 95 % intervals over the prompts; `reward_kind` is "0 or 1" or `graded`,
+    by the first reward. Raises ValueError for a k larger than the number of samples."""
     num_samples, threshold = settings.num_samples, settings.pass_threshold
     if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
@@ -89,16 +89,16 @@ def evaluate(
 
 
 def kind_of(groups: Sequence[Group], threshold: float) -> str:
-    """What pass@k can be made of: a reward of 0 and 1 (or -1 and 1), or one with a threshold of its
-    own; else it is graded."""
+    """The kind of the first reward: "0 or 1" if pass@k is meaningful, for values 0 and 1 (or -1 and
+    1) or a threshold other than 1; else `graded`."""
     given = {score for g in groups for score in next(iter(g.scores.values()))} - {None}
     binary = given <= {0.0, 1.0} or given <= {-1.0, 1.0}
     return "0 or 1" if binary or threshold != 1.0 else GRADED
 
 
 def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
-    """The probability that k of the samples, drawn without replacement, include one that passed:
-    the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1)."""
+    """The probability that k samples, chosen without replacement, include one that passed: the
+    unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1)."""
     failed = num_samples - num_passed
     return 1.0 - math.comb(failed, k) / math.comb(num_samples, k)
 
@@ -129,7 +129,7 @@ class Evaluator:
         judge = RewardScorer(
             self.rewards, policy.tokenizer, policy.world, self.state, settings.noise
         )
-        generators = capture_rng()  # reward functions may draw from them
+        generators = capture_rng()  # reward functions may use them
         results = {}
         try:
             policy.load_into(self.engine)
@@ -144,9 +144,9 @@ class Evaluator:
 
 
 def loss_of(groups: Sequence[Group]) -> float:
-    """The loss of completions under the weights that sampled them, which TRL reports: minus the
-    mean of the leave-one-out advantages. Those of a group add up to 0, so that it is 0 but for
-    rounding and tells nothing of the policy."""
+    """The loss that TRL reports, of completions under the weights that sampled them: minus the mean
+    of the leave-one-out advantages. The advantages of a group sum to 0, so it is 0 up to rounding
+    and says nothing about the policy."""
     rewards = [math.nan if r is None else r for group in groups for r in group.rewards]
     numbers = [number for number, group in enumerate(groups) for _ in group.rewards]
     return 0.0 - float(subtract_baseline(torch.tensor(rewards), torch.tensor(numbers)).mean())
@@ -163,8 +163,8 @@ def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, 
 
 def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfig) -> bool:
     """Whether this evaluation is better than all previous ones; if so, it is stored in `state`. The
-    metric is `metric_for_best_model`, by default `eval_reward`; without the default metric (with
-    several evaluation sets) the result is False. Raises ValueError for one that is missing."""
+    metric is `metric_for_best_model`, by default `eval_reward`. If the default metric is missing
+    (several evaluation sets), the result is False; any other missing one raises ValueError."""
     name = "eval_" + (config.metric_for_best_model or "reward").removeprefix("eval_")
     if name not in metrics:
         if config.metric_for_best_model is None:
@@ -183,8 +183,8 @@ def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfi
 
 
 def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
-    """A note where the evaluation sets of a trainer, by name, are not used. Raises ValueError where
-    there is nothing to evaluate on, and for a best metric that is none of a set."""
+    """A note if the evaluation sets of a trainer, by name, are not used. Raises ValueError if there
+    is nothing to evaluate on, and if no set has the metric for the best model."""
     args: RLOOConfig = owner.args
     evaluates = args.eval_on_start or args.eval_strategy != "no"
     if evaluates and not sets:
@@ -218,8 +218,8 @@ def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
 
 
 def _known_metrics(owner: Any) -> set[str] | None:
-    """The names of what an evaluation of this trainer has; None where more than is known now may
-    come of it: from a reward that logs, a judge, episodes, a subclass."""
+    """The names of the metrics of an evaluation. None if they cannot be known in advance: a reward
+    that logs, a judge, episodes or a subclass may add some."""
     rewards: RewardSet = owner.rewards
     judged = owner.judging.rewards is not None or owner.judging.pairwise
     overridden = type(owner).evaluate.__qualname__ != "RLOOTrainer.evaluate"
@@ -234,8 +234,8 @@ def _known_metrics(owner: Any) -> set[str] | None:
 
 
 def _may_log(function: Callable[..., Any]) -> bool:
-    """Whether a reward function may log a metric: it has the parameter, or takes all and asks for
-    that, hands all on, or cannot be read."""
+    """Whether a reward function may log a metric: it has the parameter `log_metric`; or it has
+    **kwargs and uses that name or passes them on; or its code cannot be inspected."""
     accepts = read_signature(function, "", 1.0).accepts
     if accepts is not None:
         return "log_metric" in accepts

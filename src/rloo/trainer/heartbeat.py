@@ -1,5 +1,5 @@
-"""Who takes part in a run, written for `rloo status`, and what `rloo stop` asks for, both by files:
-the folder is all that they need, from whatever machine."""
+"""The members of a run, written to a file for `rloo status`, and the stop file of `rloo stop`. Both
+commands need only the run's folder, on any machine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rloo.trainer.run_lock import BEAT
 if TYPE_CHECKING:
     from rloo.algorithm.state import TrainerComponents
 
-# Written by the run; and by who wants it to save and end.
+# The run writes MEMBERS. `rloo stop` creates STOP to make the run save and end.
 MEMBERS, STOP = ".members.json", ".stop"
 
 
 @contextmanager
 def heartbeat(parts: TrainerComponents) -> Iterator[None]:
-    """In this block, in which the folder is ours, workers may come, others see who is here, and may
-    have the run end, as by SIGTERM. A collective."""
+    """Inside the block, accept remote workers, write the members file, and treat a stop file like
+    SIGTERM. The run must own the folder. Collective."""
     world, folder = parts.world, parts.monitor.output_dir
     place = {"host": socket.gethostname(), "pid": os.getpid()}
     here = {"role": "trainer", "number": world.rank, **place}
@@ -57,11 +57,11 @@ def _watch(
     hub, before, asked = parts.world.worker_registry, "", False
     while True:
         now = json.dumps(known | {"workers": hub.members() if hub else []})
-        with suppress(OSError):  # a full disk: training will tell
+        with suppress(OSError):  # on a full disk training raises its own error
             if now != before:
                 _replace(folder / MEMBERS, now)
                 before = now
-            # Where nobody listens, as in a script's thread, it would end the process.
+            # Without a handler, as in a script's thread, the signal would end the process.
             heard = callable(signal.getsignal(signal.SIGTERM))
             if heard and not asked and (folder / STOP).exists():
                 asked = True
@@ -71,6 +71,6 @@ def _watch(
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp")  # which the next run, if not this one, replaces
+    temporary = path.with_name(f"{path.name}.tmp")  # a leftover is overwritten by the next write
     temporary.write_text(text)
     temporary.rename(path)

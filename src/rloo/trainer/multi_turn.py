@@ -1,5 +1,4 @@
-"""Several turns in a run: the tools and environments that were asked for, and the engine that has
-them called."""
+"""Multi-turn rollouts in a run: the tools and environments of the options, and their engine."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ if TYPE_CHECKING:  # a run without tools does not load them
     from rloo.episodes.environments import EnvironmentPool
     from rloo.episodes.tools import ToolSet
 
-# What is said to a model whose environment says the rest.
+# The prompt of rows without one; the environment adds its text.
 _NOTHING = [{"role": "user", "content": ""}]
 Factory = Callable[[], Any]
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
-# A factory, the spec of one, or one of either by the name that the column `environment` has.
+# A factory, its spec, or a mapping of either by the names in the column `environment`.
 Factories = Factory | str | Mapping[str, Factory | str] | None
 
 
 @dataclass(frozen=True, slots=True)
 class MultiTurnSetup:
-    """Tools by the name of an environment, None where there is one for all, or none at all; and the
-    environments; or a function that makes rollouts. Empty: completions are single turns, and
-    nothing here does anything."""
+    """The tools, environments or rollout function of a run. The keys of `tools` are names of
+    environments; None if one serves all rows, or if there is none. Empty: completions are single
+    turns, and no method has an effect."""
 
     tools: Mapping[str | None, ToolSet] = field(default_factory=dict)
     environments: EnvironmentPool | None = None
@@ -48,13 +47,13 @@ class MultiTurnSetup:
     factories: Sequence[Factory] = ()
 
     def user_functions(self, rewards: RewardSet) -> list[Any]:
-        """All functions of the user's that a rollout calls."""
+        """All functions of the user that a rollout calls."""
         own = [] if self.rollout_func is None else [self.rollout_func]
         return [*rewards.functions, *self.functions, *self.factories, *own]
 
     def dataset(self, rows: Any, args: RLOOConfig, batches: BatchSizes) -> Any:
-        """`rows` to train on: without any, as many as a rollout has that say nothing, where there
-        is one environment, which says all, and `max_steps` the length of the run, as in TRL."""
+        """Return `rows`. If there are none and a single environment supplies the prompts, return
+        one rollout of empty prompts; `max_steps` then sets the run's length, as in TRL."""
         if (
             rows is not None
             or self.environments is None
@@ -65,8 +64,8 @@ class MultiTurnSetup:
         return Dataset.from_dict({"prompt": [_NOTHING] * batches.prompts_per_rollout})
 
     def rows(self, given: Any, args: RLOOConfig) -> Any:
-        """The same, where there are environments and rows have no prompt with one that says
-        nothing. Those that are named, as files are, have what they have."""
+        """`given` rows, with an empty prompt if there are environments and the rows have no column
+        `prompt`. Rows that are given by name are returned unchanged."""
         if self.environments is None or args.prompt_template is not None:
             return given
         if isinstance(given, Mapping):
@@ -85,15 +84,15 @@ class MultiTurnSetup:
         return [*next(iter(self.tools.values())).functions.values()] if self.tools else []
 
     def shown(self, args: RLOOConfig, name: str | None = None) -> RLOOConfig:
-        """`args` with which prompts tell of the tools."""
-        if name not in self.tools:  # each row has its own; what is read of it here is not final
+        """`args` with the tools' schemas, which the chat template shows to the model."""
+        if name not in self.tools:  # tools depend on the row; its episode renders the prompt again
             return args
         given = args.chat_template_kwargs or {}
         return args.with_values(chat_template_kwargs={**given, "tools": self.tools[name].schemas})
 
     def checked(self, source: Prompts) -> Prompts:
-        """The same. Raises ValueError for rows that there is no environment for, and for prompts
-        that no episode can begin with, as far as the first one tells."""
+        """The same prompts. Raises ValueError for rows without an environment, and if an episode
+        cannot begin with the first prompt."""
         if self.tools and isinstance(source, PromptDataset):
             from rloo.episodes.multi_turn_engine import check_prompts
 
@@ -105,8 +104,8 @@ class MultiTurnSetup:
         return source
 
     def with_rewards(self, given: Any, args: RLOOConfig) -> tuple[Any, RLOOConfig]:
-        """`given` rewards, or those that `args` name, and then those of environments, which weigh
-        1."""
+        """The `given` rewards, or those that `args` name, followed by those of environments, with
+        weight 1."""
         if self.environments is None or not (own := self.environments.rewards()):
             return given, args
         specs = args.reward if given is None else given
@@ -116,16 +115,17 @@ class MultiTurnSetup:
         return [*specs, *own], args
 
     def with_environment_rewards(self, rewards: RewardSet) -> RewardSet:
-        """The same, with what its functions may ask for besides columns."""
+        """The same rewards, with the parameters that its functions may have besides columns."""
         if self.environments is not None:
             rewards.offered = ("environments",)
-        if self.rollout_func is not None:  # whatever it returns
+        if self.rollout_func is not None:  # it may return any column
             rewards.offered = rewards.required
         return rewards
 
     def wrap_engine(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
-        """An engine whose completions are episodes. Raises ValueError for a model whose chat
-        template is not fit for that, and for what several processes cannot do."""
+        """An engine whose completions are episodes; `engine` itself without tools. Raises
+        ValueError for an unsuitable chat template, and for combinations that several processes
+        cannot support."""
         if self.rollout_func is not None or self.tools:
             self._check_processes(engine, trainer)
         if self.rollout_func is not None:
@@ -162,7 +162,7 @@ class MultiTurnSetup:
         return MultiTurnEngine(engine, casts, limits, self.environments)
 
     def _check_processes(self, engine: Engine, trainer: Any) -> None:
-        """Raise ValueError for what would have to be in several processes at once."""
+        """Raise ValueError for combinations that cannot work over several processes."""
         world, judging = trainer.world, trainer.judging.rewards
         divided = any(map(is_sharded, trainer.policy.parameters))
         if world.size > 1 and divided and not engine.capabilities.copies_weights:
@@ -197,8 +197,8 @@ def multi_turn_setup(
     own: RolloutFunc | None,
     args: RLOOConfig,
 ) -> MultiTurnSetup:
-    """The tools that are `given`, or else named by `args.tools`, and environments likewise. Raises
-    ValueError for what is no tool, and for what cannot be combined with tools."""
+    """The setup of the `given` tools, or else those of `args.tools`; likewise for environments.
+    Raises ValueError for invalid tools, and for options that cannot be combined with tools."""
     specs = args.tools if given is None else given
     factories = args.environment_factory if factories is None else factories
     if own is not None and (specs or factories is not None):

@@ -1,5 +1,5 @@
-"""What can be told of a run's input before torch is loaded, which takes seconds: names of files and
-folders that are not there, of rewards that do not exist, and a folder that cannot be written."""
+"""Checks of a run's input before torch is loaded, which takes seconds: missing files and folders,
+unknown rewards, and an output folder that cannot be written."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def read_options(arguments: list[str]) -> RLOOConfig:
-    """The configuration that a command line asks for, over the embedded task's where no model and
-    no data are named."""
+    """The configuration of a command line. If it names no model and no data, the embedded task's
+    options are its base."""
     return parse_command_line(arguments, str(EMBEDDED_FILE))
 
 
 def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
-    """Raise ValueError with everything that is wrong with what the options name. Without `trains`
-    nothing will be written, and no dataset to train on is needed."""
+    """Raise ValueError with all faults of the files, models and functions that the options name.
+    Without `trains` the output folder, the checkpoint and the training dataset are not checked."""
     faults: list[str] = []
     with _noting(faults):
         check_threads(config.num_threads)
@@ -75,8 +75,8 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
 
 
 def check_merge(config: RLOOConfig) -> None:
-    """Raise ValueError unless `config.model` is a folder with an adapter and `output_dir` one that
-    can be made or is empty."""
+    """Raise ValueError if `config.model` is a folder without an adapter, or if `output_dir` exists
+    and is not an empty folder."""
     check_model(config.model)
     folder, out = Path(str(config.model)), Path(config.output_dir)
     if folder.is_dir() and not (folder / _MODEL_FILES[1]).exists():
@@ -106,11 +106,11 @@ def check_threads(number: int | None) -> None:
 
 
 def check_folder(config: RLOOConfig) -> None:
-    """Raise ValueError for an output folder that no run can have."""
+    """Raise ValueError for an output folder that no run can use."""
     if not str(config.output_dir).strip():
         raise ValueError("output_dir is empty; a run needs a folder of its own (output_dir)")
     folder = Path(config.output_dir).absolute()
-    # Path.resolve raises RuntimeError for a link that leads to itself.
+    # Path.resolve raises RuntimeError for a symlink loop.
     real = os.path.realpath
     if config.model is not None and real(folder) == real(config.model):
         raise ValueError(
@@ -141,7 +141,7 @@ def _check_checkpoint(config: RLOOConfig) -> None:
 
 
 def check_model(name: str | None, how: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError for a name of no model: no folder with one, and nothing that a hub has.
+    """Raise ValueError if `name` is neither a folder with a model nor available from the hub.
     `how` are transformers' arguments to load it."""
     if name is None:
         raise ValueError("no model is named; name a hub id or a folder (model)")
@@ -183,7 +183,7 @@ def _check_reward(spec: str | Mapping[str, Any]) -> None:
 def _check_hub_id(
     what: str, name: str, cached: Callable[[str], bool], option: str | None = None
 ) -> None:
-    """Raise ValueError for what is no name on a hub, or one where no hub is to be had."""
+    """Raise ValueError if `name` is no hub id, or is not cached while the hub is unreachable."""
     option = option or what
     if not _HUB_ID.fullmatch(name) or name.endswith((".json", ".jsonl", ".parquet", ".csv")):
         raise ValueError(f"{what} {name} does not exist on this disk ({option})")
@@ -195,7 +195,7 @@ def _check_hub_id(
 
 
 def _no_hub() -> str | None:
-    """Why nothing can be loaded from the hub, where that is known without asking it."""
+    """The reason why the hub is unreachable, if it is known without a request."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -219,10 +219,10 @@ def _cached_model(name: str, how: Mapping[str, Any] = MappingProxyType({})) -> b
 
 
 def _cached_dataset(name: str) -> bool:
-    """Whether `datasets` may have prepared it before, or the hub's files are here."""
+    """Whether `datasets` may have prepared the dataset before, or the hub cache has its files."""
     from huggingface_hub import constants
 
     prepared = os.environ.get("HF_DATASETS_CACHE", os.path.join(constants.HF_HOME, "datasets"))
     downloaded = os.path.join(constants.HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
     folders = (os.path.join(prepared, name.replace("/", "___")), downloaded)
-    return any(map(os.path.exists, folders))  # False also for a name that no file can have
+    return any(map(os.path.exists, folders))  # False also for an invalid file name

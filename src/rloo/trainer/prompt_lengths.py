@@ -1,4 +1,4 @@
-"""How much room the longest prompt of a run leaves for a completion."""
+"""The room that the longest prompt of a run leaves for a completion."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rloo.data.prompt_dataset import PromptDataset
 
 def longest_completion(parts: TrainerComponents) -> int | None:
     """The most tokens that a completion can have after the longest prompt, in the model's context;
-    None where one of both is not known."""
+    None if prompts or context are not known."""
     source, context = prompts_of(parts), context_of(parts.policy.model.config.get_text_config())
     return None if source is None or context is None else context - max(source.lengths, default=0)
 
 
 def prompts_of(parts: TrainerComponents) -> PromptDataset | None:
-    """The prompts that a run trains on, None for those of a stream."""
+    """The prompts that a run trains on; None for a stream."""
     source = getattr(parts.rollouts, "prompts", None)
     return source if isinstance(source, PromptDataset) else None

@@ -1,4 +1,4 @@
-"""Several processes as one run: they begin alike, stay alike, and end together."""
+"""Checks that all ranks of a run start alike, stay alike, and end together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rloo.tracking.jsonl import versions
 
 @contextmanager
 def ranks_in_sync(parts: TrainerComponents, state: TrainState) -> Iterator[None]:
-    """Signals are handled in this block. No process leaves it by an error without the others, nor
-    before the main one has saved what is to be saved. Raises ValueError where an earlier error has
-    left them out of step."""
+    """Handle stop signals in this block. An error in one process ends the block in all of them, and
+    none leaves it before the main process has saved everything. Raises ValueError if an earlier
+    error has left the processes out of step."""
     parts.world.require_device_groups()
     links = parts.world.collectives
     if links is not None:
@@ -39,8 +39,8 @@ def ranks_in_sync(parts: TrainerComponents, state: TrainState) -> Iterator[None]
 def check_ranks_agree(
     world: World, config: RLOOConfig, policy: Policy, called: Sequence[Any], data: Any
 ) -> None:
-    """Raise ValueError, with both values and ranks, if a process has other options, weights,
-    functions that are `called` (rewards, tools), prompts or versions than the main one."""
+    """Raise ValueError, with both values and ranks, if a process differs from the main one in
+    options, weights, the functions `called` (rewards, tools), prompts or versions."""
     if world.collectives is None:
         return
     sources = [_source_of(function) for function in called]
@@ -62,11 +62,11 @@ def check_ranks_agree(
 
 
 def check_same_weights(parts: TrainerComponents, state: TrainState) -> bool:
-    """Whether some process was asked to save. Raises WeightsDiverged for weights that have come
-    apart."""
+    """Whether some process was asked to save. Raises WeightsDiverged if the weights of the ranks
+    differ."""
     if parts.world.collectives is None:
         return parts.stop.save_wanted
-    # Of divided weights there is one copy.
+    # Sharded weights have a single copy, so there is nothing to compare.
     divided = any(map(is_sharded, parts.policy.parameters))
     found = "" if divided else digest(parts.policy.parameters)
     wants = parts.world.all_gather_object((parts.stop.save_wanted, found))
@@ -83,7 +83,7 @@ def check_same_weights(parts: TrainerComponents, state: TrainState) -> bool:
 def _source_of(function: Any) -> str:
     try:
         return inspect.getsource(function)
-    except (OSError, TypeError):  # an object, or typed in by hand
+    except (OSError, TypeError):  # an object, or a function of an interactive session
         return getattr(function, "__name__", type(function).__name__)
 
 

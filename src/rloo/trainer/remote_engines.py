@@ -1,4 +1,4 @@
-"""The native engine, or hf, in processes of its own, as a run's options want it."""
+"""The native or hf engine in separate processes, built from a run's options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rloo.model.policy import Policy
 
 
 def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
-    """The native engine, or hf, in a process of its own, with the autocast `precision`."""
+    """The native or hf engine in separate processes, with the autocast `precision`."""
     config, model = policy.config, policy.model
     why_slow = None
     if config.rollout_engine != "hf":
@@ -50,7 +50,7 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
     how = engine_worker_config(
         model,
         engine=engine,
-        # One that is placed sees the GPUs that it may use.
+        # A remote worker sees only the GPUs that it may use.
         device=policy.device.type if hub else str(policy.device),
         pad_token_id=policy.pad_token_id,
         precision=computed,

@@ -1,4 +1,4 @@
-"""A trainer that trains once more, as the cell of a notebook that is run twice."""
+"""Repeated `train` calls of one trainer, as when a notebook cell is run twice."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from transformers import TrainerControl, TrainerState
 
 from rloo.config.config import RLOOConfig
 
-# What a training does not change.
+# Attributes of TrainerState that training does not change.
 _PLACE = ("is_world_process_zero", "is_local_process_zero", "is_hyper_param_search")
 
 
 class InitialLearningRates:
-    """The learning rates as they were before the first step."""
+    """The learning rates before the first step, to start the schedule again."""
 
     def __init__(self, scheduler: Any, remake: Callable[[int], Any] | None = None) -> None:
-        """`remake` makes the schedule of so many steps; None: it is the user's, and stays."""
+        """`remake(steps)` creates a schedule of that length; None: the user's schedule stays."""
         self._scheduler, self._remake = scheduler, remake
         self._state = copy.deepcopy(scheduler.state_dict())
 
     def restart(self) -> None:
-        """Begin with those of the first step again."""
+        """Set the schedule back to the first step."""
         self._scheduler.load_state_dict(copy.deepcopy(self._state))
         rates = self._scheduler.get_last_lr()
         for group, rate in zip(self._scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
     def of_length(self, steps: int) -> Any:
-        """The schedule of so many steps, which is at its beginning."""
+        """The schedule for `steps` steps, at its start."""
         self.restart()
         if self._remake is not None:
             self._scheduler = self._remake(steps)
@@ -39,8 +39,8 @@ class InitialLearningRates:
 
 
 def lengthen(trainer: Any, args: RLOOConfig, state: TrainerState) -> None:
-    """Give a trainer `args` of another length, and what follows from it in the `state` at its step
-    0: `args.max_steps = 4; trainer.train()`."""
+    """Give a trainer `args` of another length, and a new schedule for `state.max_steps`, as for
+    `args.max_steps = 4; trainer.train()`."""
     schedule = trainer._schedule.of_length(max(state.max_steps, 1))
     trainer.policy.stepper.scheduler = schedule
     vars(trainer).update(args=args, lr_scheduler=schedule)
@@ -48,8 +48,8 @@ def lengthen(trainer: Any, args: RLOOConfig, state: TrainerState) -> None:
 
 
 def forget(state: TrainerState, control: TrainerControl, fresh: TrainerState) -> None:
-    """Have the state of a run that has ended be a `fresh` one, and no flag be set. Callbacks and
-    rewards keep the objects."""
+    """Reset the state of an ended run to `fresh`, and clear all flags of `control`. Both objects
+    stay the same, since callbacks and rewards hold them."""
     place = {name: getattr(state, name) for name in _PLACE}
     vars(state).update({**vars(fresh), **place})
     vars(control).update(vars(TrainerControl()))

@@ -1,4 +1,4 @@
-"""Saving and restoring a run's state, and deciding which options a resumed run may change."""
+"""Saves and restores a run's state, and decides which options a resumed run may change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rloo.trainer.checkpoint import Checkpoint, load_checkpoint
 from rloo.trainer.cpu_settings import resume_arithmetic
 
 # fmt: off
-# A restored optimizer and schedule keep their own values of these; new ones would be ignored.
+# A restored optimizer and schedule have their own values of these; new ones would be ignored.
 FIXED = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "fp16",
 )
@@ -39,7 +39,7 @@ HARMLESS = (
     "engine_kwargs.devices", "vllm_server_timeout", "engine_kwargs.request_timeout",
     "engine_kwargs.restarts", "vllm_gpu_memory_utilization",
 )
-# Chosen automatically in the first session, and kept unless the user sets them now.
+# Chosen automatically in the first session, and unchanged unless the user sets them now.
 CHOSEN = (
     "num_threads", "cpu_kwargs.onednn", "cpu_kwargs.kernels", "max_tokens_per_micro_batch",
     "packing",
@@ -49,8 +49,8 @@ CHOSEN = (
 
 
 def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) -> Checkpoint:
-    """Everything but the weights. `told`: the resolved options (`config`), and what a resumed run
-    goes on to tell, as JSON values."""
+    """The state of a run, without the weights. `told` has the resolved options (`config`) and the
+    values that a resumed run reports further, as JSON values."""
     policy = parts.policy
     in_parts = parts.config.state_dict_type == "sharded"
     optimizer, scheduler, scaler = policy.stepper.state(in_parts=in_parts)
@@ -70,7 +70,7 @@ def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) 
 
 
 def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
-    """The options that compute something else than an earlier session's, with both values."""
+    """The options with another effect than those of an earlier session, with both values."""
     before, now = by_entry(resolved_form(before)), by_entry(config.to_dict())
     return [
         f"{name} {before[name]} -> {now[name]}"
@@ -80,8 +80,8 @@ def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
 
 
 def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
-    """The options that were given to a run: in its first session, and now with another value. A
-    session that goes on by config.yaml is given all of them, as they were."""
+    """The options that the user has set: in the first session, or now with another value. Equal
+    values do not count, since a session that resumes by config.yaml names every option."""
     before, values = resolved_form(saved["config"]), config.to_dict()
     now = {n for n in config.named if n not in before or values[n] != before[n]}
     return options_of(saved["named"]) | now if "named" in saved else config.named  # a newer entry
@@ -90,9 +90,9 @@ def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
 def restore(
     parts: TrainerComponents, state: TrainState, path: Path, *, same_options: bool = False
 ) -> dict[str, Any]:
-    """Restore a run from a checkpoint; return the checkpoint's trainer_state. Raises ValueError for
-    one of another model, or that started from other weights, and for changed options that a
-    restored optimizer would ignore. Others are noted, with `same_options` refused too."""
+    """Restore a run from a checkpoint; return the checkpoint's trainer_state. Raises ValueError if
+    it is of another model or of other starting weights, and for changed options that a restored
+    optimizer would ignore. Other changes become a note, or an error with `same_options`."""
     checkpoint, policy = load_checkpoint(path), parts.policy
     saved = checkpoint.trainer_state
     require_same_shapes(saved["shapes"], parameter_shapes(policy.model))
@@ -128,7 +128,7 @@ def restore(
     state.trainer.epoch = parts.rollouts.epoch
     best = saved["state"]["best_global_step"]
     state.trainer.best_metric, state.trainer.best_global_step = saved["state"]["best_metric"], best
-    # By number, since the run's folder may have been moved.
+    # Found by its number, since the run's folder may have been moved.
     folder = path.parent / f"checkpoint-{best}"
     state.trainer.best_model_checkpoint = str(folder) if folder.is_dir() else None
     parts.events.load_state_dict(saved["callbacks"])
@@ -150,7 +150,7 @@ def _compare(saved: dict[str, Any], parts: TrainerComponents, changed: list[str]
     too_large = [change["from"] for change in saved["budget_changes"]]
     if config.max_tokens_per_micro_batch in (None, *too_large):
         policy.max_tokens = before["max_tokens_per_micro_batch"]
-    # Padding is always possible, packing only if this process has installed its attention.
+    # Padding is always possible; packing only if this process has installed its attention.
     if config.packing is None and not before["packing"]:
         policy.packed = False
     if policy.packed != before["packing"]:

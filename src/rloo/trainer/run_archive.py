@@ -1,4 +1,4 @@
-"""What runs have left in an output folder: each is moved to a folder of its own, `earlier/N`."""
+"""Moves an earlier run in an output folder to a separate folder, `earlier/N`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from rloo.tracking.model_card import FILE as CARD
 from rloo.tracking.model_card import has_other_card
 
 ARCHIVE_DIR = "earlier"
-# What is being moved; it gets its number when all of it is there.
+# The folder during the move; it gets its number after everything is moved.
 _MOVING = "moving"
-# The result, as transformers and peft name it, and what scripts save beside it as with Trainer.
+# The files of a result, as transformers and peft name them, and files that scripts save as with
+# Trainer.
 RESULT = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
     "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -27,9 +28,9 @@ RESULT = (
 
 def archive_run(folder: Path, records: list[Path]) -> Path:
     """Move `records` and the result of a run to a new folder `earlier/N` in `folder`; returns it.
-    Where that is interrupted, the next call goes on."""
+    The next call completes an interrupted move."""
     (folder / ARCHIVE_DIR / _MOVING).mkdir(parents=True, exist_ok=True)
-    for item in [*_result(folder), *records]:  # by the records a run is known: last
+    for item in [*_result(folder), *records]:  # records last, since they identify a run
         place = folder / ARCHIVE_DIR / _MOVING / item.relative_to(folder)
         place.parent.mkdir(parents=True, exist_ok=True)
         _move(item, place)
@@ -37,7 +38,7 @@ def archive_run(folder: Path, records: list[Path]) -> Path:
 
 
 def _move(item: Path, place: Path) -> None:
-    if item.is_symlink() and not item.readlink().is_absolute():  # it would lead elsewhere
+    if item.is_symlink() and not item.readlink().is_absolute():  # a relative link would break
         place.unlink(missing_ok=True)
         place.symlink_to(item.parent / item.readlink())
         item.unlink()
@@ -46,7 +47,7 @@ def _move(item: Path, place: Path) -> None:
 
 
 def is_moving(folder: Path) -> bool:
-    """Whether a run there was being moved when the process that moved it was killed."""
+    """Whether a move of a run in `folder` was interrupted."""
     return (folder / ARCHIVE_DIR / _MOVING).exists()
 
 

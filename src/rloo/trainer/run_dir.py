@@ -1,4 +1,4 @@
-"""The output folder: whose it is, where the run in it goes on, and what becomes of an older one."""
+"""The output folder: its ownership, the start point of a run, and the archive of an earlier run."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ RUN_FILES = (
     f"profile/{TRACE}", f"profile/{REPORT}",
 )  # fmt: skip
 AUTO = "auto"
-# What a run that has finished says of itself, at least.
+# The keys that the summary of a finished run has at least.
 RESULT = {"steps", "config", "totals"}
 
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
-    """Where a run begins: at a checkpoint, or without one (None) at step 0. With `same_options`
-    only a run with the same options goes on. `finished` is the summary of a run that has ended."""
+    """The start of a run: a checkpoint, or None for step 0. With `same_options` the run resumes
+    only if its options are the same. `finished` is the summary of a run that has finished."""
 
     checkpoint: Path | None
     same_options: bool = False
@@ -65,21 +65,21 @@ class StartPoint:
 def acquire_run_dir(
     config: RLOOConfig, resume_from_checkpoint: str | bool | None
 ) -> Iterator[StartPoint]:
-    """Own `config.output_dir` in this block, and prepare it for a run that starts where it is told:
-    by `resume_from_checkpoint`, or by the option. Raises ValueError for a folder that is the
-    model's, another program's or another run's."""
+    """Own `config.output_dir` in this block, and prepare it for a run from the start point that
+    `resume_from_checkpoint`, or else the option, names. Raises ValueError for a folder of the
+    model, of another program or of another run."""
     check_folder(config)
     folder = Path(config.output_dir).absolute()
     resume = resume_from_checkpoint or config.resume_from_checkpoint
-    if not os.path.exists(folder):  # also where no folder can have that name
-        find_start_point(folder, resume)  # what is refused leaves no folder
+    if not os.path.exists(folder):  # also for an invalid name
+        find_start_point(folder, resume)  # an error here creates no folder
     try:
         _make(folder)
         (folder / LOCK).touch()
     except OSError as error:
         raise ValueError(f"output_dir {folder} cannot be written: {error} (output_dir)") from error
     with locked(folder):
-        for name in (MEMBERS, STOP):  # of one that was killed
+        for name in (MEMBERS, STOP):  # left by a killed run
             (folder / name).unlink(missing_ok=True)
         moved = archive_run(folder, _records(folder)) if is_moving(folder) else None
         start = find_start_point(folder, resume)
@@ -96,7 +96,7 @@ def acquire_run_dir(
 def acquire_run_dir_on_main(
     world: World, config: RLOOConfig, resume_from_checkpoint: str | bool | None
 ) -> Iterator[StartPoint]:
-    """As `acquire_run_dir`, by the main process for all."""
+    """As `acquire_run_dir`, done by the main process for all processes. Collective."""
     if world.is_main:
         with ExitStack() as stack:
             try:
@@ -118,7 +118,7 @@ def acquire_run_dir_on_main(
 
 
 def _require_same_run(folder: Path, config: RLOOConfig) -> None:
-    """Refuse to start again what was begun with other options and has no checkpoint."""
+    """Raise ValueError if the folder has a run with other options and without a checkpoint."""
     path = folder / CONFIG
     if not (folder / METRICS).exists() or not path.exists():
         return
@@ -132,17 +132,18 @@ def _require_same_run(folder: Path, config: RLOOConfig) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Make a folder that a power cut does not take away with all checkpoints in it."""
+    """Create a folder and sync its parents: a power cut cannot lose it with its checkpoints."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for path in missing or [folder]:  # it may have been made by a run that was killed then
-        with suppress(OSError):  # a parent that may not be read: nobody can do more
+    for path in missing or [folder]:  # a killed run may have created it without the sync
+        with suppress(OSError):  # a parent without read permission cannot be synced
             fsync_path(path.parent)
 
 
 def find_start_point(folder: Path, resume: str | bool | None) -> StartPoint:
-    """Where to start: at the checkpoint named; for True and "auto" at the newest in `folder`.
-    Raises ValueError if it does not exist, for True also where there was no run at all."""
+    """The start point: the checkpoint named; for True and "auto" the newest in `folder`. Raises
+    ValueError if the named one does not exist. For True also if there is no run, or a finished one
+    without a checkpoint."""
     if resume is None or resume is False:
         return StartPoint(None)
     if resume is True or resume == AUTO:
@@ -164,7 +165,7 @@ def find_start_point(folder: Path, resume: str | bool | None) -> StartPoint:
     path = Path(resume).expanduser()
     if not path.is_dir():
         raise ValueError(f"checkpoint {path} does not exist (resume_from_checkpoint)")
-    # One that was moved to another disk and linked back may be named by either place.
+    # A checkpoint that was moved and linked back may be named by either path.
     here = (own for _, own in list_checkpoints(folder) if own.exists() and own.samefile(path))
     path = next(here, path)
     verify_checkpoint(path, whole=True)
@@ -172,8 +173,8 @@ def find_start_point(folder: Path, resume: str | bool | None) -> StartPoint:
 
 
 def _go_back_to(start: StartPoint, folder: Path) -> None:
-    """Have nothing in `folder` that tells of a later step than the checkpoint: neither that the run
-    has finished, nor another checkpoint, which a run that is killed now would go on from."""
+    """Remove the summary and set later checkpoints aside, so that `folder` has nothing newer than
+    the start point. Otherwise a run that is killed now would resume from a later checkpoint."""
     assert start.checkpoint is not None
     if start.checkpoint.parent.resolve() != folder.resolve():
         if list_checkpoints(folder) or (folder / METRICS).exists():
@@ -193,14 +194,14 @@ def _go_back_to(start: StartPoint, folder: Path) -> None:
 
 
 def _records(folder: Path) -> list[Path]:
-    """Its files of a run and its checkpoints."""
+    """The files of a run in `folder`, and its checkpoints."""
     files = [folder / name for name in RUN_FILES if (folder / name).exists()]
     files += sorted((folder / LOGS).glob("rank-*.log"))
     return files + [path for _, path in list_checkpoints(folder)]
 
 
 def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
-    """Move a run aside; returns what is to be said of it."""
+    """Archive a run; returns a note about it."""
     finished = read_summary(folder).get("status") == "finished"
     place = archive_run(folder, records)
     said = f"the run that was in {folder} is now in {place}"
@@ -215,9 +216,9 @@ def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
 
 
 def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
-    """Refuse to move the run whose checkpoint is the model, which would not be found again."""
+    """Raise ValueError if the run to archive contains the model: its path would no longer exist."""
     model, earlier = Path(config.model or ""), (folder / ARCHIVE_DIR).resolve()
-    model = Path(os.path.realpath(model.parent)) / model.name  # where it is named, if it is a link
+    model = Path(os.path.realpath(model.parent)) / model.name  # a link itself is not followed
     inside = config.model is not None and model.is_relative_to(folder.resolve())
     if inside and model.is_dir() and not model.is_relative_to(earlier):
         raise ValueError(
@@ -230,9 +231,9 @@ def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
 def clear(
     folder: Path, config: RLOOConfig, *, start: StartPoint, resume: str | bool | None
 ) -> None:
-    """Remove unfinished checkpoints. Where a run begins, move the one that was there to
-    `earlier/N`, or with `overwrite_output_dir` remove all that this program wrote of it and nothing
-    else. Raises ValueError where that would take what is needed, or what others wrote."""
+    """Remove unfinished checkpoints. If a new run starts, move the earlier one to `earlier/N`; with
+    `overwrite_output_dir` remove its files, and only files that this program wrote. Raises
+    ValueError if that would remove needed files, or files of other programs."""
     overwrite = config.overwrite_output_dir
     resuming = resume is not None and resume is not False
     if overwrite and resuming:
@@ -248,7 +249,7 @@ def clear(
         )
     records = _records(folder)
     checkpoints = [path for _, path in list_checkpoints(folder)]
-    # A run without a single step has left nothing worth keeping.
+    # A run without a single step is not archived.
     another = checkpoints or (folder / METRICS).exists()
     if records and start.checkpoint is None:
         if foreign := [item.name for item in checkpoints if not (item / MANIFEST).exists()]:
@@ -267,4 +268,4 @@ def clear(
         remove_tree(path)
     if start.checkpoint is not None:
         _go_back_to(start, folder)
-    fsync_path(folder)  # what was removed stays so
+    fsync_path(folder)  # makes the removals durable

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder."""
+"""The lock of an output folder: one run at a time."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from rloo.tracking.run_reader import read_object
 
 LOCK = ".lock"
 _OWNER = record({"host": text, "process": count}, {"since": text, "began": number})
-# Seconds between signs of life, by which a run on another host is known to be going on.
+# Seconds between heartbeats, by which other hosts know that a run is alive.
 BEAT = 5.0
-# Seconds by which the clock that a process's beginning is told by may have been set meanwhile.
+# Tolerance in seconds for a process's start time, since the clock may have been set.
 _SAME = 2.0
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Own `folder` in this block. The system ends the lock with the process, however it dies.
+    """Own `folder` in this block. The system releases the lock with the process, however it dies.
 
     Raises ValueError with host, process and start of the run that owns it. Not every file system
-    locks between hosts: a lock of another host counts until it has shown no sign of life for three
-    beats, by its file's time of change, not by clocks.
+    locks between hosts, so another host's lock is valid until it has no heartbeat for three beats.
+    A heartbeat is a change of the file's mtime; no clocks are compared.
     """
     path, over = folder / LOCK, threading.Event()
     lock = _lock(folder)
@@ -63,8 +63,8 @@ def _lock(folder: Path) -> FileLock:
 
 
 def _take(folder: Path, lock: FileLock) -> None:
-    """Write the owner into a lock, unless another host's run, or one that has closed its lock, owns
-    the folder."""
+    """Write this process into the lock as owner. Raises ValueError if the folder belongs to a run
+    on another host, or to a run here that has closed its lock."""
     path, host = folder / LOCK, socket.gethostname()
     owner = _read(path)
     if owner and owner["host"] != host and _beats(path):
@@ -77,8 +77,8 @@ def _take(folder: Path, lock: FileLock) -> None:
 
 
 def lives(folder: Path) -> bool:
-    """Whether a run owns `folder` now, on whatever host: on this one its process is looked for, and
-    elsewhere its signs of life, for three beats at most. Nothing is locked for it."""
+    """Whether a run owns `folder` now, on any host. On this host the process is looked up; for
+    another host this waits for a heartbeat, for three beats at most. Takes no lock."""
     path = folder / LOCK
     owner = _read(path)
     here = owner.get("host") == socket.gethostname()
@@ -86,7 +86,7 @@ def lives(folder: Path) -> bool:
 
 
 def _is_there(owner: Mapping[str, Any]) -> bool:
-    """Whether a process of this host goes on, and its number is not another's by now."""
+    """Whether the owner still runs on this host, and its pid has not been reused."""
     try:
         process = psutil.Process(owner["process"])
         same = abs(process.create_time() - owner.get("began", process.create_time())) < _SAME
@@ -101,7 +101,7 @@ def refuse_if_owned(folder: Path) -> None:
         require_free(folder / LOCK)
     except BlockingIOError as error:
         raise _owned(folder, f"{error.strerror}") from error
-    except OSError:  # there is no lock, or there can be none: `locked` will tell
+    except OSError:  # no lock file, or no lock support: `locked` reports that
         return
 
 
@@ -109,13 +109,13 @@ def _beat(path: Path, over: threading.Event) -> None:
     while not over.wait(BEAT):
         try:
             os.utime(path)
-        except OSError:  # the folder is gone or cannot be written; training will tell
+        except OSError:  # the folder is gone or cannot be written: training raises the error
             return
 
 
 def _beats(path: Path) -> bool:
     deadline = time.monotonic() + 3 * BEAT
-    with suppress(FileNotFoundError):  # it is taken away meanwhile
+    with suppress(FileNotFoundError):  # the file was removed meanwhile
         before = path.stat().st_mtime_ns
         while time.monotonic() < deadline:
             time.sleep(BEAT / 10)
@@ -125,7 +125,7 @@ def _beats(path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Whose a lock is; nobody's is empty, as that of who is about to write it."""
+    """The owner of a lock; empty if there is none, or if it has not been written yet."""
     return read_object(path, _OWNER)
 
 
@@ -133,7 +133,7 @@ def _owned(folder: Path, why: str) -> ValueError:
     for _ in range(20):
         if owner := _read(folder / LOCK):
             break
-        time.sleep(0.05)  # it has just begun, and writes its name next
+        time.sleep(0.05)  # the owner may have just started, and writes its entry next
     said = [f"{name} {owner[name]}" for name in ("host", "process", "since") if name in owner]
     who = " ".join(said) or "another process"
     return ValueError(

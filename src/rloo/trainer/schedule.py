@@ -1,4 +1,4 @@
-"""What a run does between its optimizer steps, counted beforehand, and what writing takes."""
+"""Predicts the number of evaluations and checkpoints of a run, and the time to write one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
 
-# Bytes that are written to tell how fast a disk is.
+# Bytes that are written to measure the speed of a disk.
 _TRIED_BYTES = 2**25
 
 
 def count_evaluations_and_saves(
     config: RLOOConfig, state: TrainerState, batches: BatchSizes, num_rows: int
 ) -> tuple[int, int]:
-    """The evaluations and the checkpoints of a run from its first step on, as Trainer's own
-    callback asks for them and `TrainingLoop` makes them: at the end of a rollout. With
-    `save_strategy` best each evaluation may be the best one; callbacks that end a run are not
-    known."""
+    """The numbers of evaluations and checkpoints of a run from its first step on. Trainer's default
+    callback requests them, and `TrainingLoop` makes them at the end of a rollout. With
+    `save_strategy` best every evaluation counts as the best one. Callbacks that end a run are not
+    considered."""
     state, control = copy.copy(state), TrainerControl()
     flow, arguments = DefaultFlowCallback(), to_training_arguments(config)
     evaluations = checkpoints = drawn = 0
@@ -58,7 +58,7 @@ def count_evaluations_and_saves(
 
 
 def unused_intervals(config: RLOOConfig) -> list[str]:
-    """A note for each interval that is given and, by its strategy, of no use."""
+    """A note for each interval that is set although its strategy ignores it."""
     notes = []
     for name in ("eval", "save"):
         steps, strategy = getattr(config, f"{name}_steps"), getattr(config, f"{name}_strategy")
@@ -71,8 +71,8 @@ def unused_intervals(config: RLOOConfig) -> list[str]:
 
 
 def writing_seconds(folder: Path, size: int) -> float:
-    """Seconds that `size` bytes take to get into `folder`, which need not exist, and to be hashed:
-    from fewer in a file without a name, which nobody sees."""
+    """The seconds to write and hash `size` bytes in `folder`, which need not exist. Extrapolated
+    from fewer bytes in an anonymous temporary file."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     tried = os.urandom(min(size, _TRIED_BYTES))
     with tempfile.TemporaryFile(dir=there) as file:

@@ -1,6 +1,6 @@
-"""RLOOTrainer: the parts of a run behind the interface of TRL's trainer."""
+"""RLOOTrainer: the components of a run behind the interface of TRL's trainer."""
 
-# Over 400 lines: TRL's constructor and methods stand in one class.
+# Over 400 lines: TRL's constructor and methods are in one class.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -57,10 +57,10 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
     The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
     model with float32 weights or a PeftModel. `reward_funcs` (or `reward_model`) is one reward or a
     list: functions, reward models, built-in names, `module:function` or `file.py:function`.
-    `eval_dataset` may be a dict of named sets. `eval_reward_funcs`, rewards or TRL's pairwise
-    judges, only judge in evaluations. With `peft_config` (a LoraConfig) a new adapter is trained.
-    The model may call `tools`, functions, and those of environments that `environment_factory`
-    makes, or `rollout_func` makes rollouts, as in TRL's GRPOTrainer (docs/tools.md).
+    `eval_dataset` may be a dict of named sets. `eval_reward_funcs` are rewards or TRL's pairwise
+    judges for evaluations only. With `peft_config` (a LoraConfig) a new adapter is trained. The
+    model may call `tools` (functions) and the methods of environments from `environment_factory`,
+    or `rollout_func` makes the rollouts, as in TRL's GRPOTrainer (docs/tools.md).
     Raises ValueError for every error that can be found before sampling.
     """
 
@@ -143,11 +143,11 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
-        loss and Trainer's figures of the run; summary.json has what was learned. A signal that
-        asks to stop, or an error, saves a checkpoint: then KeyboardInterrupt (Ctrl-C), `Stopped`
-        (other signals, handled in the main thread only) or the error is raised.
-        `resume_from_checkpoint` "auto" goes on with an unfinished run with the same options, loads
-        the result of a finished one, and else starts."""
+        loss and Trainer's figures of the run; summary.json has the evaluation results. A stop
+        signal or an error saves a checkpoint. Then KeyboardInterrupt (Ctrl-C), `Stopped` (other
+        signals, handled in the main thread only) or the error is raised. `resume_from_checkpoint`
+        "auto" resumes an unfinished run with the same options, loads the result of a finished one,
+        and otherwise starts a run."""
         trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)
         self.refuse_changed()
         resume = self._begin_again(resume_from_checkpoint)
@@ -204,21 +204,21 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
                 self.policy.files.save_pretrained(output_dir or self.args.output_dir)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The optimizer of the options. Called before the first step where a subclass overrides it,
+        """The optimizer of the options. Called before the first step if a subclass overrides it,
         unless one is given (optimizers)."""
         return build_optimizer(self.model, self.args, self.get_decay_parameter_names(self.model))
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """The parameters with weight decay. Called where a subclass overrides it."""
+        """The names of the parameters with weight decay. Called if a subclass overrides it."""
         return decayed_names(model)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make both, as attributes. Called where a subclass overrides it, unless one is given."""
+        """Set both attributes. Called if a subclass overrides it, unless one is given."""
         self.optimizer = self.create_optimizer() or self.optimizer
         self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Scheduler:
-        """The schedule of the options. Called where a subclass overrides it or the optimizer."""
+        """The schedule of the options. Called if a subclass overrides it or the optimizer."""
         return build_scheduler(optimizer or self.optimizer, self.args, num_training_steps)
 
     def push_to_hub(
@@ -233,7 +233,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         """Write model and card to `args.output_dir` and upload the folder, without checkpoints, to
         `args.hub_model_id`. `card` is passed to `create_model_card`. Returns the commit, or its
         future if not `blocking`."""
-        with self.policy.files.collected():  # all have a part of what the main one writes
+        with self.policy.files.collected():  # the main process gathers shards from all ranks
             if not self.world.is_main:
                 return None
             self.events.send("on_push_begin")
@@ -261,7 +261,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self.monitor.log_numbers(logs)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and prints for the user."""
         return self.world.is_main
 
     is_local_process_zero = is_world_process_zero
@@ -310,7 +310,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         )
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
-        # None without `beta`, and with an adapter, whose model it shares.
+        # None without `beta`, and with an adapter: its base model is the reference.
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             keep_freed_memory()
@@ -339,9 +339,9 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self.monitor.attach(self.events, lambda logs: self.log(logs))
 
     def _begin_again(self, resume: str | bool | None) -> str | bool | None:
-        """Where `train` has been called before, count from step 0 again, in files of its own: with
-        the weights, the moments and the place in the data that there are, as with Trainer. What was
-        not finished goes on from its checkpoint. Returns what to resume from."""
+        """On a repeated `train`, count from step 0 again, in new files. Weights, optimizer moments
+        and the position in the data stay, as with Trainer. An unfinished run resumes from its
+        checkpoint. Returns the value for `resume_from_checkpoint`."""
         resume = resume or self.args.resume_from_checkpoint
         before, longer = self._session, self.args.with_asked()
         finished = before is not None and before.status == "finished"
@@ -379,7 +379,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         return sets
 
     def make_parts(self) -> tuple[TrainerComponents, TrainState]:
-        """What `rloo.algorithm.train.train_on_rollout` works with, before the first step."""
+        """The components and the state for `rloo.algorithm.train.train_on_rollout`, at step 0."""
         source, args, batches, engine = self._source, self.args, self.batches, self.engine
         if source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
@@ -402,7 +402,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         return parts, state
 
 
-# As they were made: assigning to the class cannot change what counts as overridden.
+# Copies: a later assignment to the class cannot change which methods count as overridden.
 _SHOWN = dict(vars(trl_attributes.TRLTrainerAttributes))
 _OWN = {n: v for n, v in _SHOWN.items() if n not in trl_attributes.LOADERS} | dict(
     vars(RLOOTrainer)

@@ -42,7 +42,7 @@ PROFILED_ROLLOUT = 3
 
 @dataclass
 class TrainingLoop:
-    """Trains once. `sets` are the evaluation sets."""
+    """The loop of one training. `sets` are the evaluation sets."""
 
     owner: TrainerHooks
     parts: TrainerComponents
@@ -63,8 +63,8 @@ class TrainingLoop:
         self._named = self.config.named
 
     def has_finished(self, start: StartPoint) -> bool:
-        """Whether the run that ended here is the one that is asked for; says so. Raises ValueError
-        for one with other options that has left no checkpoint to go on from."""
+        """Whether the finished run in the folder has the same options; if so, prints that. Raises
+        ValueError if its options differ and it has no checkpoint to resume from."""
         before = start.finished["config"]
         changed = changed_options(before, self.config)
         lengths = [name for name in LENGTH if before.get(name) != getattr(self.config, name)]
@@ -81,14 +81,14 @@ class TrainingLoop:
         return True
 
     def train(self, start: StartPoint) -> dict[str, float]:
-        """Train, from a checkpoint or from the beginning; return Trainer's figures of the run.
+        """Train from a checkpoint or from step 0; return Trainer's figures of the run.
 
-        This is the one place where a run ends: however it does, a checkpoint of the last finished
-        step is there, the terminal is restored, and summary.json tells the status.
+        A run ends only here. However it ends, there is a checkpoint of the last finished step, the
+        terminal is restored, and summary.json has the status.
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
-        parts.policy.stepper.clear()  # of a step that an error has ended, which a script has caught
+        parts.policy.stepper.clear()  # of a step that failed with an error that a script has caught
         if self.config.push_to_hub and parts.world.is_main:
             self.hub.create()
         if start.checkpoint is not None:
@@ -114,7 +114,7 @@ class TrainingLoop:
             monitor.check_written()
             self.status = "finished"
         except BaseException as error:
-            # The command tells it from input that is refused before.
+            # The command line distinguishes it from errors in the input.
             error.in_run = True  # type: ignore[attr-defined]
             self._save_what_is_done(error)
             if isinstance(error, SystemExit) and not isinstance(error, Stopped):
@@ -129,8 +129,8 @@ class TrainingLoop:
         return self._totals
 
     def push(self) -> None:
-        """Push the result, if that is asked for, and note it: until then a finished run is asked to
-        do it again."""
+        """Push the result to the hub, if the options say so, and record that. A finished run
+        without the record is pushed again."""
         if not self.config.push_to_hub:
             return
         with self.parts.policy.files.collected():
@@ -146,12 +146,12 @@ class TrainingLoop:
         self._start, self._seconds_before = saved["start"], saved["seconds"]
         self._last, self._named = saved["last"], named_since(saved, self.config)
         monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
-        monitor.window = parts.world.broadcast_object(monitor.window)  # it alone reads the files
+        monitor.window = parts.world.broadcast_object(monitor.window)  # only main reads the files
         monitor.note(f"resumed from {checkpoint} at step {state.step}")
 
     def _train_to_the_end(self) -> None:
-        """Train until `max_steps`, or until a callback asks to stop. Checkpoints and evaluations
-        due among the steps of a rollout are made at its end, so that a resumed run repeats none."""
+        """Train until `max_steps`, or until a callback requests a stop. Checkpoints and evaluations
+        inside a rollout are delayed to its end, so that a resumed run repeats none."""
         parts, state = self.parts, self.state
         rollouts, epoch, pace = 0, None, None  # pace: seconds per token, without a profile
         if state.step_open:  # a callback ended an earlier session
@@ -161,7 +161,7 @@ class TrainingLoop:
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            if state.active_rollout is None:  # else it is known; the data stands behind it
+            if state.active_rollout is None:  # else it is set; the data position is past it
                 state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
@@ -179,7 +179,7 @@ class TrainingLoop:
             self._settle()
 
     def _settle(self) -> None:
-        """Do what is due between two rollouts: evaluate, end the epoch, save."""
+        """Between two rollouts: evaluate, end the epoch and save, if they are pending."""
         parts, state = self.parts, self.state
         save_wanted = check_same_weights(parts, state)
         self._evaluate_if_due()
@@ -217,7 +217,7 @@ class TrainingLoop:
             state.save_pending |= state.control.should_save
 
     def _evaluate(self, *, first: bool = False) -> bool:
-        """Evaluate; returns True if a checkpoint must be saved now."""
+        """Evaluate. Returns True if a checkpoint must be saved now."""
         state, config = self.state, self.config
         name = "start" if first else "end" if state.is_over else "during"
         if name == "end":
@@ -230,7 +230,7 @@ class TrainingLoop:
 
         def count(results: Results) -> None:
             self.owner.on_measured = None
-            self.parts.stop.hold()  # from here on it counts
+            self.parts.stop.hold()  # from here on the evaluation counts as done
             state.evaluation_pending, state.evaluated_at = False, state.step
             self._write_down(name, state.step, results)
             figures = next(iter(results.values()), {})
@@ -275,7 +275,7 @@ class TrainingLoop:
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, and evaluate them again."""
         state, step = self.state.trainer, self.state.trainer.best_global_step
-        self.parts.world.all_gather_object(None)  # the main process has written it
+        self.parts.world.all_gather_object(None)  # wait until the main process has written it
         if state.best_model_checkpoint is None or step is None or step == state.global_step:
             return
         best = Path(state.best_model_checkpoint)
@@ -292,7 +292,7 @@ class TrainingLoop:
         self._last = state.global_step, next(iter(results.values()))
 
     def _save_model(self) -> None:
-        """Write the result, unless it is not finite (NotFiniteError)."""
+        """Write the result. Raises NotFiniteError if it is not finite."""
         self.parts.policy.stepper.require_finite()
         self._saved_at = self.state.step
         write_result(self.parts, self.owner)
@@ -311,11 +311,11 @@ class TrainingLoop:
                     self.hub.push_checkpoint(self._folder, checkpoint, step)
 
     def _commit(self, *, whole: bool) -> None:
-        """Write a checkpoint of what is finite, from which the run goes on to the last bit if it is
-        `whole`. Raises FloatingPointError, and writes nothing, for what is not finite."""
+        """Write a checkpoint; if it is `whole`, a run resumes from it bit for bit. If weights or
+        moments are not finite, raises FloatingPointError and writes nothing."""
         state = self.state.trainer
         self.parts.policy.stepper.require_finite(moments=True)
-        # What is under way reads checkpoints that may go now.
+        # Pending uploads read checkpoints that may be removed now.
         self.hub.finish(self.parts.monitor.note)
         path = self._folder / f"checkpoint-{state.global_step}"
         if state.best_global_step == state.global_step:
@@ -326,8 +326,8 @@ class TrainingLoop:
         write_checkpoint(self.parts, self.state, self.owner, told if whole else None)
 
     def _save_what_is_done(self, error: BaseException) -> None:
-        """Save a checkpoint of the last finished step if there is none, unless a second Ctrl-C has
-        interrupted one, or what is there must not be saved."""
+        """Save a checkpoint of the last finished step if there is none. Not after a second Ctrl-C,
+        and not if the weights are invalid or ahead of the record."""
         state = self.state
         stopped = isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received
         self.status = "interrupted" if stopped else "failed"
@@ -342,9 +342,9 @@ class TrainingLoop:
                 "of it is saved; go on from the last checkpoint"
             )
             return
-        restore_rng(state.generators)  # of the step in hand nothing stays
+        restore_rng(state.generators)  # discards the unfinished step
         if self.parts.policy.divides:
-            self.parts.world.fail(error)  # so that the others come
+            self.parts.world.fail(error)  # so that the others join the save
             if len(set(self.parts.world.regroup(state.step) or [])) != 1:
                 self.parts.monitor.note(
                     "weights are divided, and not all processes came to save them: the run goes on "
@@ -355,7 +355,7 @@ class TrainingLoop:
             self._save_checkpoint(push=False, last=True)
 
     def _resolved(self) -> RLOOConfig:
-        """The options, including everything that was chosen automatically."""
+        """The options, including all values that were chosen automatically."""
         return self.config.with_values(
             **arithmetic(),
             max_tokens_per_micro_batch=self.parts.policy.max_tokens,

@@ -1,4 +1,4 @@
-"""What TRL's trainer offers to scripts beyond what a run here calls."""
+"""Attributes and methods of TRL's trainer that scripts use and a run here does not call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS = (
     "temperature", "top_k", "top_p", "use_vllm", "vllm_gpu_memory_utilization", "vllm_mode",
     "vllm_tensor_parallel_size",
 )  # fmt: skip
-# The others, of which a script that sets one expects something to follow.
+# Other attributes; a script that sets one expects an effect.
 OTHERS = (
     "aux_loss_enabled", "epsilon_high", "epsilon_low", "eos_token_ids", "generation_config",
     "generation_kwargs", "model_wrapped", "num_generations_eval", "reward_weights",
@@ -46,13 +46,13 @@ OTHERS = (
 )  # fmt: skip
 
 
-# What would never be called if it were overridden.
+# Methods whose overrides would never be called.
 LOADERS = ("get_eval_dataloader", "get_train_dataloader", "num_examples")
 
 
 def with_stream(args: RLOOConfig) -> RLOOConfig:
-    """`args` as TRL has them, for scripts that ask, where the rows to train on are a stream: it is
-    read in order, by every process. Raises ValueError if one was to read it for all."""
+    """`args` with the values that TRL sets if the training rows are a stream, which every process
+    reads in order. Raises ValueError for dispatch_batches: one process would read for all."""
     given = read_accelerator_config(getattr(args, "accelerator_config"))  # noqa: B009 - idle
     if given["dispatch_batches"]:
         raise ValueError(
@@ -99,17 +99,17 @@ class TRLTrainerAttributes:
 
     @property
     def model_wrapped(self) -> Any:
-        """The model: what divides it works inside of it."""
+        """The model itself: FSDP2 and DeepSpeed shard it in place."""
         return self.model
 
     @property
     def aux_loss_enabled(self) -> bool:
-        """Whether a loss that balances the experts is added."""
+        """Whether the load-balancing loss of experts is added."""
         return self.policy.aux_loss_weight != 0
 
     @property
     def router_aux_loss_coef(self) -> float:
-        """The weight of that loss, 0 without experts."""
+        """The weight of the load-balancing loss; 0 without experts."""
         return self.policy.aux_loss_weight
 
     @property
@@ -119,12 +119,12 @@ class TRLTrainerAttributes:
 
     @property
     def epsilon_low(self) -> float:
-        """By how much a ratio may fall below 1."""
+        """The clipping range of a ratio below 1."""
         return self.args.epsilon
 
     @property
     def epsilon_high(self) -> float:
-        """By how much a ratio may exceed 1."""
+        """The clipping range of a ratio above 1."""
         high = self.args.epsilon_high
         return self.args.epsilon if high is None else high
 
@@ -141,7 +141,7 @@ class TRLTrainerAttributes:
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:
-        """The options of sampling under the names that `generate` has for them."""
+        """The sampling options under their names in transformers' `generate`."""
         args, tokenizer = self.args, self.policy.tokenizer
         return {
             "max_new_tokens": args.max_completion_length,
@@ -159,12 +159,12 @@ class TRLTrainerAttributes:
 
     @cached_property
     def generation_config(self) -> GenerationConfig:
-        """The same, for a `generate` of one's own."""
+        """The sampling options as a GenerationConfig, for a script's `generate` calls."""
         return GenerationConfig(**self.generation_kwargs, disable_compile=True)
 
     def refuse_changed(self) -> None:
-        """Raise ValueError for options that were changed where they were given, and TypeError for a
-        `generation_config` that was changed: nothing reads either any more."""
+        """Raise ValueError if the script has changed the options that it passed, and TypeError if
+        it has changed `generation_config`: both are no longer read."""
         self.args.require_unchanged()
         held = vars(self).get("generation_config")
         meant = {**self.generation_kwargs, "disable_compile": True}
@@ -177,8 +177,8 @@ class TRLTrainerAttributes:
             )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The rows of a rollout at a time, each `num_generations` times, in the dataset's order. A
-        run does not read them from there: it has an order of its own (`shuffle_dataset`)."""
+        """A loader with the rows of a rollout per batch, each `num_generations` times, in the
+        dataset's order. Training does not use it; its order follows `shuffle_dataset`."""
         if self.train_dataset is None:
             raise ValueError("`train_dataset` is required (train_dataset, dataset)")
         size = self.batches.completions_per_rollout // self.world.size
@@ -186,7 +186,7 @@ class TRLTrainerAttributes:
         return self._loader(rows, size, self.args.num_generations)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """The same of `eval_dataset`, of the set of that name, or of the trainer's own."""
+        """A loader of `eval_dataset`, of the set of that name, or of the trainer's set."""
         named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         rows = self.eval_dataset if named is None else named
         if rows is None:
@@ -196,11 +196,11 @@ class TRLTrainerAttributes:
         return self._loader(loaded, copies, copies)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """The rows that a loader of one of these has, each as often as it is sampled."""
+        """The number of rows of such a loader; each row counts as often as it is sampled."""
         return len(dataloader.dataset)  # type: ignore[arg-type]
 
     def _loader(self, rows: Any, size: int, copies: int) -> DataLoader[Any]:
-        workers = 0  # a stream is read once, and in order
+        workers = 0  # with several workers a stream would be read several times, out of order
         if isinstance(rows, Dataset):
             workers = getattr(self.args, "dataloader_num_workers", 0)
             rows = rows.select([number for number in range(len(rows)) for _ in range(copies)])
@@ -233,12 +233,12 @@ class TRLTrainerAttributes:
         return self.callback_handler.pop_callback(callback)
 
     def end(self) -> None:
-        """Close what rewards keep open."""
+        """Close the resources of the rewards."""
         self.rewards.close()
 
     @property
     def _logs(self) -> dict[str, Any]:
-        """The last rollout, as TRL keeps it for its table of completions, but for advantages."""
+        """The last rollout in the form of TRL's table of completions, without advantages."""
         groups = self.monitor.last_groups
         several = [
             content for group in groups for content in [group.prompt.content] * len(group.texts)
@@ -262,12 +262,12 @@ def _repeated(columns: Mapping[str, Sequence[Any]], copies: int) -> dict[str, li
 
 
 def functions_of(rewards: RewardSet) -> list[Any]:
-    """The rewards as TRL has them: functions, and of a reward model its module."""
+    """The rewards as TRL lists them: functions, and the module of a reward model."""
     return [f.model if isinstance(f, RewardModel) else f for f in rewards.functions]
 
 
 def processing_classes(rewards: RewardSet, given: Any) -> list[PreTrainedTokenizerBase | None]:
-    """One tokenizer per reward: a reward model's own, or what was given for it."""
+    """One tokenizer per reward: that of a reward model, or the one given for a function."""
     functions = rewards.functions
     named = list(given) if isinstance(given, (list, tuple)) else [given] * len(functions)
     return [

@@ -1,5 +1,5 @@
-"""What a subclass of RLOOTrainer may override, and what to use in place of everything else that
-Trainer and TRL's RLOOTrainer call and a run here does not."""
+"""The methods that a subclass of RLOOTrainer may override. Overrides of other methods of Trainer
+and TRL's RLOOTrainer raise an error that names the replacement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rloo.trainer.evaluate import Results
 from rloo.trainer.subclass_checks import SEAM_OF
 from rloo.trainer.trl_attributes import OPTIONS, OTHERS
 
-# A run calls these; the others of RLOOTrainer are called by scripts alone, as they are in TRL.
+# A run calls these. Only scripts call the other methods of RLOOTrainer, as in TRL.
 CALLED = (
     "create_model_card", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler",
     "evaluate", "get_decay_parameter_names", "is_local_process_zero", "is_world_process_zero",
@@ -36,8 +36,8 @@ def _overridable() -> frozenset[str]:
 
 
 def refuse_override(name: str, where: str, own: Collection[str]) -> None:
-    """Raise TypeError if nobody would call the method `name` that `where` has: one of Trainer's or
-    TRL's that is not among our trainer's `own`."""
+    """Raise TypeError if the method `name` of `where` would never be called: it is a method of
+    Trainer or TRL's trainer and not in `own`, the methods of RLOOTrainer."""
     if name in _overridable() and name not in own:
         raise TypeError(
             f"{where} has {name}, which would never be called; use {SEAM_OF.get(name, _ELSEWHERE)}"
@@ -46,8 +46,8 @@ def refuse_override(name: str, where: str, own: Collection[str]) -> None:
 
 
 def refuse_overrides(kind: type, own: Collection[str], shown: Mapping[str, Any]) -> None:
-    """Raise TypeError for the first such method of our trainer as it is now, a subclass of it, or
-    one of its mixins. What our trainer has `shown` is for scripts to call."""
+    """Raise TypeError for the first such method of the class `kind` or its bases. `shown` are the
+    methods of RLOOTrainer that scripts call; unchanged ones are allowed."""
     for parent in kind.__mro__:
         for name, value in vars(parent).items():
             if value is not shown.get(name):
@@ -55,7 +55,7 @@ def refuse_overrides(kind: type, own: Collection[str], shown: Mapping[str, Any])
 
 
 def refuse_assignment(name: str, own: Collection[str]) -> None:
-    """Raise TypeError for a function put on a trainer where it would not be called any more."""
+    """Raise TypeError for a function that is assigned to a trainer and would not be called."""
     refuse_override(name, "the trainer", own)
     if name in _OF_OPTIMIZER:
         raise TypeError(
@@ -64,7 +64,7 @@ def refuse_assignment(name: str, own: Collection[str]) -> None:
         )
 
 
-# What a trainer has read when it was made -> how else to say it.
+# Attribute that a trainer reads only when it is created -> what to use instead.
 _READ = {
     "model": "the argument model", "args": "the argument args",
     "processing_class": "the argument processing_class",
@@ -95,7 +95,7 @@ def refuse_replacement(name: str) -> None:
 
 
 def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str, Any]) -> Given:
-    """`given`, and what a subclass makes of its own."""
+    """The optimizer and schedule: `given`, or made by the overrides of a subclass."""
 
     def overrides(name: str) -> bool:
         return getattr(type(trainer), name) is not own[name]
@@ -115,14 +115,14 @@ def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str,
 
 
 def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[[int], Any] | None:
-    """A function that makes the schedule of so many steps; None where the user has made it."""
+    """A function that creates a schedule for a number of steps; None if the user has made it."""
     name = "create_optimizer_and_scheduler"
     both = given == (None, None) and getattr(type(trainer), name) is not own[name]
     if given[1] is not None or both:
         return None
 
     def remake(steps: int) -> Any:
-        # Overrides written for Trainer set the attribute, which they may while a trainer is set up.
+        # Overrides written for Trainer set the attribute, which is allowed only during set-up.
         evaluator = vars(trainer).pop("evaluator")
         try:
             return trainer.create_scheduler(steps, trainer.optimizer) or trainer.lr_scheduler
@@ -133,8 +133,8 @@ def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[
 
 
 class TrainerHooks(Protocol):
-    """The trainer, of which a subclass may override these methods: they are what a run uses.
-    `on_measured` is called as soon as `evaluate` has measured the trainer's own sets."""
+    """The methods of the trainer that a run calls and a subclass may override. `on_measured` is
+    called as soon as `evaluate` has measured the trainer's evaluation sets."""
 
     on_measured: Callable[[Results], None] | None
 

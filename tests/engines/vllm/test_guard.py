@@ -118,7 +118,7 @@ def test_the_command_serves_this_machine_alone(tmp_path):
     line, told = done.stdout.splitlines()
     arguments, environment, guard = json.loads(told)
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1" and "--host 127.0.0.1" in line
-    assert environment == {"VLLM_SERVER_DEV_MODE": "1", KEY: None} and guard == "Guard"
+    assert environment == {"VLLM_SERVER_DEV_MODE": "1", KEY: None} and guard == "RouteGuard"
 
 
 @pytest.mark.slow

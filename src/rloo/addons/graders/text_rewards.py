@@ -12,8 +12,8 @@ from rloo.addons.graders.math.answer_extraction import TAGS, tagged
 from rloo.rewards.completion_text import text_of
 from rloo.types import Text
 
-# One thought, one answer, neither blank, no tags inside either: no second answer can hide in the
-# first, and the match takes linear time on any text.
+# One thought and one answer, neither blank, without tags inside. So no second answer can hide in
+# the first, and the match takes linear time on any text.
 _BLANK = r"[\s\u200b-\u200f\u2060\ufeff]"
 _INSIDE = rf"(?!{_BLANK}*</)(?:(?!</?(?:think|answer)>).)*"
 THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
@@ -24,9 +24,9 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 def make_exact_match(
     *, strip: bool = True, casefold: bool = False
 ) -> Callable[..., list[float | None]]:
-    """1.0 if the completion, or what is in its `<answer>` tags, equals the column `answer` (or one
-    of it, where that is a list), else 0.0; None where `answer` is None. `strip` ignores white space
-    at both ends of both texts, `casefold` ignores case."""
+    """1.0 if the completion, or the content of its `<answer>` tags, equals the column `answer` (or
+    one item of a list), else 0.0; None if `answer` is None. `strip` ignores white space at both
+    ends of both texts, `casefold` ignores case."""
 
     def normalise(text: str) -> str:
         text = text.strip() if strip else text
@@ -39,7 +39,7 @@ def make_exact_match(
         for text, wanted in zip(map(text_of, completions), answer, strict=True):
             accepted = set(map(normalise, references_of(wanted)))
             within = tagged(text)
-            # In the tags, where nothing follows them that could take it back.
+            # Tags count only if nothing follows them that could take the answer back.
             is_last = within is not None and not within[2].strip()
             said = {normalise(text), normalise(within[1] if within and is_last else text)}
             rewards.append(float(bool(said & accepted)) if accepted else None)
@@ -76,8 +76,8 @@ def make_format(
 
 
 def tag_count_reward(completions: Sequence[Text]) -> list[float]:
-    """A quarter for each of the four tags of a thought and an answer that occurs exactly once, with
-    line breaks beside it: open-r1's `tag_count`."""
+    """A quarter for each of the four tags of a thought and an answer that occurs exactly once and
+    has its line breaks: open-r1's `tag_count`."""
     texts = map(text_of, completions)
     return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
 
@@ -125,8 +125,8 @@ def make_repetition(
     *, ngram: int = 3, max_penalty: float = 1.0, words: bool = False
 ) -> Callable[..., list[float]]:
     """-`max_penalty` times the share of n-grams that occurred earlier in the completion; 0.0 if all
-    are distinct or there are fewer than `ngram` tokens. They are of tokens, or of `words` between
-    white space in lower case (Yeo et al. 2025, arXiv 2502.03373, appendix C.2)."""
+    are distinct or there are fewer than `ngram` units. Units are tokens, or with `words` the
+    lower-case words between white space (Yeo et al. 2025, arXiv 2502.03373, appendix C.2)."""
     if ngram < 1 or max_penalty < 0:
         raise ValueError(
             f"ngram is {ngram} and max_penalty {max_penalty}; they need to be at least 1 and at "

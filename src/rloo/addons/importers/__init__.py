@@ -1,7 +1,7 @@
-"""Other systems' configurations as ours: `rloo config --from SYSTEM`.
+"""Imports other systems' configurations: `rloo config --from SYSTEM`.
 
-What a file or command line leaves out has that system's default, which is not ours. Every key ends
-up in an option, or in the list of those without a counterpart.
+A setting that the source leaves out has that system's default, not ours. Every key becomes an
+option, or is listed as one without a counterpart.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from rloo.config.secrets import hide
 from rloo.config.validation import out_of_range
 from rloo.config.yaml_io import write_yaml
 
-# A name that ends so has a value that nobody else may read.
+# Endings of names whose value is secret.
 _SECRET = re.compile(r"(?:api_?key|_token|secret|password|wandb\.key)$", re.IGNORECASE)
 _HAS_SECRET = re.compile(r"(?:api_?key|token|secret|password)['\"]?\s*[:=]", re.IGNORECASE)
-# What --from takes -> (the system's name, what reads it: a path or command line, with overrides).
+# --from SYSTEM -> (the system's name, its importer for a path or command line, with overrides).
 IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], ImportResult]]] = {
     "areal": ("AReaL", import_areal),
     "ms-swift": ("ms-swift", import_ms_swift),
@@ -50,20 +50,20 @@ def _plainly(name: str) -> str:
     return re.sub(r"[^a-z]", "", name.lower())
 
 
-# The systems by any spelling of their names.
+# Any spelling of a system -> its key.
 _NAMED = {_plainly(word): key for key, (name, _) in IMPORTERS.items() for word in (key, name)}
 _NAMED |= {"swift": "ms-swift", "nemo": "nemo_rl"}
 
 
 def _key_of(system: str) -> str:
-    """The key of IMPORTERS for a system by any spelling; the name itself where it is none."""
+    """The key of a system in IMPORTERS for any spelling; `system` itself if it is unknown."""
     return _NAMED.get(_plainly(system), system)
 
 
 def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """Read `source`: the path of a YAML file or shell script, or a command line; `overrides` are
-    that system's own, after it. Raises ValueError for what cannot be read, and a result that
-    contradicts itself here. `system` may end in the version that it is for, verl@0.3."""
+    """The import of `source`: a path of a YAML file or shell script, or a command line. `overrides`
+    in that system's syntax are applied after it. `system` may end in a version, as verl@0.3. Raises
+    ValueError for an unreadable source, and for options that contradict each other here."""
     system, at, version = system.partition("@")
     if at and system != "verl":
         raise ValueError(f"--from is {system}@{version}; versions are told apart for verl only")
@@ -78,7 +78,7 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
     if os.path.isdir(source):
         raise ValueError(f"{source} is a folder; give a file, a script or a command line in quotes")
     if overrides and re.fullmatch(r"[\w./-]+", source) and not os.path.isfile(source):
-        source, overrides = shlex.join([source, *overrides]), ()  # a line without quotes around it
+        source, overrides = shlex.join([source, *overrides]), ()  # an unquoted command line
     if is_yaml(source) or is_script(source):
         refuse_unconverted(source)
     meant = system_of(source) if is_yaml(source) or is_script(source) else None
@@ -91,21 +91,21 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
     found = read(source, overrides)
     options = resolve(nested(found.options), option_types())
     for name in ("model", "dataset", "eval_dataset", "output_dir"):
-        if str(options.get(name)).startswith("~/"):  # the shell, or the other system, does it
+        if str(options.get(name)).startswith("~/"):  # a shell or the other system expands it
             options[name] = os.path.expanduser(options[name])
-    # One value that is none here ends no conversion of all others.
+    # A value that is invalid here must not stop the conversion of the others.
     left = [
         Unmapped(name, value, f"it {rule}; here it has its default")
         for name, value, rule in out_of_range(options)
         if _removed(options, name)
     ]
-    config = RLOOConfig(**options)  # whether they fit together
+    config = RLOOConfig(**options)  # checks that they fit together
     notes = [*found.notes, *(f"{name} {value} is left out: {why}" for name, value, why in left)]
     return ImportResult(options, found.taken, [*found.left, *left], [*notes, *remarks(config)])
 
 
 def _removed(options: dict[str, Any], name: str) -> bool:
-    """Remove an option, or the key of a mapping (`kl_kwargs.clip`); whether it was there."""
+    """Remove an option, or a key of a mapping (`kl_kwargs.clip`); returns whether it was there."""
     option, dot, key = name.partition(".")
     if name in options:
         del options[name]
@@ -117,7 +117,7 @@ def _removed(options: dict[str, Any], name: str) -> bool:
 
 
 def render_imported(system: str, found: ImportResult) -> str:
-    """YAML that `rloo train` reads: the options unlike our defaults, and as comments the rest."""
+    """YAML for `rloo train`: options that differ from our defaults, and the rest as comments."""
     preset = found.options.get("preset")
     defaults = RLOOConfig().to_dict() | preset_options(preset) | {"preset": None}
     unlike = {

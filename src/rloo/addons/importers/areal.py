@@ -1,6 +1,6 @@
 """AReaL's experiment files (GRPOConfig of AReaL 1.0.4) as our options.
 
-What a file leaves out of the objective has the default of AReaL's classes.
+Settings of the objective that a file leaves out have the defaults of AReaL's classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rloo.addons.importers.source_file import read_settings
 
 _MARK = re.compile(r"(?!--).*\.py")
 
-# AReaL's key -> its default, for those that mean what an option of ours means
+# AReaL's key -> its default, for keys with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     "actor.path": None, "train_dataset.path": None, "train_dataset.split": "train",
     "train_dataset.shuffle": True, "seed": 1, "total_train_epochs": 1.0, "total_train_steps": None,
@@ -50,7 +50,7 @@ _NAMES = {
     "actor.mb_spec.max_tokens_per_mb": "max_tokens_per_micro_batch",
     "actor.lora_rank": "lora_r", "actor.lora_alpha": "lora_alpha",
 }  # fmt: skip
-# key -> (the value at which it changes nothing, why no other)
+# key -> (the value that changes nothing, the reason against other values)
 _ONLY: dict[str, tuple[Any, str]] = {
     "actor.discount": (1.0, "a token's reward to come is not discounted here"),
     "actor.gae_lambda": (1.0, "there is no value model (gae_lambda)"),
@@ -77,7 +77,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "recover.mode": ("disabled", "say so at the start (resume_from_checkpoint)"),
     "enable_offload": (False, "memory is saved by offload and activation_offloading"),
 }
-# why -> the beginnings of keys that have no counterpart
+# reason -> the prefixes of keys without a counterpart
 _REASONS: dict[str, tuple[str, ...]] = {
     "the run's files go to output_dir": ("cluster.fileroot",),
     PROCESSES: (
@@ -106,8 +106,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_areal(path: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """AReaL's YAML file or script at `path`, or a launch line, with `overrides` after it. Raises
-    ValueError for what cannot be read."""
+    """The import of AReaL's YAML file or script at `path`, or of a launch line, with `overrides`
+    after it. Raises ValueError for what cannot be read."""
     given = read_settings(path, overrides, _MARK, "with --config FILE")
     source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
@@ -147,7 +147,7 @@ def _read_run(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]
 
 
 def _read_timer(source: SettingsReader, name: str, ours: str) -> dict[str, Any]:
-    """How often `name` acts, as our strategy and steps."""
+    """The frequency of `name`, as our strategy and steps."""
     if steps := source.take(f"{name}.freq_steps", int):
         return {f"{ours}_strategy": "steps", f"{ours}_steps": steps}
     source.expect(f"{name}.freq_secs", None, "not by the clock, but by steps or epochs")
@@ -205,7 +205,7 @@ def _read_optimizer(source: SettingsReader) -> dict[str, Any]:
         source.give_back(key, kind, "nearest: adamw_8bit keeps its state in 8 bits (optim)")
     schedule = source.take("actor.optimizer.lr_scheduler_type", str, "constant")
     least = source.take("actor.optimizer.min_lr_ratio", float, 0.0)
-    # AReaL's constant schedule warms up as well.
+    # AReaL's constant schedule has a warm-up too.
     named = "constant_with_warmup" if schedule == "constant" else schedule
     read: dict[str, Any] = {"optim": optimizers.get(kind, "adamw_torch_fused")}
     if least and schedule == "cosine":

@@ -1,6 +1,6 @@
 """AReaL's objective (`actor` of its experiment files) as our options.
 
-Read in `utils/data.py`, `trainer/ppo/actor.py` and `utils/functional` of AReaL 1.0.4.
+From `utils/data.py`, `trainer/ppo/actor.py` and `utils/functional` of AReaL 1.0.4.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NORM = ("mean_level", "mean_leave1out", "std_level", "std_unbiased", "eps", "gr
 
 
 def read_objective(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """Take all that makes the objective; `options` are those read so far."""
+    """The options of the objective; `options` are those read so far."""
     bound = source.take("actor.reward_clip", float, 20.0)
     read: dict[str, Any] = {
         "importance_sampling_level": "token",
@@ -57,7 +57,7 @@ def _read_kl(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_weights(source: SettingsReader) -> dict[str, Any]:
-    """The decoupled objective: weights of the trainer's over the sampler's probabilities."""
+    """The decoupled objective: ratios of the trainer's to the sampler's probabilities."""
     decoupled = source.take("actor.use_decoupled_loss", bool, False)
     recomputed = source.take("actor.recompute_logprob", bool, False)
     source.expect("actor.prox_logp_method", "recompute", "log-probabilities are computed anew")
@@ -67,7 +67,7 @@ def _read_weights(source: SettingsReader) -> dict[str, Any]:
             "(actor.recompute_logprob false)"
         )
     start = "actor.rejection_sampling."
-    whole = source.take("actor.rejection_sampling")  # empty where it has nothing but defaults
+    whole = source.take("actor.rejection_sampling")  # empty if it has only defaults
     former = ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap")
     form = "actor.behave_imp_weight_mode"
     given = [key for key in source.values if key.startswith((start, *former, form))]
@@ -75,7 +75,7 @@ def _read_weights(source: SettingsReader) -> dict[str, Any]:
         for key in given:
             source.leave(key, "it acts with use_decoupled_loss only")
         return {}
-    caps = [source.take(key, float) for key in former]  # of earlier versions
+    caps = [source.take(key, float) for key in former]  # keys of earlier versions
     cap = next((number for number in caps if number is not None), None)
     mode = source.take(form, str, "token_mask")
     if mode == "disabled":
@@ -103,8 +103,8 @@ def _read_weights(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_norms(source: SettingsReader, options: dict[str, Any], bound: float) -> dict[str, Any]:
-    """`reward_norm` over completions, then `adv_norm` over tokens, as baseline and scale; rewards
-    are clipped to `bound` before."""
+    """`reward_norm` over completions, then `adv_norm` over tokens, as baseline and scale. Before
+    both, rewards are clipped to `bound`."""
     size = options["num_generations"]
     rewards = _read_norm(source, "actor.reward_norm", size)
     tokens = _read_norm(source, "actor.adv_norm", size)
@@ -145,8 +145,8 @@ def _read_norms(source: SettingsReader, options: dict[str, Any], bound: float) -
 
 
 def _shifted(rewards: dict[str, Any] | None, size: int) -> float | None:
-    """The factor that `reward_norm` leaves on rewards from which the mean of a group is taken
-    again: what it takes off itself is the same for all of these. None where that is not so."""
+    """The factor that `reward_norm` leaves on rewards if the group mean is subtracted again: its
+    own shift is equal for the group and cancels. None if that does not hold."""
     if rewards is None or rewards["mean_level"] is None:
         return 1.0 if rewards is None or rewards["std_level"] is None else None
     if rewards["std_level"] is not None:
@@ -157,7 +157,7 @@ def _shifted(rewards: dict[str, Any] | None, size: int) -> float | None:
 
 
 def _read_norm(source: SettingsReader, key: str, size: int) -> dict[str, Any] | None:
-    """One NormConfig with AReaL's defaults; None where it is null or not there."""
+    """A NormConfig with AReaL's defaults; None if it is null or missing."""
     given = any(f"{key}.{name}" in source.values for name in _NORM)
     if source.take(key) is None and not given:
         return None
@@ -176,8 +176,8 @@ def _read_norm(source: SettingsReader, key: str, size: int) -> dict[str, Any] | 
 
 
 def _over_completions(source: SettingsReader, norm: dict[str, Any], size: int) -> dict[str, Any]:
-    """`reward_norm` as a baseline and a scale. AReaL's deviation is about the mean that was taken
-    off, also where that leaves one out: it is n / (n - 1) times the usual one, and so cancels."""
+    """`reward_norm` as a baseline and a scale. AReaL's deviation is about the subtracted mean.
+    About a leave-one-out mean it is n / (n - 1) times the usual one, and the factor cancels."""
     leave1out = norm["mean_leave1out"]
     read = {"advantage_epsilon": norm["eps"]}
     match norm["mean_level"], norm["std_level"]:

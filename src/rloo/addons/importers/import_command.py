@@ -6,7 +6,7 @@ from rloo.addons.importers import IMPORTERS, import_config, render_imported
 
 
 def import_command(arguments: list[str]) -> str:
-    """Another system's configuration as YAML that `rloo train` reads."""
+    """Another system's configuration as YAML for `rloo train`."""
     if len(arguments) < 2:
         raise ValueError(
             f"--from takes a system ({', '.join(IMPORTERS)}) and its file, script, or command line"

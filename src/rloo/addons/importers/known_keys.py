@@ -1,5 +1,5 @@
-"""Names that other systems have in their largest sections. A key that is none of them is a fork's,
-of another version or misspelt: what is said of its section does not hold for it."""
+"""Keys of the other systems' largest sections. An unlisted key is of a fork or another version, or
+misspelt; the reasons for its section do not apply to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What a system may call the completions of one prompt.
+# Names that systems use for the number of completions per prompt.
 _GROUP = re.compile(
     r"(?:.*\.)?n|(?:.*[._])?"
     r"(?:n_(?:agents?|samples?|resp\w*|rollouts?|gens?|generations?|trajs?|completions?)\w*"
@@ -160,7 +160,7 @@ AREAL: Known = {
 
 
 def is_known(key: str, known: Known) -> bool:
-    """Whether the system has `key`, as far as the name below the innermost listed section says."""
+    """Whether the system has `key`, by its name below the innermost listed section."""
     for section in sorted(known, key=len, reverse=True):
         if key.startswith(section):
             return key[len(section) :].partition(".")[0] in {*known[section], "_target_"}
@@ -168,19 +168,19 @@ def is_known(key: str, known: Known) -> bool:
 
 
 def may_be_group_size(key: str) -> bool:
-    """Whether a key that nobody knows is called like a number of completions per prompt."""
+    """Whether an unknown key is named like a number of completions per prompt."""
     return _GROUP.fullmatch(key) is not None
 
 
 def unknown(key: str, read: Iterable[str]) -> str:
-    """Why `key` is left, with the nearest of the keys that are `read`."""
+    """The reason for leaving the unknown `key`, with the nearest of the keys that are `read`."""
     near = suggest(key, [name for name in read if len(name) > 4 and _alike(key, name)])
     return f"no counterpart is known{near}"
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two dotted keys differ in one part only, and there by a letter or two, or are one key
-    in two sections."""
+    """Whether two dotted keys differ in one part only, by a letter or two, or are the same key in
+    two sections."""
     ours, theirs = one.split("."), other.split(".")
     same_name = ours[-1] == theirs[-1] and ours[0] == theirs[0]
     differing = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]

@@ -1,5 +1,5 @@
-"""Programs that start another (torchrun, accelerate, deepspeed, ray job submit, srun), and their
-flags."""
+"""Programs that start another one (torchrun, accelerate, deepspeed, ray job submit, srun), and
+their flags."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _STARTERS = re.compile(
     r"|nohup|numactl|singularity|apptainer|docker|python[\d.]*)"
 )
 _ENDS = ("--", "-m")
-# How many processes, or machines, there are, by the flags of one starter or another.
+# Flags of the starters for the numbers of processes and machines.
 _PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "ntasks-per-node")
 _MACHINES = ("nnodes", "num_nodes", "nodes")
 _ALL = ("num_processes", "ntasks")
-# A Python program in a command: a module behind -m, or a file.
+# A Python program in a command: a module after -m, or a file.
 _PROGRAM = re.compile(r"-m\s+([\w.]+)|(?:^|\s)(\S+\.py)(?=\s|$)")
 
 
 def program_of(line: str) -> str | None:
-    """The module or file that a command runs, behind what starts it."""
+    """The module or file that a command runs, after its starters."""
     names = [found[1] or found[2] for found in _PROGRAM.finditer(line)]
     return next((name for name in names if not _STARTERS.fullmatch(name)), None)
 
 
 def started_with(before: Sequence[str]) -> dict[str, Any]:
-    """The flags among the words up to the program, called by the starter's name and their own."""
+    """The flags before the program, named by the starter and the flag."""
     flags: dict[str, Any] = {}
     starter, name = "", None
     for word in before[:-1]:
@@ -52,8 +52,8 @@ def started_with(before: Sequence[str]) -> dict[str, Any]:
 
 
 def processes_of(before: Sequence[str], find: Callable[[str], Path | None]) -> int | None:
-    """How many processes the words up to the program start; None where they do not say. `find`
-    finds a file of accelerate's that they name."""
+    """The number of processes that the words up to the program start; None if it is not given.
+    `find` locates accelerate's configuration file."""
     flags = {key.rpartition("--")[2]: value for key, value in started_with(before).items()}
     file = find(str(flags["config_file"])) if "config_file" in flags else None
     said = {**(read_yaml(str(file), lambda name: False)[0] if file else {}), **flags}

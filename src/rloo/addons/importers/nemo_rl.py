@@ -1,7 +1,7 @@
 """NeMo-RL's GRPO configurations (examples/run_grpo.py, 0.7) as our options.
 
-A file is read over those that its `defaults` name. A step there is a rollout: whatever is counted
-in steps is counted here in the optimizer steps of one.
+A file overrides the files in its `defaults`. A step there is a rollout, so counts of steps are
+converted to optimizer steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SETTING = re.compile(r"\b(?:grpo|policy|loss_fn)\.\w+")
 _MARK = re.compile(r"(?:.*/)?run_\w*(?:grpo|ppo|gdpo|dapo)\w*\.py")
 _SAMPLING = "policy.generation."
 
-# NeMo-RL's key -> its default, for those that mean what an option of ours means
+# NeMo-RL's key -> its default, for keys with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     "policy.model_name": None, "grpo.num_generations_per_prompt": 16, "grpo.seed": 42,
     "grpo.max_num_epochs": 1.0, "grpo.overlong_filtering": False,
@@ -51,7 +51,7 @@ _NAMES = {
     "policy.tokenizer.chat_template_kwargs": "chat_template_kwargs",
     "checkpointing.checkpoint_dir": "output_dir",
 }  # fmt: skip
-# key -> (the value at which it changes nothing, why no other)
+# key -> (the value that changes nothing, the reason against other values)
 _ONLY: dict[str, tuple[Any, str]] = {
     "grpo.max_rollout_turns": (1, "a completion is one turn"),
     "grpo.batch_multiplier": (1.0, "further prompts are drawn one rollout at a time"),
@@ -68,7 +68,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "policy.draft.enabled": (False, "no draft model is trained"),
     "data.use_multiple_dataloader": (False, "training is on one dataset (dataset)"),
 }  # fmt: skip
-# why -> the beginnings of keys that have no counterpart
+# reason -> the prefixes of keys without a counterpart
 _REASONS: dict[str, tuple[str, ...]] = {
     IN_MEMORY: (
         "policy.train_micro_batch_size", "policy.logprob_batch_size", "policy.dynamic_batching",
@@ -108,8 +108,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """NeMo-RL's YAML file or script at the path `text`, or a command line, with `overrides` after
-    it. Raises ValueError for what cannot be read."""
+    """The import of NeMo-RL's YAML file or script at the path `text`, or of a command line, with
+    `overrides` after it. Raises ValueError for what cannot be read."""
     given = read_settings(text, overrides, _MARK, "run_grpo.py", own=_SETTING)
     source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
@@ -126,7 +126,7 @@ def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> ImportResult:
 
 
 def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """`train_global_batch_size` counts completions."""
+    """The batch sizes; `train_global_batch_size` counts completions."""
     prompts = source.take("grpo.num_prompts_per_step", int, 32)
     whole = prompts * options["num_generations"]
     step = source.take("policy.train_global_batch_size", int, whole)

@@ -1,8 +1,8 @@
-"""OpenRLHF's `python -m openrlhf.cli.train_ppo_ray` (0.11) as our options, with the names of its
-flags before 0.10 as well.
+"""OpenRLHF's `python -m openrlhf.cli.train_ppo_ray` (0.11) as our options, also with the names that
+its flags had before 0.10.
 
-What the command leaves out has OpenRLHF's default. A step there is a rollout: whatever it counts in
-steps is counted here in the optimizer steps of one.
+Flags that the command leaves out have OpenRLHF's defaults. A step there is a rollout, so counts of
+steps are converted to optimizer steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SETTING = re.compile(
     r"--(?:actor\.|algo\.|rollout\.|micro_rollout_batch|advantage_est|init_kl)\w*"
 )
 
-# OpenRLHF's flag -> its default, for those that mean what an option of ours means
+# OpenRLHF's flag -> its default, for flags with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     "actor.model_name_or_path": None, "rollout.n_samples_per_prompt": 1,
     "rollout.temperature": 1.0, "rollout.top_p": 1.0, "data.prompt_dataset": None,
@@ -61,7 +61,7 @@ _NAMES = {
     "ds.lora.dropout": "lora_dropout", "ds.lora.target_modules": "lora_target_modules",
     "ds.load_in_4bit": "load_in_4bit",
 }  # fmt: skip
-# flag -> (the value at which it changes nothing, why no other)
+# flag -> (the value that changes nothing, the reason against other values)
 _ONLY: dict[str, tuple[Any, str]] = {
     "algo.advantage.gamma": (1.0, "a token's reward to come is not discounted here"),
     "algo.advantage.lambd": (1.0, "there is no value model"),
@@ -76,7 +76,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "actor.freeze_visual_encoder": (False, "what is trained is the model, or a LoRA adapter"),
     "use_ms": (False, "names are of the Hugging Face hub"),
 }  # fmt: skip
-# why -> the beginnings of flags that have no counterpart
+# reason -> the prefixes of flags without a counterpart
 _REASONS: dict[str, tuple[str, ...]] = {
     IN_MEMORY: (
         "train.micro_batch_size", "rollout.micro_batch_size", "rollout.max_tokens_per_gpu",
@@ -106,9 +106,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """A command line, or the script at that path, with `overrides` (--flag value) after it. Raises
-    ValueError unless it has one command `openrlhf.cli.train_ppo_ray`, and for values that cannot be
-    read."""
+    """The import of a command line, or of the script at that path, with `overrides` (--flag value)
+    after it. Raises ValueError without exactly one command `openrlhf.cli.train_ppo_ray`, and for
+    values that cannot be read."""
     launch = read_launch(text, _MARK, _PROGRAM, _SETTING)
     flags = read_flags([*launch.words, *overrides])
     source = SettingsReader(
@@ -132,7 +132,7 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> ImportResult:
 
 
 def _read_lengths(source: SettingsReader) -> dict[str, Any]:
-    """`max_len` bounds prompt and completion together, there at the sampler."""
+    """The length limits; the sampler's `max_len` bounds prompt and completion together."""
     total = source.take("data.max_len", int, 2048)
     longest = source.take("rollout.max_new_tokens", int)
     if longest is None:
@@ -148,7 +148,7 @@ def _read_lengths(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """`train.batch_size` counts completions, `rollout.batch_size` prompts."""
+    """The batch sizes; `train.batch_size` counts completions, `rollout.batch_size` prompts."""
     prompts = source.take("rollout.batch_size", int, 1024)
     read, each = read_batches(source, prompts, source.take("train.batch_size", int, 128), options)
     if source.take("algo.dynamic_filtering_enable", bool, False):
@@ -184,7 +184,7 @@ def _read_data(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_rewards(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """Reward functions and models, and the penalty of long completions."""
+    """The reward functions and models, and the penalty of long completions."""
     rewards: list[Any] = []
     standardised = source.take("reward.normalize_enable", bool, False)
     models = source.take("reward.model_name_or_path", str, "")

@@ -1,8 +1,8 @@
-"""OpenRLHF's flags as they were called before they had dots, and as they are called now."""
+"""The names of OpenRLHF's flags before they had dots, and their present names."""
 
 from __future__ import annotations
 
-# what stands before the dot -> {the flag without it: its former name}; "" where that is the same
+# the part before the dot -> {the part after it: the flag's former name, "" if equal}
 _SECTIONS: dict[str, dict[str, str]] = {
     "actor": {
         "model_name_or_path": "pretrain", "adam.lr": "actor_learning_rate",
@@ -89,14 +89,14 @@ _SECTIONS: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 
-# former name -> the flag of today
+# former name -> present flag
 FORMERLY: dict[str, str] = {
     former or name: f"{section}.{name}"
     for section, names in _SECTIONS.items()
     for name, former in names.items()
 } | {"generate_max_len": "rollout.max_new_tokens"}
 
-# Sections of flags that are counted out above, and those that came later.
+# Names in the sections that `_SECTIONS` lists completely, and that came later.
 _SINCE = {
     "train": "enable_sleep colocate_all_models",
     "ds": "experts_implementation use_hpu zero_hpz load_in_8bit flash_attn",

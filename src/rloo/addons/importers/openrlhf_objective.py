@@ -1,6 +1,6 @@
 """OpenRLHF's objective (`algo.*`, `actor.*` and `reward.*`) as our options.
 
-Read in `trainer/ppo_utils/experience_maker.py`, `models/loss.py`, `models/utils.py` and
+From `trainer/ppo_utils/experience_maker.py`, `models/loss.py`, `models/utils.py` and
 `trainer/ray/ppo_actor.py` of OpenRLHF 0.11.
 """
 
@@ -20,7 +20,7 @@ from rloo.addons.importers.shared_objective import (
 )
 
 _ADVANTAGE = "algo.advantage."
-# advantage.estimator -> what it is as options and arguments of ours
+# advantage.estimator -> our options and estimator arguments
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     "rloo": LEAVE_ONE_OUT,
     "reinforce": {"mean_level": "none", **WHITENED},
@@ -31,7 +31,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 def read_objective(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """Take all that makes the objective; `options` are those read so far."""
+    """The options of the objective; `options` are those read so far."""
     low, high = source.take("reward.clip_range", list[float], [-10.0, 10.0])
     read: dict[str, Any] = {
         "importance_sampling_level": "token",
@@ -87,7 +87,7 @@ def _read_kl(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_weights(source: SettingsReader) -> dict[str, Any]:
-    """`is_correction`: the trainer's probabilities over vLLM's."""
+    """`is_correction`: the ratios of the trainer's to vLLM's probabilities."""
     start = f"{_ADVANTAGE}is_correction_"
     kind = source.take(f"{start}type", str, "tis")
     low, high = source.take(f"{start}threshold", list[float], [0.5, 5.0])

@@ -1,4 +1,4 @@
-"""The settings of another system while they are read: each is taken, or left with a reason."""
+"""Reads the settings of another system: each is taken, or left with a reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rloo.config.fields import coerce, not_null
 from rloo.config.kwargs_options import KWARGS, key_types
 from rloo.config.yaml_io import read_value
 
-# Reasons that several systems share.
+# Reasons shared by several systems.
 ENGINES = "completions are sampled by our own engines (rollout_engine)"
 IN_MEMORY = "micro-batches follow from memory (max_tokens_per_micro_batch)"
 PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
@@ -33,7 +33,7 @@ _RESOLVERS: dict[str, Callable[..., float]] = {
 
 
 class Unmapped(NamedTuple):
-    """A setting that has no counterpart here."""
+    """A setting without a counterpart here."""
 
     key: str
     value: Any
@@ -42,8 +42,8 @@ class Unmapped(NamedTuple):
 
 @dataclass(frozen=True)
 class ImportResult:
-    """`options` under our names, `taken` the keys of the source that they came from, `left` those
-    that have no counterpart, `notes` what a reader must know besides."""
+    """The result of an import: `options` under our names, `taken` keys of the source, `left`
+    settings without a counterpart, and `notes` for the user."""
 
     options: dict[str, Any]
     taken: list[str]
@@ -52,10 +52,10 @@ class ImportResult:
 
 
 class SettingsReader:
-    """Another system's settings by their dotted names; what is read of them is remembered."""
+    """Another system's settings by dotted names; it records which ones were read."""
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
-        """`names`: ours for keys that are no alias, for `take_same`."""
+        """`names` maps keys that are no alias to our names, for `take_same`."""
         self.values = dict(values)
         self.original = dict(values)
         self._names = names or {}
@@ -65,12 +65,12 @@ class SettingsReader:
         self._read: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether `key` is given with a value."""
+        """Whether `key` is given and not null."""
         return self.values.get(key) is not None
 
     def take(self, key: str, kind: Any = None, default: Any = None) -> Any:
-        """The value of `key` as a `kind` (an annotation; None takes it as it is), or `default`.
-        Raises ValueError where it is of another kind."""
+        """The value of `key` as a `kind` (an annotation; None leaves it as it is), or `default`.
+        Raises ValueError for a value of another kind."""
         self._read.add(key)
         if key not in self.values:
             return default
@@ -84,14 +84,14 @@ class SettingsReader:
         return coerce(key, kind, value)
 
     def take_count(self, key: str, default: int) -> int:
-        """A number of things, of which there must be one."""
+        """The value of `key` as a number of at least 1. Raises ValueError for less."""
         count = int(self.take(key, int, default))
         if count < 1:
             raise ValueError(f"{key} is {count}; it must be at least 1")
         return count
 
     def expect(self, key: str, same: Any, reason: str) -> None:
-        """Take `key` if it is `same`, which changes nothing here; else leave it with `reason`."""
+        """Take `key` if its value is `same`, which changes nothing; else leave it with `reason`."""
         self._read.add(key)
         if key not in self.values:
             return
@@ -106,33 +106,33 @@ class SettingsReader:
             self.leave(key, reason)
 
     def take_same(self, same: Mapping[str, Any]) -> dict[str, Any]:
-        """Our options for keys that mean the same, which are given with their defaults."""
+        """Our options for keys with the same meaning, given with their defaults there."""
         options: dict[str, Any] = {}
         for key, default in same.items():
             ours = self._names.get(key) or our_name(key)
             value = self.take(key, not_null(_kind_of(ours)), default)
-            if value is not None:  # another key may have set it
+            if value is not None:  # otherwise another key may set the option
                 options[ours] = value
         return options
 
     def expect_all(self, only: Mapping[str, tuple[Any, str]]) -> None:
-        """`expect` for each key -> (the value at which it changes nothing, the reason)."""
+        """Call `expect` for each key -> (the value that changes nothing, the reason)."""
         for key, (harmless, reason) in only.items():
             self.expect(key, harmless, reason)
 
     def leave(self, key: str, reason: str) -> None:
-        """Put `key`, where it is given, among those without a counterpart."""
+        """List `key`, if given, among the settings without a counterpart."""
         if key in self.values:
             self.left.append(Unmapped(key, self.values.pop(key), reason))
 
     def give_back(self, key: str, value: Any, reason: str) -> None:
-        """Leave `key` after all, although it was taken."""
+        """List `key` without a counterpart although it was taken."""
         if key in self.taken:
             self.taken.remove(key)
             self.left.append(Unmapped(key, value, reason))
 
     def leave_unread(self, unread: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put what is no setting of the command, by its reason, among what has no counterpart."""
+        """List words that are no settings, by reason -> words, as without a counterpart."""
         for reason, words in unread.items():
             for key, value in words.items():
                 why = reason if _is_known(key) else NOT_IN_FILE
@@ -144,8 +144,8 @@ class SettingsReader:
         reasons: Mapping[str, tuple[str, ...]],
         known: Known | None = None,
     ) -> ImportResult:
-        """All that was read; what remains is left with the first of `reasons` -> the beginnings of
-        keys that it is for, unless it is none that the system has in its `known` sections."""
+        """The result of the import. Each remaining key is left with the first of `reasons` (reason
+        -> key prefixes) that fits, unless the system's `known` sections lack it."""
         for key in list(self.values):
             if not is_resolved(key):
                 self.leave(key, NOT_IN_FILE)
@@ -170,12 +170,12 @@ class SettingsReader:
 
 
 def greedy(source: SettingsReader, key: str) -> None:
-    """Evaluation at temperature 0, which is not asked for here."""
+    """Note that an evaluation is always both sampled and greedy here."""
     source.notes.append(f"evaluation is sampled and greedy, both ({key} 0)")
 
 
 def one_of(source: SettingsReader, key: str, ours: str, files: list[str]) -> str:
-    """The folder that has these `files` and no others, or the first of them, which is said."""
+    """The folder that has exactly these `files`, or else the first of them, with a note."""
     folders = {os.path.dirname(file) for file in files}
     folder = folders.pop() if len(folders) == 1 else ""
     if len(files) == 1:
@@ -193,7 +193,7 @@ def one_of(source: SettingsReader, key: str, ours: str, files: list[str]) -> str
 
 
 def _is_known(value: Any) -> bool:
-    """Whether nothing in a value is left that only a run would tell."""
+    """Whether a value has no part that only a run could determine."""
     if isinstance(value, list):
         return all(map(_is_known, value))
     if isinstance(value, dict):
@@ -204,8 +204,8 @@ def _is_known(value: Any) -> bool:
 def read_batches(
     source: SettingsReader, prompts: int, completions_per_step: int, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """Options for rollouts of `prompts` whose steps learn from so many completions; and the number
-    of optimizer steps that a rollout serves, in all passes over it."""
+    """(options, optimizer steps per rollout in all passes) for rollouts of `prompts` whose steps
+    use so many completions."""
     size = options["num_generations"]
     for name, number in (("a prompt's", size), ("an optimizer step's", completions_per_step)):
         if number < 1:
@@ -226,14 +226,14 @@ def read_batches(
 
 
 def steps_between(what: str, rollouts: int | None, each: int) -> dict[str, Any]:
-    """Our strategy for what acts after so many rollouts, of `each` optimizer steps."""
+    """Our strategy for an action every `rollouts` rollouts of `each` optimizer steps."""
     if rollouts is None or rollouts <= 0:
         return {f"{what}_strategy": "no"}
     return {f"{what}_strategy": "steps", f"{what}_steps": rollouts * each}
 
 
 def read_loggers(source: SettingsReader, key: str, names: list[str]) -> list[str] | str:
-    """Those of `names` that `report_to` takes; others are said."""
+    """The `names` that `report_to` supports; a note lists the others."""
     known = [name for name in names if name in _LOGGERS]
     others = [name for name in names if name not in (*known, "console")]
     if others:
@@ -242,9 +242,9 @@ def read_loggers(source: SettingsReader, key: str, names: list[str]) -> list[str
 
 
 def follow_references(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with OmegaConf's `${other.key}` replaced by the value of that key, if there is one,
-    and so `${oc.select:key,default}`; `${mul:a,b}`, `${add:a,b}`, `${div:a,b}` and `${max:a,b}` are
-    computed. Raises ValueError for references that go in a circle."""
+    """`values` with OmegaConf's references `${other.key}` and `${oc.select:key,default}` replaced
+    if the key exists, and `${mul:a,b}`, `${add:a,b}`, `${div:a,b}` and `${max:a,b}` computed.
+    Raises ValueError for circular references."""
 
     def resolve(value: Any, path: tuple[str, ...]) -> Any:
         while isinstance(value, str) and (found := _REFERENCE.search(value)):
@@ -284,7 +284,7 @@ def _computed(function: Callable[..., float], parts: list[str]) -> Any:
 
 
 def _kind_of(name: str) -> Any:
-    """The type of an option, of the key of a mapping (`kl_kwargs.clip`), or of a word of a list
+    """The type of an option, of a mapping's key (`kl_kwargs.clip`), or of a list's word
     (`offload.optimizer`)."""
     option, dot, key = name.partition(".")
     if not dot:
@@ -293,7 +293,7 @@ def _kind_of(name: str) -> Any:
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with `option.key` in mappings, and `offload.optimizer` in a list."""
+    """`options` with `option.key` put into mappings, and `offload.optimizer` into a list."""
     made = {name: value for name, value in options.items() if "." not in name}
     for name in options.keys() - made.keys():
         option, _, key = name.partition(".")

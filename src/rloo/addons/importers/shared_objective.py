@@ -1,4 +1,4 @@
-"""Parts of an objective that several systems share, and their form as options."""
+"""Parts of objectives that several systems share, and their form as our options."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WHITENED = {
 
 
 def clip_bounds(low: float, high: float) -> dict[str, Any]:
-    """The two bounds on the ratio, as one where they are equal."""
+    """The two clip bounds of the ratio, as a single one if they are equal."""
     return {"epsilon": low, "epsilon_high": None if high == low else high}
 
 
 def without_estimator(
     source: SettingsReader, key: str, name: str, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Leave-one-out where an estimator has no counterpart, no baseline for single completions."""
+    """Options that replace an estimator without a counterpart: leave-one-out, or no baseline."""
     alone = options["num_generations"] < 2
     source.give_back(key, name, "this estimator is not part of this version")
     instead = "no baseline (leave-one-out needs num_generations 2)" if alone else "leave-one-out"
@@ -36,7 +36,7 @@ def without_estimator(
 
 
 def by_completion(source: SettingsReader, read: dict[str, Any]) -> None:
-    """One ratio of a completion wants one advantage for it: what was by token is by completion."""
+    """Convert settings by token to settings by completion, as a ratio by completion requires."""
     if read.get("kl_placement") == "reward_to_go":
         read["kl_placement"] = "reward"
         if read.get("beta", 1.0):
@@ -51,7 +51,8 @@ def by_completion(source: SettingsReader, read: dict[str, Any]) -> None:
 def in_our_form(
     source: SettingsReader, read: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Arguments of the estimator apart, and under a preset that allows any KL where that is one."""
+    """The options with the estimator's arguments in a mapping. A KL that only preset areal allows
+    gets that preset."""
     arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
     in_loss, k1 = read["kl_placement"] == "loss", read["kl_estimator"] == "k1"
     if not read["beta"] or in_loss != k1 or read.get("use_bias_correction_kl"):

@@ -1,4 +1,4 @@
-"""Learning rate schedules that several systems name alike."""
+"""Learning rate schedules and betas that several systems name alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCHEDULES = {
 
 
 def read_betas(source: SettingsReader, key: str, default: list[float]) -> dict[str, Any]:
-    """Adam's two rates of decay. Raises ValueError for another number of them."""
+    """Adam's two decay rates. Raises ValueError for any other number of them."""
     betas = source.take(key, list[float], default)
     if len(betas) != 2:
         raise ValueError(f"{key} is {betas}; it must be two numbers")
@@ -22,7 +22,7 @@ def read_betas(source: SettingsReader, key: str, default: list[float]) -> dict[s
 
 
 def read_schedule(source: SettingsReader, key: str, kind: str, least: float) -> dict[str, Any]:
-    """The schedule that `key` names `kind`, which ends at `least` of the peak where it falls."""
+    """The schedule `kind` of `key`; a decaying one ends at `least` of the peak."""
     name = _SCHEDULES.get(kind.lower())
     if name is None:
         source.give_back(key, kind, "no such schedule here; nearest: constant_with_warmup")

@@ -1,4 +1,4 @@
-"""Shell scripts and command lines as what they would run: variables and commands, never run."""
+"""Reads the variables and commands of shell scripts and command lines without running them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FUNCTION = re.compile(
     r"(?:function[ \t]+([\w:.-]+)[ \t]*(?:\([ \t]*\))?"
     r"|([A-Za-z_][\w:.-]*)[ \t]*\([ \t]*\))\s*(?=[{(])"
 )
-# A loop over the script's own arguments, of which nothing is known.
+# A loop over the script's arguments, which are unknown.
 _ARGUMENT_LOOP = re.compile(r"(?:while|until)\b[^\n;]*(?:\$\{?[#1@*]|getopts)")
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>&|<&|>|<)\s*")
 _HEREDOC = re.compile(r"<<-?\s*(['\"]?)(\w+)\1")
@@ -26,18 +26,18 @@ _WORDS = (
 )  # fmt: skip
 _DECLARING = ("export", "local", "declare", "readonly", "typeset")
 _IN_PLACE = re.compile(r"\s*(\w+)\s*(?:([-+*/%]?)=(?!=)\s*(.+)|(\+\+|--))\s*", re.DOTALL)
-# Commands in a loop's body that leave nothing for what follows.
+# Commands in a loop's body that do not affect later commands.
 _SAID = ("echo", "printf", "[", "[[", "test", ":", "true", "mkdir", "sleep")
 _CHOICES = ("if", "elif", "else", "case")
-# What a user's shell does for itself, and no settings of a run.
+# Files that set up a user's shell and have no settings of a run.
 _OF_SHELLS = re.compile(r"(?:.*/)?(?:activate\S*|\.\w+|\w*\.env|set_env\.sh|setvars\.sh|conda\.sh)")
 
 
 def read_script(text: str, path: str = "") -> ShellScript:
-    """What a script, at `path`, says: variables are filled in, those that it does not set from the
-    environment, as the shell does; functions are called and whole-number sums done. What only a run
-    would tell stays as it is written. Raises ValueError for quotation marks that are never closed,
-    and for text that doubles or is nested without end."""
+    """A script's variables and commands. Variables are filled in (unset ones from the environment),
+    functions called and integer sums computed, as a shell does. Parts that only a run could
+    determine stay as written. Raises ValueError for an unclosed quotation mark, and for text that
+    doubles or nests without end."""
     script = ShellScript(path=path)
     try:
         _Reader(text.replace("\r\n", "\n"), script).read()
@@ -45,7 +45,7 @@ def read_script(text: str, path: str = "") -> ShellScript:
         unread |= {f"the text after << ({n})": t for n, t in enumerate(script.documents, 1)}
         for name, body in unread.items():
             apart = script.apart()
-            with contextlib.suppress(ValueError):  # a text after << need not be a shell's
+            with contextlib.suppress(ValueError):  # a text after << need not be a script
                 _Reader(body, apart, arguments=[]).read()
             script.uncalled[name] = apart.commands
     except RecursionError:
@@ -56,11 +56,11 @@ def read_script(text: str, path: str = "") -> ShellScript:
 def find_command(
     script: ShellScript, mark: re.Pattern[str], depth: int = 0
 ) -> list[tuple[list[str], list[str]]]:
-    """The words up to `mark` (a program or module) and those after it, of every command that has
-    it, also of those that are one word of another, such as bash -c's."""
+    """(words up to `mark`, words after it) of every command with `mark` (a program or module), also
+    of commands in a word of another one, such as that of bash -c."""
     found = []
     for words in script.commands:
-        # Words that are printed or compared are not run, nor is a pattern of `case`.
+        # Printed or compared words are not run, nor are patterns of `case`.
         if words[0] in (*_SAID, "case") or (len(words) == 1 and words[0].isalpha()):
             continue
         place = next((i for i, word in enumerate(words) if mark.fullmatch(word)), None)
@@ -70,13 +70,13 @@ def find_command(
         for word in words if depth < DEEPEST else ():
             if " " in word and mark.search(word):
                 inner = read_script(word)
-                if inner.commands != [[word]]:  # it is what only a run would tell
+                if inner.commands != [[word]]:  # equal if only a run could determine the word
                     found += find_command(inner, mark, depth + 1)
     return found
 
 
 class _Reader(ShellReader):
-    """Commands, and what they do to what is read after them."""
+    """Reads commands and applies their effects on later text."""
 
     _heredocs: tuple[str, ...] = ()
     _skips_loop = False
@@ -84,7 +84,7 @@ class _Reader(ShellReader):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        # The values that assignments before a command, and those of `local`, have replaced.
+        # Values replaced by assignments before a command, and by `local`.
         self._replaced: dict[str, Value | None] = {}
         self._locals: dict[str, Value | None] = {}
         self._prefix: dict[str, Value] = {}
@@ -93,7 +93,7 @@ class _Reader(ShellReader):
         self._loops: list[str] = []
 
     def read(self, block: tuple[str, str] = ("", "")) -> ShellScript:
-        """All of the text, or as far as the end of a `block`: `do` and `done`, or braces."""
+        """Read all of the text, or up to the end of a `block`: `do` and `done`, or braces."""
         words: list[str] = []
         opened = 0
         while self._at < len(self._text):
@@ -121,7 +121,7 @@ class _Reader(ShellReader):
                 if first in _DECLARING or (self._declares and first.startswith("-")):
                     self._declares = self._declares or first
                     continue
-                if self._declares:  # names, and no command
+                if self._declares:  # names of variables, not a command
                     self._script.exported |= {*fields} if self._declares == "export" else set()
                     continue
                 self._script.conditional |= first in _CHOICES
@@ -133,7 +133,7 @@ class _Reader(ShellReader):
         return self._script
 
     def _end(self, words: list[str]) -> None:
-        """A command is complete: what it does to what is read after it."""
+        """Finish a command and apply its effects on later text."""
         environment, self._prefix = self._prefix, {}
         self._replaced, self._declares = {}, ""
         self._script.environment |= environment
@@ -170,10 +170,10 @@ class _Reader(ShellReader):
                 self._forget([name])
         self._script.commands.append(list(words))
 
-    # -- what a command is run with, and what it changes -----------------------------------------
+    # -- environments and effects of commands ----------------------------------------------------
 
     def _set_aside(self) -> None:
-        """A command follows: the assignments before it are in its environment alone."""
+        """Restrict assignments before a command to that command's environment."""
         if self._declares or not self._replaced:
             return
         for name, value in self._replaced.items():
@@ -188,13 +188,13 @@ class _Reader(ShellReader):
             self._script.variables[name] = value
 
     def _forget(self, names: list[str]) -> None:
-        """Only a run would tell what these variables are from here on."""
+        """Mark variables as unknown: only a run could determine them from here on."""
         for name in names:
             if re.fullmatch(r"[A-Za-z_]\w*", name):
                 self._script.variables[name] = f"${{{name}}}"
 
     def _change(self, text: str) -> None:
-        """A sum that assigns: N+=2, N++."""
+        """Apply a sum that assigns: N+=2, N++."""
         found = _IN_PLACE.fullmatch(text)
         if found is None:
             self._forget(re.findall(r"\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)", text))
@@ -205,7 +205,7 @@ class _Reader(ShellReader):
         self._script.variables[name] = value if is_resolved(value) else f"${{{name}}}"
 
     def _subshell(self) -> None:
-        """Variables set between parentheses, and the folder there, end with them."""
+        """Restrict variables and the folder of a subshell to its parentheses."""
         script = self._script
         if self._peek() == "(":
             self._outer.append((dict(script.variables), script.folder))
@@ -215,7 +215,7 @@ class _Reader(ShellReader):
     # -- functions, loops, files -----------------------------------------------------------------
 
     def _skipped(self, *block: str) -> str:
-        """The text of a block that begins here, behind which the reader is then."""
+        """The text of a block that begins here; moves the reader behind it."""
         start = self._at
         probe = _Reader(self._text, self._script.apart(), self._arguments, ("", *self._active))
         self._deeper(probe._active)
@@ -248,7 +248,7 @@ class _Reader(ShellReader):
             self._set(name, value)
 
     def _inner(self, text: str) -> None:
-        """Text that is read as if it stood here."""
+        """Read other text as if it stood here."""
         self._spend(len(text))
         _Reader(text, self._script, self._arguments, self._deeper(("", *self._active))).read()
 
@@ -263,8 +263,8 @@ class _Reader(ShellReader):
             self._note(f"what {name} sets is not known: it is read there (source), and not here")
 
     def _loop(self, name: str, values: list[str]) -> None:
-        """One value is that of the variable; of several it is not known which, but where the body
-        only assigns."""
+        """Set the loop variable: to a single value, or else to unknown. `_repeat` handles bodies
+        that only assign."""
         self._skips_loop = not values
         self._values = (name, values)
         if len(values) > 1:
@@ -275,7 +275,7 @@ class _Reader(ShellReader):
         self._script.variables[name] = values[0] if len(values) == 1 else f"${{{name}}}"
 
     def _repeat(self) -> bool:
-        """Read a loop's body for each of its values, if it only assigns; else say that there is a
+        """Read a loop's body for each value if it only assigns, and return True. Otherwise note the
         loop."""
         (name, values), self._values = self._values, ("", [])
         if len(values) < 2:
@@ -295,8 +295,8 @@ class _Reader(ShellReader):
         return True
 
     def _skip_loop(self) -> bool:
-        """Skip a loop over arguments that are not there, or over none, and one that was read for
-        each of its values."""
+        """Skip a loop over missing arguments, a loop over nothing, and a loop that `_repeat` has
+        read."""
         if re.match(r"do\b", self._text[self._at : self._at + 3]) and self._repeat():
             return True
         over = _ARGUMENT_LOOP.match(self._text, self._at) and not self._arguments
@@ -309,7 +309,7 @@ class _Reader(ShellReader):
     # -- blanks and assignments ------------------------------------------------------------------
 
     def _skip_blank(self) -> bool:
-        """Skip what separates words: blanks, joined lines, comments, redirections."""
+        """Skip separators of words: blanks, joined lines, comments, redirections."""
         start = self._at
         if self._peek(2) == "\\\n":
             self._at += 2
@@ -322,7 +322,7 @@ class _Reader(ShellReader):
             self._at = heredoc.end()
         elif redirection := _REDIRECTION.match(self._text, self._at):
             self._at = redirection.end()
-            if self._peek() == "(" or self._peek(2) in (">(", "<("):  # a command reads or writes
+            if self._peek() == "(" or self._peek(2) in (">(", "<("):  # process substitution
                 self._enclosed("(", ")", self._text.index("(", self._at))
             else:
                 self._word()
@@ -365,9 +365,9 @@ class _Reader(ShellReader):
 
 
 def read_flags(words: list[str]) -> dict[str, str | list[str]]:
-    """`--name value ...` as text, a list of texts where there are several, "true" where there is
-    none; dashes are underscores, and the last of a repeated flag wins. What only a run would tell
-    is no further value of a flag, but a name without one. Raises ValueError for a word before any
+    """The values of `--name value ...`: text, a list of texts if there are several, or "true" if
+    there is none. Dashes become underscores; the last of a repeated flag counts. A part that only a
+    run could determine becomes a name without a value. Raises ValueError for a word before any
     flag."""
     flags: dict[str, list[str]] = {}
     unknown: list[str] = []

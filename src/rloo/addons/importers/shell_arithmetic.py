@@ -1,4 +1,4 @@
-"""Whole-number sums as a shell computes them, `(1024 + 8) * 2`."""
+"""Computes integer sums as a shell does, `(1024 + 8) * 2`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 
 
 def _divide(a: int, b: int) -> int:
-    """Towards zero, as in C."""
+    """Division that rounds towards zero, as in C."""
     return abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
 
 
@@ -18,8 +18,8 @@ _OPERATIONS = {
 
 
 def compute(text: str) -> int | None:
-    """What `text` is, of digits, parentheses and + - * / %; None for anything else."""
-    if "#" in text:  # a number to another base
+    """The value of `text` of digits, parentheses and + - * / %; None for anything else."""
+    if "#" in text:  # a number in another base
         return None
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)

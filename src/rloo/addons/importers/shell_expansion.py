@@ -1,4 +1,4 @@
-"""What `$(...)` and `${name%pattern}` of a shell script come to, as far as the text alone tells."""
+"""Expands `$(...)` and `${name%pattern}` of a shell script, as far as the text determines them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TRIM = re.compile(r"(\w+)(##?|%%?|//?|\^\^?|,,?|:(?=\d))(.*)", re.DOTALL)
 
 
 def is_resolved(text: str) -> bool:
-    """Whether nothing in `text` is left that only a run would tell."""
+    """Whether `text` has no part that only a run could determine."""
     return not UNRESOLVED.search(text)
 
 
 def changed(folder: str | None, words: list[str]) -> str | None:
-    """The folder that `cd` leads to from `folder`; None where only a run would tell."""
+    """The folder after `cd` from `folder`; None if only a run could determine it."""
     where = [word for word in words if not re.fullmatch(r"-[LPe@]+|--", word)]
     if len(where) > 1 or where == ["-"] or not all(map(is_resolved, where)):
         return None
@@ -30,7 +30,7 @@ def changed(folder: str | None, words: list[str]) -> str | None:
 
 
 def printed(commands: list[list[str]], folder: str | None) -> str | None:
-    """What `commands`, one after the other, print in `folder`; None where only a run would tell."""
+    """The output of `commands` in `folder`; None if only a run could determine it."""
     said = [words for words in commands if words[0] not in _SILENT]
     if not said:
         return ""
@@ -53,15 +53,15 @@ def printed(commands: list[list[str]], folder: str | None) -> str | None:
 
 
 def trimmed(inside: str) -> tuple[str, str, str] | None:
-    """The name, operator and pattern of `${name#pattern}` and its kin; None for anything else."""
+    """(name, operator, pattern) of `${name#pattern}` and similar ones; None for anything else."""
     found = _TRIM.fullmatch(inside)
     return (found[1], found[2], found[3]) if found else None
 
 
 def trim(value: str, operator: str, pattern: str) -> str | None:
-    """`value` without the beginning (#) or end (%) that `pattern` fits, the longest where the
-    operator is doubled; or with one text for another (/), in capitals (^) or small letters (,), or
-    its part from a place on, of a length (:). None where that is no plain text."""
+    """`value` after an expansion: a matching beginning (#) or end (%) removed (the longest if the
+    operator is doubled), text replaced (/), in upper (^) or lower (,) case, or a part of it (:).
+    None if the pattern is not plain text."""
     if operator == ":":
         start, _, length = pattern.partition(":")
         if not re.fullmatch(r"\d+(?::\d+)?", pattern):

@@ -1,4 +1,4 @@
-"""Words of a shell script: quotation marks, variables, and what stands for something else."""
+"""Splits a shell script into words: quotation marks, variables and expansions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNT = re.compile(r"#(\w+)(\[[@*]\])?")
 _ELEMENT = re.compile(r"(\w+)\[(-?\d+)\]")
 _ARGUMENTS = re.compile(r"([@*])(?::(\d+)(?::(\d+))?)?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
-# A script that names variables and calls functions for more letters than this doubles its text.
+# Limit on the letters of expanded variables and functions: a script may double its text.
 MOST_LETTERS = 2_000_000
 DEEPEST = 40
 
@@ -28,11 +28,10 @@ Value = str | list[str]
 
 @dataclass
 class ShellScript:
-    """`variables` as they are at the end, arrays as lists; the `environment` of single
-    commands, and which are `exported` to all; `commands`, each its words; those of
-    functions that nothing calls and of texts after `<<`, by their names; whether there are
-    conditions, whose branches were all read, one after the other; what else a reader must know; the
-    script's `path`, and the folder that it is in at the end, None where only a run would tell."""
+    """A script as it was read. `variables` have their last values, arrays as lists. `environment`
+    is that of single commands; `exported` names apply to all. `uncalled` are commands of functions
+    without a call and of texts after `<<`, by name. If it is `conditional`, all branches were read
+    one after the other. `notes` are for the user. `folder` is the last one, None if unknown."""
 
     variables: dict[str, Value] = field(default_factory=dict)
     environment: dict[str, Value] = field(default_factory=dict)
@@ -49,7 +48,7 @@ class ShellScript:
     letters: int = MOST_LETTERS
 
     def apart(self) -> ShellScript:
-        """A copy for text whose commands are not those of the script."""
+        """A copy for reading text whose commands are not the script's."""
         return replace(
             self, variables=dict(self.variables), functions=dict(self.functions), commands=[],
             uncalled={}, notes=[], documents=[], called=set(self.called),
@@ -57,9 +56,9 @@ class ShellScript:
 
 
 class ShellReader(ABC):
-    """A place in a text, and what was read before it. `arguments` are those of the function that
-    the text is of, or None: what a script is given is not known. `active`: the functions that are
-    being read, and empty names for other text within text."""
+    """A position in a text and the script read before it. `arguments` are those of the function
+    being read; None for a script, whose arguments are unknown. `active` are the functions being
+    read, with "" for other nested text."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class ShellReader(ABC):
 
     @abstractmethod
     def read(self) -> ShellScript:
-        """All of the text, as commands."""
+        """Read all of the text as commands."""
 
     def _peek(self, length: int = 1) -> str:
         return self._text[self._at : self._at + length]
@@ -109,7 +108,7 @@ class ShellReader(ABC):
         return self._at >= len(self._text) or self._peek() in " \t\n;|&()"
 
     def _word(self, whole: bool = False) -> list[str]:
-        """The fields that the word here becomes, one of them where it is `whole`."""
+        """The fields of the word here; `whole` makes it a single field."""
         fields = [""]
         exists = whole
         while not self._ends_word():
@@ -142,7 +141,7 @@ class ShellReader(ABC):
         return fields if exists or len(fields) > 1 or fields[0] else []
 
     def _all(self, quoted: bool) -> Value:
-        """The text here as one where it is `quoted`, else the fields that it becomes."""
+        """The remaining text as one string if `quoted`, else as fields."""
         text, fields = "", []
         while self._at < len(self._text):
             if self._ends_word():
@@ -171,7 +170,7 @@ class ShellReader(ABC):
         return text
 
     def _double(self, fields: list[str]) -> bool:
-        """Read up to the closing mark; whether that made a word, as all but an empty list does."""
+        """Read to the closing mark; returns whether that made a word (an empty list does not)."""
         exists = True
         while self._peek() != '"':
             if self._at >= len(self._text):
@@ -195,7 +194,7 @@ class ShellReader(ABC):
         return exists
 
     def _expansion(self, quoted: bool) -> Value:
-        """What stands here for something else; as it is written where only a run would tell."""
+        """The value of the expansion here; as written if only a run could determine it."""
         if self._peek() == "`":
             self._at += 1
             end = self._find("`")
@@ -214,7 +213,7 @@ class ShellReader(ABC):
         return self._braced(self._enclosed("{", "}"), quoted)
 
     def _enclosed(self, opening: str, closing: str, at: int | None = None) -> str:
-        """The text between two marks, of which the first is here or behind a `$`."""
+        """The text between two marks; the first one is here or after a `$`."""
         start, depth = self._at + 1 if at is None else at, 0
         for place in range(start, len(self._text)):
             depth += (self._text[place] == opening) - (self._text[place] == closing)
@@ -303,7 +302,7 @@ class ShellReader(ABC):
         return f"$({inside})" if result is None else str(result)
 
     def _printed(self, inside: str, written: str) -> str:
-        """What the commands `inside` print; as it is `written` where only a run would tell."""
+        """The output of the commands `inside`; `written` if only a run could determine it."""
         apart, active = self._script.apart(), self._deeper(("", *self._active))
         self._spend(len(inside))
         try:

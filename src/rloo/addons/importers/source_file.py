@@ -1,4 +1,4 @@
-"""What is given to `rloo config --from`: a script, a command line or a file, with overrides."""
+"""Reads the source of `rloo config --from`: a script, a command line or a file, with overrides."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rloo.config.compat.detect_system import is_script
 
 _ABOVE = 8
 _SETTING = re.compile(r"--|[+~]*[A-Za-z_]\w*(\.\w+)+=")
-# What starts a run on a cluster -> the backend of `rloo launch` that does.
+# Programs that start a run on a cluster -> the backend of `rloo launch` for it.
 _CLUSTERS = {
     "slurm": re.compile(
         r"(?:.*/)?(?:srun|sbatch|salloc)|areal\S*launcher\.slurm|scheduler\.type=slurm"
@@ -28,8 +28,8 @@ _FILE_FLAGS = ("config", "config_path", "config_name", "config_dir")
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """The `words` after the program's name, and those `before` them, the name last, in a
-    `script`."""
+    """A command in a `script`: its `words` after the program's name, and the words `before` them,
+    which end with the name."""
 
     words: list[str]
     before: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class LaunchCommand:
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know of the script."""
+        """The notes on the script for the user."""
         found = list(self.script.notes)
         if self.script.conditional:
             found.append("the script has conditions: all branches were read, the last one wins")
@@ -63,8 +63,8 @@ class LaunchCommand:
 
     @property
     def unread(self) -> dict[str, dict[str, Any]]:
-        """By the reason: the settings that the shell leaves out, by a comment or a missing
-        backslash, and the flags of what starts the program."""
+        """Words that are no settings, by reason: those that a comment or a missing backslash cuts
+        off, and flags of the program's starters."""
         given, flags, others = read_overrides([word for words in self._cut() for word in words])
         cut = {**given, **flags, **dict.fromkeys(others, "")}
         return {CUT: cut, AROUND: started_with(self.before)}
@@ -76,12 +76,12 @@ class LaunchCommand:
 def read_launch(
     source: str, mark: re.Pattern[str], program: str, settings: re.Pattern[str] | None = None
 ) -> LaunchCommand:
-    """The one command of `program`, which `mark` knows, in the script at the path `source`, or in a
-    command line; where there is none, that of another program with the system's `settings`, which
-    is a fork's. Raises ValueError where there is none, or several that differ."""
+    """The single command of `program` (matched by `mark`) in a command line, or in the script at
+    the path `source`. Without one, the command of another program that uses the system's
+    `settings`: a fork. Raises ValueError for none, or for several different ones."""
     text, folder = _text_of(source)
     script = read_script(text, source if is_script(source) else "")
-    if text.lstrip().startswith("--"):  # its flags alone, each on a line of its own perhaps
+    if text.lstrip().startswith("--"):  # only flags, perhaps one on each line
         return LaunchCommand([word for words in script.commands for word in words], text=text)
     commands = _find(script, mark)
     if not commands and settings and (other := _programs(script, settings)):
@@ -101,8 +101,8 @@ def read_launch(
 
 
 def _find(script: ShellScript, mark: re.Pattern[str]) -> list[tuple[list[str], list[str]]]:
-    """The commands with `mark`; else those in variables that another is given, as `sbatch` is, and
-    of functions that nothing calls."""
+    """The commands with `mark`, or else those in exported variables (as for `sbatch`) and in
+    functions without a call."""
     commands = find_command(script, mark)
     exported = {n: v for n, v in script.variables.items() if n in script.exported}
     for name, value in ({} if commands else exported | script.environment).items():
@@ -118,7 +118,7 @@ def _find(script: ShellScript, mark: re.Pattern[str]) -> list[tuple[list[str], l
 
 
 def _programs(script: ShellScript, settings: re.Pattern[str]) -> list[str]:
-    """The programs of commands that have two `settings` or more."""
+    """The programs of commands with at least two of the `settings`."""
     uncalled = [words for commands in script.uncalled.values() for words in commands]
     lines = [" ".join(words) for words in [*script.commands, *uncalled]]
     found = [program_of(line) for line in lines if len(settings.findall(line)) > 1]
@@ -137,7 +137,7 @@ def _text_of(source: str) -> tuple[str, Path]:
 
 @dataclass(frozen=True)
 class ComposedSettings:
-    """Settings by dotted names, of a file and the overrides over it; and what was not read, by the
+    """Settings by dotted names, of a file and its overrides; and the words that are no settings, by
     reason."""
 
     values: dict[str, Any]
@@ -154,9 +154,8 @@ def read_settings(
     own: re.Pattern[str] | None = None,
 ) -> ComposedSettings:
     """The settings of a YAML file, script or command line, with `key=value` overrides after it.
-    `home`: the folder where the program looks for files that it is given by name alone; `own`: the
-    system's settings, by which a fork's program is known. Raises ValueError for what cannot be
-    read."""
+    `home` is the folder where the program looks up a file name; `own` matches the system's
+    settings, which identify a fork's program. Raises ValueError for what cannot be read."""
     if is_yaml(source) and (" " not in source or Path(source).is_file()):
         values, missing = read_composed(source)
         given, flags, others = read_overrides(overrides)
@@ -192,7 +191,7 @@ def read_settings(
 
 
 def _overrides_alone(source: str) -> list[str]:
-    """The words of a line that is nothing but `key=value ...`; no others."""
+    """The words of a line with only `key=value ...`; empty for any other line."""
     if is_script(source) or "=" not in source:
         return []
     try:
@@ -213,7 +212,7 @@ def _gone(missing: list[str]) -> list[str]:
 
 
 def _config_names(flags: Mapping[str, str], home: str) -> list[str]:
-    """The paths at which the file may be that `flags` name."""
+    """The possible paths of the file that `flags` name."""
     if file := flags.get("config"):
         return [file]
     name = flags.get("config_name", "").removesuffix(".yaml")
@@ -223,8 +222,8 @@ def _config_names(flags: Mapping[str, str], home: str) -> list[str]:
 
 
 def find_file(names: Sequence[str], folder: Path) -> Path | None:
-    """One of `names` in the current folder, or in the script's or one above it; what only a run
-    would tell (`$(realpath ..)/examples/x.yaml`) is taken for one of these."""
+    """The first of `names` in the current folder, the script's folder or one above it. A leading
+    part that only a run could determine (`$(realpath ..)/examples/x.yaml`) is dropped."""
     folders = [Path(), *[folder.resolve(), *folder.resolve().parents][:_ABOVE]]
     paths = [Path(re.sub(r"^\$[({].*[)}]/", "", name)).expanduser() for name in names]
     return next((found for p in paths for f in folders if (found := f / p).is_file()), None)

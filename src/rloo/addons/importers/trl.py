@@ -1,5 +1,5 @@
-"""The YAML files and lines of TRL's command (`trl rloo`, `trl grpo`; 1.16) as our options, and
-open-r1's recipes, which are for GRPO.
+"""YAML files and command lines of TRL (`trl rloo`, `trl grpo`; 1.16) as our options, and open-r1's
+recipes, which are for GRPO.
 
 Most names and defaults are ours too. The objective of `trl rloo` is the preset trl, that of `trl
 grpo` the preset grpo with the defaults of TRL's GRPOConfig.
@@ -29,7 +29,7 @@ from rloo.config.yaml_io import read_value
 
 _MARK = re.compile(r"rloo|grpo|(?:.*/)?\w*(?:rloo|grpo)\w*\.py")
 _SETTING = re.compile(r"--(?:reward_funcs|num_generations|max_completion_length|dataset_name)\b")
-# Options that only one of the two has.
+# Options that only one of the two trainers has.
 _OF_GRPO = {
     "cast_lm_head_to_fp32", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max",
     "entropy_coef_min", "entropy_target", "importance_sampling_level", "log_completions_hub_repo",
@@ -40,7 +40,7 @@ _OF_GRPO = {
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
 }  # fmt: skip
 _OF_RLOO = {"normalize_advantages", "reward_clip_range"}
-# TRL's GRPOConfig, as far as it is unlike its RLOOConfig: the parts of the objective.
+# The objective of TRL's GRPOConfig where it differs from its RLOOConfig.
 _GRPO: dict[str, Any] = {
     "preset": "grpo", "num_generations": 8, "beta": 0.0, "loss_aggregation": "token_mean",
     "std_level": "group", "importance_sampling_level": "token",
@@ -57,7 +57,7 @@ _TRL_REWARDS = (
     "reasoning_accuracy_reward", "think_format_reward", "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
 )  # fmt: skip
-# TRL's option -> (the value at which it changes nothing, why no other)
+# TRL's option -> (the value that changes nothing, the reason against other values)
 _ONLY: dict[str, tuple[Any, str]] = {
     "dataset_streaming": (False, "a stream is given to RLOOTrainer as a dataset"),
     "ignore_bias_buffers": (False, "no buffer is shared between processes"),
@@ -72,8 +72,8 @@ _REASONS = {
 
 
 def import_trl(path: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """TRL's YAML file or script at `path`, or a command line, with `overrides` after it. Raises
-    ValueError for what cannot be read, or options that contradict each other."""
+    """The import of TRL's YAML file or script at `path`, or of a command line, with `overrides`
+    after it. Raises ValueError for what cannot be read, and for options that conflict."""
     source, program = _read_given(path, overrides)
     hints = option_types()
     grpo = _is_grpo(source, program)
@@ -91,7 +91,7 @@ def import_trl(path: str, overrides: Sequence[str] = ()) -> ImportResult:
             source.leave(key, f"no effect: {WITHOUT_EFFECT[key][1]}")
         elif key in hints or key in ALIASES:
             given[key] = source.take(key)
-    # Nulls are not options that somebody chose.
+    # Null options were not chosen by the user.
     options |= resolve({key: value for key, value in given.items() if value is not None}, hints)
     if options.get("eval_strategy", "no") != "no" and "eval_split" not in options:
         options["eval_split"] = "test"
@@ -100,8 +100,8 @@ def import_trl(path: str, overrides: Sequence[str] = ()) -> ImportResult:
 
 
 def _require_groups(options: Mapping[str, Any]) -> None:
-    """Raise ValueError, with what to give, where the batch of one process has no whole groups and
-    nothing says how many processes there are."""
+    """Raise ValueError if the batch of one process has no whole groups and the number of processes
+    is unknown."""
     names = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     size, steps = (coerce(n, int, options.get(n, default)) for n, default in names.items())
     steps = coerce("steps_per_generation", int, options.get("steps_per_generation") or steps)
@@ -118,7 +118,7 @@ def _require_groups(options: Mapping[str, Any]) -> None:
 
 
 def _read_given(path: str, overrides: Sequence[str]) -> tuple[SettingsReader, str]:
-    """What a file says, and over it the flags; and the program's name, where a command has it."""
+    """(settings of a file, overridden by flags; the program's name, "" without a command)."""
     if is_yaml(path) and (" " not in path or Path(path).is_file()):
         written = read_config_file(path)[0]
         refuse_other(path, written, known_names())
@@ -149,7 +149,7 @@ def _read_given(path: str, overrides: Sequence[str]) -> tuple[SettingsReader, st
 
 
 def _find_deepspeed(source: SettingsReader, folder: Path) -> None:
-    """DeepSpeed's file by the path at which it is from here."""
+    """Replace the DeepSpeed file's name by its path from here."""
     name = source.values.get("deepspeed")
     if not isinstance(name, str) or name.lower() == "null":
         return
@@ -162,7 +162,7 @@ def _find_deepspeed(source: SettingsReader, folder: Path) -> None:
 
 
 def _count_processes(source: SettingsReader, processes: int) -> None:
-    """A batch size is a device's there: here of all that the command starts."""
+    """Convert the batch size from one device to all processes that the command starts."""
     key = "per_device_train_batch_size"
     size = coerce(key, int, source.values.get(key, 8))
     source.values[key] = size * processes
@@ -173,7 +173,7 @@ def _count_processes(source: SettingsReader, processes: int) -> None:
 
 
 def _is_grpo(source: SettingsReader, program: str) -> bool:
-    """Whether it is for GRPO: by the program, or by what only one of them has."""
+    """Whether it is for GRPO, by the program or by options that only one trainer has."""
     open_r1 = is_open_r1(source.values)
     of_grpo = sorted(_OF_GRPO & source.values.keys())
     of_rloo = _OF_RLOO & source.values.keys()
@@ -196,13 +196,13 @@ def _is_grpo(source: SettingsReader, program: str) -> bool:
 
 
 def _read_recipe(source: SettingsReader) -> dict[str, Any]:
-    """open-r1's ways of naming rewards, data and prompts, and the keys of its scripts."""
+    """The options of open-r1's keys for rewards, data and prompts, and of its scripts' keys."""
     before = dict(source.values)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             after = as_options(before)
-        except ValueError as error:  # what is not here stays, with the reason
+        except ValueError as error:  # an unknown value stays, with the reason
             source.notes.append(str(error))
             after = before
     source.notes += [str(warning.message) for warning in said]
@@ -219,7 +219,7 @@ def _read_recipe(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_grpo(source: SettingsReader) -> dict[str, Any]:
-    """What GRPOConfig's options mean under the preset grpo."""
+    """The options of GRPOConfig under the preset grpo."""
     read: dict[str, Any] = {}
     loss = source.take("loss_type", str, "dapo")
     read["loss_aggregation"] = LOSSES.get(loss, "token_mean")
@@ -257,7 +257,7 @@ def _read_refused(source: SettingsReader, key: str) -> None:
 
 
 def _read_model(source: SettingsReader) -> dict[str, Any]:
-    """What TRL passes to from_pretrained besides model_init_kwargs."""
+    """The options that TRL passes to from_pretrained besides model_init_kwargs."""
     model = dict(source.take("model_init_kwargs", dict[str, Any], {}))
     revision = source.take("model_revision", str, "main")
     if revision != "main":

@@ -1,7 +1,7 @@
-"""verl's PPO trainer (verl.trainer.main_ppo and its kin, 0.8) as our options.
+"""verl's PPO trainer (verl.trainer.main_ppo and similar ones, 0.8) as our options.
 
-What is left out has the default of verl's `ppo_trainer.yaml`. A step of verl is a rollout: whatever
-it counts in steps is counted here in the optimizer steps of one.
+Missing settings have the defaults of verl's `ppo_trainer.yaml`. A step of verl is a rollout, so
+counts of steps are converted to optimizer steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
 _OPTIM = "actor_rollout_ref.actor.optim."
 
-# verl's key -> its default, for those that mean what an option of ours means
+# verl's key -> its default, for keys with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     f"{_MODEL}path": None, f"{_MODEL}trust_remote_code": False,
     f"{_MODEL}enable_gradient_checkpointing": True, f"{_MODEL}enable_activation_offload": False,
@@ -67,7 +67,7 @@ _NAMES = {
     f"{_MODEL}lora_rank": "lora_r", f"{_MODEL}lora_alpha": "lora_alpha",
     f"{_MODEL}target_modules": "lora_target_modules",
 }  # fmt: skip
-# key -> (the value at which it changes nothing, why no other)
+# key -> (the value that changes nothing, the reason against other values)
 _ONLY: dict[str, tuple[Any, str]] = {
     "algorithm.gamma": (1.0, "a token's reward to come is not discounted here"),
     "algorithm.lam": (1.0, "there is no value model"),
@@ -90,7 +90,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "trainer.critic_warmup": (0, "leave-one-out needs no value model"),
     "reward_model.enable": (False, "name the reward model's folder or hub id (reward)"),
 }  # fmt: skip
-# Where a reward function is named, and the penalty of long completions, in verl's versions.
+# Key prefixes of a reward function and of the penalty of long completions, in verl's versions.
 _FUNCTIONS = ("custom_reward_function.", "reward.custom_reward_function.")
 _OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg.", "reward.reward_kwargs.overlong_buffer_cfg.",
@@ -98,7 +98,7 @@ _OVERLONG = (
     "reward_manager.overlong_buffer.", "reward_model.overlong_buffer_cfg.",
 )  # fmt: skip
 _LONGEST = ("reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len")
-# why -> the beginnings of keys that have no counterpart
+# reason -> the prefixes of keys without a counterpart
 _REASONS: dict[str, tuple[str, ...]] = {
     "hydra's: which class a section is made with": ("_target_",),
     IN_MEMORY: (
@@ -155,9 +155,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> ImportResult:
-    """verl's YAML file or script at the path `text`, or a command line, with `overrides` after it;
-    for that `version` (0.3), or the one that its keys tell. Raises ValueError for what cannot be
-    read."""
+    """The import of verl's YAML file or script at the path `text`, or of a command line, with
+    `overrides` after it. It is read as that `version` (0.3), or as the one that its keys imply.
+    Raises ValueError for what cannot be read."""
     given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer", _SETTING)
     source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
@@ -181,8 +181,8 @@ def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> 
 
 
 def _read_agents(source: SettingsReader, size: int) -> dict[str, Any]:
-    """The group size of Search-R1 and its kin, which sample every prompt so often, each `size`
-    times."""
+    """The group size of Search-R1 and similar forks, which sample `n_agent` times `size`
+    completions of a prompt."""
     if (agents := source.take(f"{_ROLLOUT}n_agent", int)) is None:
         return {}
     source.notes.append(
@@ -195,10 +195,10 @@ def _read_agents(source: SettingsReader, size: int) -> dict[str, Any]:
 def _read_batches(
     source: SettingsReader, options: dict[str, Any], each_agent: int
 ) -> tuple[dict[str, Any], int]:
-    """`ppo_mini_batch_size` counts prompts, as `train_batch_size` does."""
+    """The batch sizes; `ppo_mini_batch_size` counts prompts, as `train_batch_size` does."""
     prompts = source.take("data.train_batch_size", int, 1024)
     part = source.take(f"{_ACTOR}ppo_mini_batch_size", int, 256)
-    if not prompts:  # asynchronous: what is trained at once is counted in parts
+    if not prompts:  # asynchronous: the training batch is a number of mini-batches
         prompts = part * source.take("async_training.require_batches", int, 1)
         source.notes.append("sampling goes on beside training there: the option is max_staleness")
     read, each = read_batches(source, prompts, part * each_agent, options)
@@ -233,8 +233,8 @@ def _read_data(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_rewards(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """A function in a file, and the penalty of long completions, which verl's `dapo` manager adds
-    to the reward."""
+    """The reward function in a file, and the penalty of long completions, which verl's `dapo`
+    manager adds to the reward."""
     read: dict[str, Any] = {}
     source.notes.append(
         "verl chooses its reward by the row's data_source: say so here with reward, a function of "

@@ -1,6 +1,6 @@
 """verl's objective (`algorithm` and `actor` of its configuration) as our options.
 
-Read in `trainer/ppo/core_algos.py`, `rollout_corr_helper.py` and `workers/actor/dp_actor.py` of
+From `trainer/ppo/core_algos.py`, `rollout_corr_helper.py` and `workers/actor/dp_actor.py` of
 verl 0.8.
 """
 
@@ -25,13 +25,13 @@ _CORRECTION = "algorithm.rollout_correction."
 _FLAT = "algorithm.rollout_is"
 _OF_FLAT = ("_threshold", "_threshold_lower", "_level", "_mode", "_veto_threshold")
 _MODE = "rollout_importance_sampling_"
-# adv_estimator -> what it is as options and arguments of ours
+# adv_estimator -> our options and estimator arguments
 _ESTIMATORS: dict[str, dict[str, Any]] = {
     "rloo": LEAVE_ONE_OUT,
     "grpo": {**GROUP_MEAN, "std_level": "group", "advantage_epsilon": 1e-6},
     "reinforce_plus_plus": {"mean_level": "none", "kl_placement": "reward_to_go", **WHITENED},
     "reinforce_plus_plus_baseline": {**GROUP_MEAN, **WHITENED},
-    # The group's mean reward, by the lengths of its completions.
+    # The group's mean reward, weighted by the lengths of its completions.
     "opo": {**GROUP_MEAN, "mean_over": "tokens"},
 }
 _AGGREGATIONS = {
@@ -40,14 +40,14 @@ _AGGREGATIONS = {
 }  # fmt: skip
 _ESTIMATES = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
-    # The value of one and the gradient of k2.
+    # The value of one estimator and the gradient of k2.
     "k1+": "k2", "kl+": "k2", "k3+": "k2", "low_var_kl+": "k2",
 }  # fmt: skip
 
 
 def read_objective(source: SettingsReader, options: dict[str, Any], former: bool) -> dict[str, Any]:
-    """Take all that makes the objective; `options` are those read so far. `former`: as it was
-    before verl 0.4, when the KL was in the reward unless it was in the loss, and no clip dual."""
+    """The options of the objective; `options` are those read so far. `former`: verl before 0.4,
+    with the KL in the reward unless it is in the loss, and without a dual clip."""
     read: dict[str, Any] = {"importance_sampling_level": "token", "kl_placement": "reward"}
     read |= _read_estimator(source, options)
     read |= _read_former_loss(source) if former else _read_loss(source)
@@ -117,7 +117,7 @@ def _read_loss(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, Any]:
-    """verl's KL is in the reward, in the loss, in both or in neither."""
+    """The KL options; verl's KL is in the reward, in the loss, in both or in neither."""
     in_loss = source.take(f"{_ACTOR}use_kl_loss", bool, False)
     in_reward = source.take("algorithm.use_kl_in_reward", bool, former and not in_loss)
     reward_key, loss_key = "algorithm.kl_ctrl.kl_coef", f"{_ACTOR}kl_loss_coef"
@@ -153,8 +153,8 @@ def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, 
 
 
 def _read_weights(source: SettingsReader) -> dict[str, Any]:
-    """The trainer's probabilities over the sampler's: `rollout_correction`, or the keys of 0.5 and
-    0.6.0 that it has replaced."""
+    """The ratios of the trainer's to the sampler's probabilities: `rollout_correction`, or the keys
+    of 0.5 and 0.6.0 that it replaced."""
     if any(source.has(f"{_FLAT}{name}") for name in ("", *_OF_FLAT)):
         return _read_flat_weights(source)
     cap = source.take(f"{_ACTOR}tis_imp_ratio_cap", float, -1.0)
@@ -181,14 +181,15 @@ def _read_weights(source: SettingsReader) -> dict[str, Any]:
         return {}
     key = f"{_CORRECTION}rollout_is_threshold"
     bounds = str(source.values.get(key)).split("_")
-    if len(bounds) == 2 and source.take(key):  # IcePop: none outside of the two
+    if len(bounds) == 2 and source.take(key):  # IcePop: ratios outside the bounds get weight 0
         low, high = (coerce(key, float, bound) for bound in bounds)
         return {f"{_MODE}mode": f"{level}_mask", f"{_MODE}threshold": high, f"{_MODE}min": low}
     return {f"{_MODE}mode": f"{level}_truncate", f"{_MODE}threshold": source.take(key, float, 2.0)}
 
 
 def _read_flat_weights(source: SettingsReader) -> dict[str, Any]:
-    """0.6.0's keys below `algorithm`, where a threshold without `rollout_is` is for metrics."""
+    """The ratios by 0.6.0's keys below `algorithm`. A threshold without `rollout_is` is only for
+    metrics."""
     weighed = source.take(_FLAT, bool, False)
     most = source.take(f"{_FLAT}_threshold", float)
     level = source.take(f"{_FLAT}_level", str, "token")
@@ -202,7 +203,7 @@ def _read_flat_weights(source: SettingsReader) -> dict[str, Any]:
             source.leave(f"{_FLAT}{name}", idle)
         return {}
     veto = f"{_FLAT}_veto_threshold"
-    source.values.setdefault(veto, 1e-4)  # its default
+    source.values.setdefault(veto, 1e-4)  # verl's default
     source.expect(veto, None, "no completion is left out for one token's ratio")
     least = source.take(f"{_FLAT}_threshold_lower", float, 1 / most)
     if source.take(f"{_FLAT}_mode", str, "truncate") == "truncate":

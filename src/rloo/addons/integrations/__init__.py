@@ -1,1 +1,1 @@
-"""Other projects' tasks and environments as rewards, datasets and rollouts."""
+"""Tasks and environments of other projects, as rewards, datasets and rollouts."""

@@ -1,9 +1,9 @@
-"""Clients of OpenEnv as environments: what `environment_factory` makes may be a client itself.
+"""OpenEnv clients as environments: `environment_factory` may return a client itself.
 
-The tools of an MCP client are those that its server lists, with the server's own schemas. Another
-client has one tool, `step`, whose arguments are the fields of its actions. What `reset` observes is
-added to the prompt; the rewards of an episode's steps add up to its own, and once a step is done,
-further ones are refused.
+The tools of an MCP client are those that its server lists, with the server's schemas. Any other
+client has one tool, `step`, whose arguments are the fields of its actions. The observation of
+`reset` is added to the prompt. The rewards of an episode's steps are summed. After a step that is
+done, further steps are refused.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any, get_args
 
 from rloo.episodes.tool_executor import EpisodeLost
 
-# What every observation has, and is not for the model.
+# Fields of every observation that the model does not get.
 _NOT_SAID = ("done", "reward", "metadata")
 
 
 class OpenEnvironment:
-    """An environment around a `client`. Classes of `kind_of` have tools besides. `reward` is the
-    sum of what the steps of the episode gave, `done` whether the last one has ended it."""
+    """An environment around a `client`; `kind_of` makes subclasses with tools. `reward` is the sum
+    over the episode's steps, `done` whether the last step ended it."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.reward, self.done = client, 0.0, False
         self._connection: Any = None
 
     async def reset(self, **row: Any) -> str | None:
-        """Begin an episode, with the columns of a row and the seed. Returns what is observed."""
+        """Begin an episode with a row's columns and the seed. Returns the observation."""
         result = await self.client.reset(**row)
         self.reward, self.done = 0.0, bool(result.done)
         self._connection = getattr(self.client, "_ws", None)
         return _text_of(result.observation) or None
 
     def get_reward(self) -> float:
-        """The episode's."""
+        """The episode's reward."""
         return self.reward
 
     async def close(self) -> None:
-        """End the session, and the connection."""
+        """Close the session and the connection."""
         if inspect.isawaitable(closing := self.client.close()):
             await closing
 
@@ -49,8 +49,7 @@ class OpenEnvironment:
         try:
             result = await self.client.step(action)
         except Exception as error:
-            # What is wrong with an action, a server says by a RuntimeError; others are raised by
-            # the libraries that it is reached by.
+            # A server reports invalid actions as RuntimeError; transport libraries raise others.
             if isinstance(error, RuntimeError) and self._is_connected():
                 raise
             raise EpisodeLost(f"the environment was lost: {error!r:.200}") from error
@@ -61,14 +60,14 @@ class OpenEnvironment:
         return _text_of(result.observation)
 
     def _is_connected(self) -> bool:
-        """Whether by the same connection as at `reset`: a client makes another one by itself, and
-        the server then begins with a state that no reset has set."""
+        """Whether the connection is that of `reset`. A client reconnects by itself, and the server
+        then has a fresh state without a reset."""
         return getattr(self.client, "_ws", None) is self._connection
 
 
 async def kind_of(client: Any) -> type[OpenEnvironment]:
-    """A class of environments around clients like this one, named as its class, whose public
-    methods are their tools. Raises ValueError for a client that has none."""
+    """A subclass of OpenEnvironment for clients like this one, with its name, whose public methods
+    are its tools. Raises ValueError for a client without tools."""
     if not inspect.iscoroutinefunction(getattr(type(client), "__aenter__", None)):
         raise ValueError(
             f"{type(client).__name__} is a client that blocks; return the asynchronous one, not "
@@ -96,7 +95,7 @@ async def _listed(client: Any) -> dict[str, Callable[..., Any]]:
 
         return _told(call, listed.name, listed.description, listed.input_schema)
 
-    if not (found := await client.list_tools()):  # as it does for what cannot be reached
+    if not (found := await client.list_tools()):  # also empty for an unreachable server
         raise ValueError(
             f"the server of {type(client).__name__} lists no tools, or cannot be reached "
             "(environment_factory)"
@@ -105,7 +104,7 @@ async def _listed(client: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _typed(client: Any) -> Callable[..., Any]:
-    """The tool of a client whose actions are objects of a class with fields."""
+    """The tool of a client whose actions have fields."""
     bases = [b for kind in type(client).__mro__ for b in getattr(kind, "__orig_bases__", ())]
     action = next((a for base in bases for a in get_args(base)[:1]), None)
     schema = getattr(action, "model_json_schema", None)
@@ -127,7 +126,7 @@ def _typed(client: Any) -> Callable[..., Any]:
 def _told(
     call: Callable[..., Any], name: str, description: str, parameters: dict[str, Any]
 ) -> Callable[..., Any]:
-    """`call` under its name, with what a model is told of it."""
+    """`call` with a name and the schema that the model gets."""
     call.__name__ = name
     function = {"name": name, "description": description, "parameters": parameters}
     call.json_schema = {"type": "function", "function": function}  # type: ignore[attr-defined]
@@ -135,7 +134,7 @@ def _told(
 
 
 def _text_of(observation: Any) -> str:
-    """What a model is told of an observation: its one text, or its fields as JSON. Raises
+    """The observation's text for the model: its single text, or its fields as JSON. Raises
     RuntimeError for a tool's error."""
     known = observation.model_dump() if hasattr(observation, "model_dump") else observation
     known = known if isinstance(known, dict) else vars(known)

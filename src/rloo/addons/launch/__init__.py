@@ -1,1 +1,1 @@
-"""Where the processes of a run are placed: on this machine, by Slurm, or by Ray."""
+"""Starts the processes of a run: on this machine, by Slurm, or by Ray."""

@@ -1,5 +1,5 @@
-"""What a run is launched on: nodes, GPUs and roles, and what schedulers must know. A recipe, which
-says what is trained, knows nothing of it: `rloo launch` takes it by options, or from a file."""
+"""The options of `rloo launch`: nodes, GPUs, roles and scheduler settings, from the command line or
+a file. They are separate from the recipe, which describes the training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, Literal
 from rloo.config.fields import ConfigErrors, OptionGroup, coerce, config_errors, suggest
 from rloo.config.yaml_io import read_yaml
 
-# ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
+# ruff: noqa: RUF009 - a group's methods return dataclasses.field(...)
 
 PLACES = OptionGroup("What is placed where")
 SLURM, RAY = OptionGroup("Slurm"), OptionGroup("Ray")
-# AReaL: an engine's GPUs by data, tensor and pipeline parallelism (d, t, p), and the trainer's.
+# AReaL's allocation: data, tensor and pipeline parallelism (d, t, p) of the engine and the trainer.
 _ALLOCATION = re.compile(r"(?:(?P<engine>vllm|sglang)\.?(?:\[\w+\])?:?(?P<theirs>[dtp0-9]+)\+)?"
                          r"(?:(?:fsdp|megatron)\.?:?)?(?P<ours>[dtpc0-9]+)")  # fmt: skip
 _WITHOUT_VALUE = ("dry_run",)
@@ -72,16 +72,16 @@ class Cluster:
 
     @property
     def trainers(self) -> int:
-        """How many processes train."""
+        """The number of training processes."""
         if self.trainer_gpus is not None:
             return self.trainer_gpus
         return max(1, self.nodes * self.gpus_per_node - self.engine_gpus)
 
 
 def read_cluster(arguments: Sequence[str]) -> tuple[Cluster, list[str], bool]:
-    """The cluster that a command line of `rloo launch` tells of, by `--cluster FILE`, by options
-    over it, or by AReaL's `--allocation_mode`; what is left of the line, for the run; and whether
-    it is only to be shown. Raises ValueError for every fault at once."""
+    """(cluster, arguments for the run, whether `--dry_run` is given) from a command line of `rloo
+    launch`. Options override `--cluster FILE` and AReaL's `--allocation_mode`. Raises ValueError
+    that lists all faults at once."""
     known, hints = {f.name: f for f in fields(Cluster)}, typing.get_type_hints(Cluster)
     given: dict[str, Any] = {}
     left: list[str] = []
@@ -132,7 +132,7 @@ def _file(path: str | None, known: Any, faults: list[str]) -> dict[str, Any]:
 
 
 def _allocated(mode: str, faults: list[str]) -> dict[str, int]:
-    """What AReaL's allocation string says: `sglang.d4p1t1+d4p1t1`, `vllm:d2t2+fsdp:d4`."""
+    """The GPUs in AReaL's allocation string: `sglang.d4p1t1+d4p1t1`, `vllm:d2t2+fsdp:d4`."""
     found = _ALLOCATION.fullmatch(mode.strip())
     if found is None or not found["ours"]:
         faults.append(
@@ -161,7 +161,7 @@ def _allocated(mode: str, faults: list[str]) -> dict[str, int]:
 
 
 def _faults(cluster: Cluster) -> list[str]:
-    """What is wrong with it."""
+    """The faults of a cluster's options."""
     c, found = cluster, []
     least = {
         "nodes": 1, "gpus_per_node": 0, "engine_gpus": 0, "scorers": 0, "slurm_signal": 0,

@@ -14,12 +14,12 @@ from rloo.data.tasks import EMBEDDED_FILE
 from rloo.distributed.standard_streams import say, show
 from rloo.trainer.preflight import check_inputs
 
-# Whoever names one of these has a task of their own.
+# With one of these options the user has a task; the embedded task is then not used.
 OWN = {"config", "model", "dataset", "eval_dataset"}
 
 
 def launch(arguments: list[str], signals: StopSignals) -> int:
-    """`rloo launch`: place the processes of a run."""
+    """Run `rloo launch`: start the processes of a run."""
     check_alone("launch")
     cluster, left, shown = read_cluster(arguments)
     by_slurm = cluster.backend == "slurm"
@@ -40,14 +40,14 @@ def launch(arguments: list[str], signals: StopSignals) -> int:
 
 
 def status(arguments: list[str], signals: StopSignals) -> int:
-    """Print where a run stands."""
+    """Print the status of a run."""
     for line in run_status.status(_folder("status", arguments)):
         show(line)
     return 0
 
 
 def stop(arguments: list[str], signals: StopSignals) -> int:
-    """Have a run save and end."""
+    """Make a run save and end."""
     for line in run_status.stop(_folder("stop", arguments)):
         say(line)
     return 0
@@ -60,5 +60,5 @@ def _folder(command: str, arguments: list[str]) -> Path:
 
 
 def _launched(arguments: list[str]) -> list[str]:
-    """`arguments` as processes elsewhere are started with, which need a file that they see."""
+    """`arguments` for remote processes; without a task, the embedded task's file comes first."""
     return arguments if given_names(arguments) & OWN else [str(EMBEDDED_FILE), *arguments]

@@ -1,5 +1,5 @@
-"""A job on this machine: the ranks as `rloo train --num_processes` starts them, and beside them the
-processes that sample, serve and score, each started again when it has died."""
+"""A job on this machine: ranks as of `rloo train --num_processes`, and supervised processes that
+sample, serve and score and are restarted when they die."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rloo.tracking.jsonl import LOGS
 
 
 def run_here(job: LaunchJob, *, saving: float = SAVING) -> int:
-    """Run a job on this machine; its status, as that of `rloo.addons.launch.local_ranks.launch`."""
+    """Run a job on this machine; returns the status of `rloo.addons.launch.local_ranks.launch`."""
     environment = {"MASTER_ADDR": "127.0.0.1", **job.environment}
     before = {name: os.environ.get(name) for name in environment}
     os.environ |= environment
@@ -36,13 +36,13 @@ def run_here(job: LaunchJob, *, saving: float = SAVING) -> int:
 
 
 def script(job: LaunchJob) -> str:
-    """The job as a script of bash, without the watch over what dies: what `--dry_run` shows."""
+    """The job as a bash script without supervision, as `--dry_run` prints it."""
     count = ["--num_processes", str(job.trainer.count)]
     return by_hand(job, [], [f"{job.trainer.line} {shlex.join([*count, *job.extra, *urls(job)])}"])
 
 
 def by_hand(job: LaunchJob, remarks: Sequence[str], ranks: Sequence[str]) -> str:
-    """A script of bash with these remarks that starts what is beside the ranks, and `ranks`."""
+    """A bash script with these remarks that starts the processes of other roles, then `ranks`."""
     lines = [
         "#!/usr/bin/env bash",
         f"# {job.trainer.count} to train" + "".join(f", {r.count} {r.name}s" for r in job.others),
@@ -61,13 +61,13 @@ def by_hand(job: LaunchJob, remarks: Sequence[str], ranks: Sequence[str]) -> str
 
 
 def urls(job: LaunchJob) -> list[str]:
-    """The addresses of the servers on this machine."""
+    """The URLs of the vLLM servers on this machine."""
     ports = range(job.servers.count if job.servers else 0)
     return [f"http://127.0.0.1:{job.cluster.port + 1 + number}" for number in ports]
 
 
 def environment_of(job: LaunchJob, role: Role, number: int) -> dict[str, str]:
-    """The variables of process `number` of a role on this machine."""
+    """The environment variables of process `number` of a role on this machine."""
     found = {}
     if role.gpus:
         first = job.trainer.count + number * role.gpus
@@ -79,7 +79,7 @@ def environment_of(job: LaunchJob, role: Role, number: int) -> dict[str, str]:
 
 @contextmanager
 def _beside(job: LaunchJob) -> Iterator[None]:
-    """The processes beside the ranks, as long as this block takes."""
+    """Supervise the processes of the other roles during this block."""
     folder = Path(job.config.output_dir).absolute() / LOGS
     keepers = []
     for role in job.others:

@@ -1,9 +1,9 @@
-"""Several processes of this machine as one run: what `rloo train --num_processes N` starts.
+"""Starts a run of several processes on this machine: `rloo train --num_processes N`.
 
-They find the environment that torchrun gives. Its agent (torch.distributed.launcher) is not used,
-since it restarts what bad input has ended, ends a run at every signal that it passes on, where
-SIGUSR1 may only mean save, and kills after 30 s, whatever its shutdown_timeout, those that are
-still saving when another has died.
+The processes get torchrun's environment variables. Its agent (torch.distributed.launcher) is not
+used for three reasons. It restarts ranks that ended for bad input. It ends a run at every signal
+that it forwards, though SIGUSR1 may only mean save. When a rank has died it kills ranks that are
+still saving after 30 s, whatever its shutdown_timeout.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from rloo.distributed.standard_streams import say
 from rloo.trainer.rank_output import OUTPUT
 
 BAD_INPUT = 2
-# Seconds that ranks are given to end: those that a signal has told to save, those that are left
-# when one has died, and those that were told a second time or have read the same bad input.
+# Seconds that ranks get to end: while saving after a signal; after another rank has died; after a
+# second signal or the same bad input.
 SAVING, LEFT, AT_ONCE = 1800.0, 120.0, 5.0
 SHOWN_LINES = 20
-# Ranks for each processor.
+# Most ranks per processor.
 MOST = 8
 
 
@@ -47,11 +47,11 @@ def launch(
     program: Sequence[str] | None = None,
     saving: float = SAVING,
 ) -> int:
-    """Start `config.num_processes` ranks of `rloo train` (or `program`) with these arguments, on
-    this machine, and wait for them. Returns the status of the one that failed first, 128 and the
-    number of the signal that stopped the run, or 0. Ranks that a signal asks to save are given
-    `saving` seconds. One that dies ends the others, and all are started again up to
-    `config.max_restarts` times. Call it in the main thread; Linux only (ValueError)."""
+    """Run `config.num_processes` ranks of `rloo train` (or `program`) with these arguments on this
+    machine. Returns the status of the rank that failed first, 128 plus the number of the signal
+    that stopped the run, or 0. After a signal the ranks have `saving` seconds to save. If a rank
+    dies, the others are ended, and all restart up to `config.max_restarts` times. Call it in the
+    main thread; Linux only (ValueError)."""
     if sys.platform != "linux":
         raise ValueError(
             f"num_processes is {config.num_processes}, and processes are started on Linux only; "
@@ -86,8 +86,8 @@ def launch(
 
 
 class _Ranks:
-    """The processes of one attempt. Signals that are `caught` are blocked and waited for, so that
-    none comes at a bad moment."""
+    """The processes of one attempt. The `caught` signals are blocked and waited for, so that they
+    interrupt nothing."""
 
     def __init__(self, caught: set[int], saving: float, *, usr1_saves: bool) -> None:
         self.stopped: int | None = None  # the first signal that asked the run to stop
@@ -98,31 +98,32 @@ class _Ranks:
         self._outputs: dict[int, Path] = {}
         self._ended: dict[int, int] = {}
         self._failed: int | None = None  # the rank that failed first
-        self._sent: dict[int, float] = {}  # signal -> when it was passed on
+        self._sent: dict[int, float] = {}  # signal -> time of forwarding
         self._deadline = float("inf")
 
     def run(self, command: list[str], environment: dict[str, str], folder: Path) -> int:
-        """Start all ranks and wait until they have ended; the status of the run."""
+        """Start all ranks and wait for them; returns the status of the run."""
         try:
             self._start(command, environment, folder)
             self._wait()
         finally:
             self._send(signal.SIGKILL)
-            for process in self._running.values():  # something has failed here
+            for process in self._running.values():  # only after an exception
                 process.join()
         if self._failed is not None:
             return self._ended[self._failed]
         return 128 + self.stopped if self.stopped and any(self._ended.values()) else 0
 
     def _start(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
-        """Rank 0 has the launcher's streams, each other one a file in `folder`."""
+        """Start the ranks. Rank 0 has the launcher's streams; others write to files in `folder`."""
         folder.mkdir()
         for rank in range(int(environment["WORLD_SIZE"])):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             if rank > 0:
                 self._outputs[rank] = folder / f"rank-{rank}.log"
                 own[OUTPUT] = str(self._outputs[rank])
-            self._running[rank] = ChildProcess(  # a terminal's Ctrl-C is ours, to be passed on once
+            # Ctrl-C reaches only the launcher, which forwards it once.
+            self._running[rank] = ChildProcess(
                 command,
                 environment={**os.environ, **environment, **own},
                 log=self._outputs.get(rank),
@@ -148,13 +149,13 @@ class _Ranks:
                 self._pass_on(got.si_signo)
 
     def verdict(self) -> str:
-        """What a rank cannot have told the user itself; empty if there is no such thing."""
+        """A message on a failure that the failed rank cannot have printed, or ""."""
         rank = self._failed
         if rank is None or (rank == 0 and self._ended[0] <= 128):
             return ""
         status = self._ended[rank]
         if status == BAD_INPUT == self._ended[0]:
-            return ""  # all have read the same input
+            return ""  # rank 0 has printed the same error
         how = describe_status(128 - status if status > 128 else status, _name)
         lines = last_lines(self._outputs[rank], SHOWN_LINES) if rank else ""
         return f"rank {rank} {how}" + (f"; the end of what it printed:{lines}" if lines else "")
@@ -169,17 +170,17 @@ class _Ranks:
             self._judge(rank, code)
 
     def _judge(self, rank: int, code: int) -> None:
-        """What the end of a rank means for the others."""
+        """Decide what the end of a rank means for the others."""
         status = self._ended[rank]
         if status == 0 or status - 128 in self._sent or self._failed is not None:
             return
-        if code - 128 in self._caught:  # asked by somebody else, it has ended in order
+        if code - 128 in self._caught:  # a signal from elsewhere: it has ended in order
             self.stopped = self.stopped or code - 128
             self._give(self._saving)
             return
         self._failed = rank
         if status == BAD_INPUT and not self._sent:
-            self._give(AT_ONCE)  # the others have read the same, and shall say so themselves
+            self._give(AT_ONCE)  # the others have the same input and report it themselves
         else:
             self._end_others()
 
@@ -192,7 +193,7 @@ class _Ranks:
         now = time.monotonic()
         if number == signal.SIGUSR1 and self._usr1_saves:
             self._send(number)
-            del self._sent[number]  # nobody ends of it
+            del self._sent[number]  # this signal ends no rank
             return
         self.stopped = self.stopped or number
         before = self._sent.get(number)
@@ -206,7 +207,7 @@ class _Ranks:
             process.send_signal(number)
 
     def _give(self, seconds: float) -> None:
-        """The ranks that are left are killed after so many seconds."""
+        """Kill the remaining ranks after this many seconds."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 
@@ -216,15 +217,15 @@ def _say(text: str) -> None:
 
 
 def this_program() -> list[str]:
-    """This command: with the current folder on the module path only if it is on ours."""
+    """This program's command. The current folder is on its module path only if it is on ours."""
     here = {"", os.getcwd()} & set(sys.path)
     return [sys.executable, *([] if here else ["-P"]), "-m", "rloo"]
 
 
 @contextmanager
 def _caught() -> Iterator[set[int]]:
-    """Block the signals to be waited for: the end of a rank, and what asks to stop unless it is
-    ignored (nohup, a background job)."""
+    """Block SIGCHLD and the stop signals, to wait for them; except ignored ones (nohup, a
+    background job)."""
     asking = {getattr(signal, name) for name in STOP_SIGNALS}
     caught = {n for n in asking if signal.getsignal(n) != signal.SIG_IGN} | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught)
@@ -236,7 +237,7 @@ def _caught() -> Iterator[set[int]]:
 
 @contextmanager
 def free_port(host: str = "127.0.0.1") -> Iterator[int]:
-    """A free port. It stays bound, so that nobody else is given it; rank 0 can listen on it."""
+    """A free port. It stays bound so that no other process gets it; rank 0 can listen on it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))

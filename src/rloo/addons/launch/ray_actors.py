@@ -1,5 +1,5 @@
-"""What Ray runs of a job, and what asks it to. Needs Ray; torch, and what needs it, is loaded where
-ranks are: an actor beside them takes 300 MB less without."""
+"""The Ray side of a job: its actors, its ranks and its driver. Needs Ray. torch is imported only
+for ranks: an actor without torch takes 300 MB less."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from rloo.tracking.run_reader import read_rows
 from rloo.trainer.heartbeat import STOP
 from rloo.trainer.run_lock import lives
 
-# What of the environment is of this process or machine alone; the rest goes along, as by sbatch.
+# Variables of this process or machine only; all others are passed on, as sbatch does.
 _OURS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
 _KILLED = 137
 _ANSWER_SECONDS = 60.0
-_NODE = "ray.io/node-id"  # a label that Ray gives each
+_NODE = "ray.io/node-id"  # a label that Ray sets on each node
 
 
 class SupervisorActor:
-    """An actor that keeps a process which samples, serves or scores. Ray starts the actor again,
-    elsewhere if its node is lost."""
+    """An actor that supervises a process which samples, serves or scores. Ray restarts the actor,
+    on another node if its node is lost."""
 
     def __init__(self, job: LaunchJob, role: Role, number: int, cwd: str) -> None:
         with free_port("") as port:
@@ -50,20 +50,20 @@ class SupervisorActor:
         self._keeper.start()
 
     def url(self) -> str:
-        """Where a server is."""
+        """The URL of the server."""
         return f"http://{ray.util.get_node_ip_address()}:{self._port}"
 
     def end(self) -> None:
-        """Have the process end."""
+        """End the process."""
         self._keeper.end()
 
 
 def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
-    """See `rloo.addons.launch.ray_backend.run`."""
+    """Run a job by Ray: see `rloo.addons.launch.ray_backend.run`."""
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    if job.servers:  # on other nodes, where whoever reaches one could load weights into it
+    if job.servers:  # the key stops others on the network from loading weights into a server
         os.environ.setdefault(KEY, secrets.token_hex(16))
     ray.init(address=job.cluster.ray_address)
     try:
@@ -73,12 +73,12 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
                 "like (RAY_AUTH_MODE=token)",
                 sys.stderr,
             )
-        # Ray has put its own handlers in place of ours.
+        # Ray has replaced our signal handlers.
         with signals.handling(), _beside(job) as (servers, label_selector):
-            # Not by train_loop_config, which Ray's own processes read, and need not know rloo.
+            # Not passed as train_loop_config: Ray's processes read that, and may lack rloo.
             trainer = TorchTrainer(
                 partial(rank_by_ray, job, servers, os.getcwd()),
-                torch_config=TorchConfig(backend="gloo"),  # Ray's own group: the run has another
+                torch_config=TorchConfig(backend="gloo"),  # Ray's group; the run creates another
                 scaling_config=ray.train.ScalingConfig(
                     num_workers=job.trainer.count,
                     use_gpu=job.trainer.gpus > 0,
@@ -104,8 +104,8 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
 
 
 def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
-    """What a worker of Ray Train does: run `rloo train` as a rank, in a child. Raises RuntimeError
-    where that has died, upon which Ray starts all of them again."""
+    """Run `rloo train` as a rank in a child process of a Ray Train worker. Raises RuntimeError if
+    the rank died; Ray then restarts all ranks."""
     import ray.train
     import torch.distributed as dist
 
@@ -125,7 +125,7 @@ def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
         arguments = [*job.arguments, *AGAIN, *job.extra, *place[2]]
         status = _child(job, rank, job.started("train", *arguments), environment, cwd)
     note(_logs(job), job.trainer.name, rank, "ended", status=status)
-    # Else it is done, its input is bad, or it was asked to stop and has saved.
+    # Other statuses: success, bad input, or a requested stop after saving.
     if status == _KILLED or (0 < status < 128 and status != BAD_INPUT):
         raise RuntimeError(f"rank {rank} ended with status {status}")
 
@@ -133,7 +133,7 @@ def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
 def _child(
     job: LaunchJob, rank: int, command: list[str], environment: dict[str, str], cwd: str
 ) -> int:
-    """The status of a rank. Rank 0 prints where Ray collects it; the others have logs."""
+    """Run a rank and return its status. Rank 0 prints to Ray's log; the others have log files."""
     process = ChildProcess(
         command,
         environment={**os.environ, **environment},
@@ -145,7 +145,7 @@ def _child(
 
 
 def _urls(servers: list[Any]) -> Iterator[str]:
-    """The addresses of the servers that answer: after a loss they may be elsewhere."""
+    """The URLs of the servers that answer; a restarted server may have moved."""
     for server in servers:
         with suppress(RayError):
             yield ray.get(server.url.remote(), timeout=_ANSWER_SECONDS)
@@ -153,8 +153,8 @@ def _urls(servers: list[Any]) -> Iterator[str]:
 
 @contextmanager
 def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]:
-    """The actors beside the ranks, as long as this block takes: those that serve, and on which
-    nodes, by Ray's labels, the ranks may be."""
+    """Start the actors of the other roles, and end them after this block. Yields the servers, and
+    Ray's label selector for the nodes of the ranks (None: any node)."""
     actors: list[Any] = []
     servers: list[Any] = []
     _logs(job).mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]
 
 
 def _group(job: LaunchJob, bundles: list[dict[str, int]]) -> PlacementGroup:
-    """A place for the processes that sample. Raises ValueError where there is none."""
+    """A placement group for the sampling processes. Raises ValueError if Ray finds no place."""
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(5):
         here = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
@@ -195,8 +195,8 @@ def _group(job: LaunchJob, bundles: list[dict[str, int]]) -> PlacementGroup:
 
 
 def _apart(job: LaunchJob, group: PlacementGroup) -> dict[str, str] | None:
-    """Where the ranks may be, by the labels of Ray's nodes; None: anywhere. Raises ValueError where
-    that is nowhere."""
+    """Ray's label selector for the nodes of the ranks; None means any node. Raises ValueError if no
+    node is left for them."""
     if job.cluster.ray_placement == "pack":
         return None
     taken = {*ray.util.placement_group_table(group)["bundles_to_node_id"].values()}
@@ -209,7 +209,7 @@ def _apart(job: LaunchJob, group: PlacementGroup) -> dict[str, str] | None:
 
 
 def _without_gpus() -> dict[str, Any]:
-    """On a node without GPUs, if there is one with room, else anywhere, in Ray's words."""
+    """Ray options that prefer a node without GPUs, if there is one, and else allow any node."""
     found: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     up = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     if some := sorted(name for name, has in up.items() if not has.get("GPU")):
@@ -235,15 +235,15 @@ def _actor(job: LaunchJob, role: Role, number: int, place: dict[str, Any]) -> An
 
 
 def _statuses(job: LaunchJob) -> list[int]:
-    """With which statuses ranks have ended, by and by."""
+    """The statuses with which ranks have ended, in order of time."""
     events = read_rows(_logs(job) / EVENTS)
     return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
 
 
 def _fit(trainer: Any, folder: Path) -> None:
-    """Wait for the ranks. A signal has them save and end, a second one ends at once."""
+    """Wait for the ranks. The first signal makes them save and end, the second ends at once."""
     errors: list[BaseException] = []
-    over = threading.Event()  # a thread whose join a signal interrupts passes for ended
+    over = threading.Event()  # Thread.join interrupted by a signal marks a live thread as ended
 
     def fit() -> None:
         try:
@@ -253,7 +253,7 @@ def _fit(trainer: Any, folder: Path) -> None:
         finally:
             over.set()
 
-    # In a thread of its own Ray leaves the signals to us.
+    # Ray installs no signal handlers outside the main thread.
     threading.Thread(target=fit, daemon=True).start()
     try:
         over.wait()

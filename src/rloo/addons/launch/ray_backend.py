@@ -1,5 +1,5 @@
-"""A job by Ray: ranks by Ray Train's TorchTrainer, and what is beside them as actors. Ray places
-them, watches them and starts them again; each keeps a child, the one that other launchers start."""
+"""A job by Ray: Ray Train's TorchTrainer runs the ranks, and actors run the other roles. Ray places
+and restarts them; each runs the same child process as with other launchers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rloo.config.optional_packages import install
 
 
 def script(job: LaunchJob) -> str:
-    """The job as a script of bash, which starts the same processes by hand: what `--dry_run`
-    shows."""
+    """The job as a bash script that starts the same processes without Ray, as `--dry_run` prints
+    it."""
     placed = ", ".join(f"{role.count} {role.name}s of {job.needs(role)}" for role in job.others)
     size = job.trainer.count
     remarks = [
@@ -33,12 +33,12 @@ def script(job: LaunchJob) -> str:
 
 
 def run(job: LaunchJob, signals: StopSignals) -> int:
-    """Run a job by Ray, from where this process is; its status. A signal has the run save and end.
-    Raises ValueError where Ray is not installed or has no place for the job, OSError where there is
+    """Run a job by Ray from this process and return its status. A signal makes the run save and
+    end. Raises ValueError if Ray is not installed or has no place for the job, OSError if there is
     no cluster at `ray_address` or the ranks have died too often."""
     if find_spec("ray") is None:
         raise ValueError(f"backend is ray, which is not installed: {install('ray')} (backend)")
-    # A cluster that is started here reports to nobody, unless its user wants that.
+    # Ray's usage reports are off unless the user turns them on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from rloo.addons.launch.ray_actors import run_by_ray
 

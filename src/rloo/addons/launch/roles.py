@@ -1,4 +1,4 @@
-"""The processes of a run, by what they do: their command lines, their number, and their nodes."""
+"""The roles of a run's processes: their command lines, their number, and their nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rloo.config.engine_spec import engine_spec
 from rloo.config.parsing import given_names, parse_command_line
 
 RLOO = "python -m rloo"
-# What ranks are told that a scheduler starts again: they go on.
+# Options of ranks that a scheduler restarts: resume from the newest checkpoint.
 AGAIN = ("--resume_from_checkpoint", "auto")
 
 
 @dataclass(frozen=True)
 class Role:
-    """`count` processes of one kind, `per_node` on each of some neighbouring nodes, from node
-    `first` on, with `gpus` GPUs each. `line` is their command line, for a shell."""
+    """`count` processes of one kind with `gpus` GPUs each, `per_node` on each node from node
+    `first` on. `line` is their shell command."""
 
     name: str
     count: int
@@ -31,47 +31,47 @@ class Role:
 
     @property
     def nodes(self) -> int:
-        """On how many nodes they are."""
+        """The number of nodes for these processes."""
         return -(-self.count // self.per_node)
 
 
 @dataclass(frozen=True)
 class LaunchJob:
-    """What is launched: a cluster, the run's configuration as it was given, and its options with
-    what follows from the cluster."""
+    """A launched run: the cluster, the run's arguments and configuration, and the options `extra`
+    that follow from the cluster."""
 
     cluster: Cluster
     arguments: tuple[str, ...]
     config: RLOOConfig
-    # The addresses of servers are to follow, where there are some.
+    # If there are servers, their URLs are appended.
     extra: tuple[str, ...]
     trainer: Role
     others: tuple[Role, ...]
 
     @property
     def servers(self) -> Role | None:
-        """vLLM's servers, if there are some: of them the trainer must know the addresses."""
+        """The role of vLLM's servers, or None; the trainer must know their URLs."""
         return next((role for role in self.others if role.name == "server"), None)
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables of every process."""
+        """The environment variables of every process."""
         threads = self.cluster.threads
         return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
     def command(self, role: Role, address: str = "", port: str = "") -> list[str]:
-        """The command line of a role's processes as words: with this interpreter, or with `python`
-        once the lines of `setup` have run. `address` and `port` are those of a server."""
+        """The command of a role's processes as words: with this interpreter, or with `python` after
+        the lines of `setup`. `address` and `port` are those of a server."""
         line = role.line.removeprefix(RLOO).replace("$ADDRESS", address).replace("$PORT", port)
         return self.started(*shlex.split(line))
 
     def needs(self, role: Role) -> dict[str, int]:
-        """What a process of a role takes of a node, by Ray's names."""
+        """The resources of one process of a role, by Ray's names."""
         found = {"CPU": self.cluster.threads or 1}
         return found | ({"GPU": role.gpus} if role.gpus else {})
 
     def started(self, *words: str) -> list[str]:
-        """What starts `rloo` with these words."""
+        """The command that starts `rloo` with these words."""
         if not self.cluster.setup:
             return [*this_program(), *words]
         lines = "\n".join([*self.cluster.setup, 'exec "$@"'])
@@ -81,10 +81,9 @@ class LaunchJob:
 def make_job(
     cluster: Cluster, arguments: Sequence[str], folder: str | None = None, under: str | None = None
 ) -> LaunchJob:
-    """The processes of a run with these `arguments` of `rloo train` on a cluster. `folder` is what
-    a shell has for the run's output_dir, where it is not written down; `under` the file of the task
-    of those that name no model and no data. Raises ValueError where the run's options contradict
-    the cluster's."""
+    """The job that runs `rloo train` with these `arguments` on a cluster. `folder` is a shell
+    expression for the output_dir if it is only known later; `under` is the task file for arguments
+    without model and data. Raises ValueError if the options of run and cluster conflict."""
     config = parse_command_line(list(arguments), under)
     _check(cluster, config)
     size = config.vllm_tensor_parallel_size if _is_vllm(config) else 1
@@ -114,13 +113,13 @@ def make_job(
     train = f"{RLOO} train {line}"
     trainer = _role("trainer", cluster.trainers, train, training, min(1, cluster.gpus_per_node))
     known = ["http://server:8000"] if extra and extra[-1].endswith("_url") else []
-    # Only to see that these go together with what is said there.
+    # This only checks that the options are valid together.
     parse_command_line([*arguments, *extra, *known], under)
     return LaunchJob(cluster, tuple(arguments), config, tuple(extra), trainer, tuple(others))
 
 
 def check_again(job: LaunchJob) -> None:
-    """Raise ValueError for options of the run that a job which is started again would repeat."""
+    """Raise ValueError for options of the run that a restarted job would apply again."""
     for name in {"resume_from_checkpoint", "overwrite_output_dir"} & given_names([*job.arguments]):
         if (value := getattr(job.config, name)) not in ("auto", None, False):
             raise ValueError(
@@ -130,7 +129,7 @@ def check_again(job: LaunchJob) -> None:
 
 
 def _trainers_nodes(cluster: Cluster) -> int:
-    """On how many nodes nothing samples, all of them where they do both."""
+    """The number of nodes that only train; all nodes if they also sample."""
     if cluster.gpus_per_node:
         return -(-cluster.trainers // cluster.gpus_per_node)
     if cluster.slurm_engine_options is None:
@@ -150,7 +149,7 @@ def _role(
     nodes: range,
     gpus: int = 0,
 ) -> Role:
-    """Processes evenly on some nodes."""
+    """A role whose processes are spread evenly over these nodes."""
     return Role(name, count, line, -(-count // len(nodes)), nodes.start, gpus)
 
 

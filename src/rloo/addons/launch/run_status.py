@@ -1,4 +1,4 @@
-"""`rloo status` and `rloo stop`: where a run stands, and its end, by the files of its folder."""
+"""`rloo status` and `rloo stop`: the state of a run, and its end, through files of its folder."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _member = record({"role": text, "host": text, "pid": count}, {"number": count})
 _members = several(_member)
 _MEMBERS = record(known={"max_steps": count, "ranks": _members, "workers": _members})
 _SHOWN_FAILURES = 5
-# A run has so long to save when it is asked to stop, and looks for that every second.
+# Time for a run to save after a stop request, which it checks for every second.
 STOP_SECONDS = 1800.0
 
 
 def status(folder: Path) -> Iterator[str]:
-    """Where the run in a folder stands, who takes part, and what was lost last. Raises ValueError
-    where there is none."""
+    """Lines on the run in a folder: its state, its processes, and its last failures. Raises
+    ValueError if there is no run."""
     found, going_on = read_folder(folder), lives(folder)
     rows, faults = found.metrics, [*found.faults]
     members = read_object(folder / MEMBERS, _MEMBERS)
@@ -54,8 +54,8 @@ def status(folder: Path) -> Iterator[str]:
 
 
 def stop(folder: Path, *, seconds: float = STOP_SECONDS) -> Iterator[str]:
-    """Have the run in a folder save and end everywhere; waits for that. Raises ValueError where
-    none is going on, TimeoutError where it has not ended after so many seconds."""
+    """Make the run in a folder save and end everywhere, and wait for that. Raises ValueError if no
+    run is active, TimeoutError if it has not ended after this many seconds."""
     if not lives(folder):
         raise ValueError(f"no run is going on in {folder}")
     (folder / STOP).touch()

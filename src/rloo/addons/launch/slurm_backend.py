@@ -1,4 +1,4 @@
-"""A job by Slurm: one script for sbatch, readable, that places the processes and starts them."""
+"""A job by Slurm: one readable sbatch script that places and starts the processes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rloo.tracking.jsonl import LOGS
 
 TEMPLATE = Path(__file__).parent / "job.sbatch"
 SCRIPT = "job.sbatch"
-# What the processes of a job have for its output_dir, which differs among the jobs of an array.
+# The shell expression for output_dir in a job script; each job of an array has another folder.
 FOLDER = '"$OUT"'
 
 
 def script(job: LaunchJob) -> str:
-    """The script of a job that was made with FOLDER. It runs in the folder that `rloo launch` was
-    called in, which all nodes see."""
+    """The sbatch script of a job that was made with FOLDER. It runs in the current folder, which
+    all nodes must share."""
     cluster = job.cluster
     out = shlex.quote(str(Path(job.config.output_dir).absolute()))
     if cluster.slurm_array is not None:
@@ -46,13 +46,13 @@ def script(job: LaunchJob) -> str:
 
 
 def shown(job: LaunchJob) -> str:
-    """The script, and the line that submits it: what `--dry_run` shows."""
+    """The script and the command that submits it, as `--dry_run` prints them."""
     return f"{script(job)}\n# sbatch {_path(job)}\n"
 
 
 def submit(job: LaunchJob) -> int:
-    """Write the script to the run's folder and submit it, several times for a chain; prints the
-    numbers of the jobs. Raises ValueError where there is no Slurm, or it refuses the job."""
+    """Write the script to the run's folder and submit it, several times for a chain. Prints the job
+    numbers. Raises ValueError if there is no Slurm or it refuses the job."""
     if shutil.which("sbatch") is None:
         raise ValueError("there is no sbatch here; submit from a node of the cluster (backend)")
     path = _path(job)
@@ -112,7 +112,7 @@ def _directives(job: LaunchJob) -> list[str]:
 
 
 def _srun(job: LaunchJob, role: Role, *options: str) -> str:
-    """What places the processes of a role on its nodes."""
+    """The srun command that places a role's processes on its nodes."""
     group = [f"--het-group={int(role.first > 0)}"] if _is_split(job) else []
     nodes = f'"$(IFS=,; echo "${{nodes[*]:{role.first}:{role.nodes}}}")"'
     return " ".join(
@@ -128,7 +128,7 @@ def _inside(job: LaunchJob, line: str) -> str:
 
 
 def _beside(job: LaunchJob, role: Role) -> str:
-    """The lines that start the processes of a role, and for servers those that list them."""
+    """The lines that start the processes of a role; servers also get lines that list their URLs."""
     before, lines = "", []
     if role.gpus:
         taken = job.trainer.per_node if role.first == 0 else 0
@@ -141,7 +141,7 @@ def _beside(job: LaunchJob, role: Role) -> str:
             'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=$((MASTER_PORT + 1 + SLURM_LOCALID)); '
         )
         lines = [
-            # Whoever reaches a server could load weights into it: the job's own key keeps them out.
+            # The key stops others on the network from loading weights into a server.
             f'export {KEY}="${{{KEY}:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")}}"',
             "servers=()",
             f'for node in "${{nodes[@]:{role.first}:{role.nodes}}}"; do',
@@ -157,7 +157,7 @@ def _beside(job: LaunchJob, role: Role) -> str:
 
 
 def _trainer(job: LaunchJob) -> str:
-    """The ranks: what Slurm says of each, in the names that torchrun uses."""
+    """The command of the ranks, with Slurm's variables under torchrun's names."""
     role, cluster = job.trainer, job.cluster
     environment = (
         f"RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE={role.count} "

@@ -1,4 +1,4 @@
-"""What stays beside a process: it starts it, and again when it has died."""
+"""Starts a process and restarts it when it has died."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rloo.distributed.child_process import ChildProcess
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.tracking.jsonl import EVENTS
 
-# How often a process beside the ranks is started again, and the pause before it.
+# Most restarts of a supervised process, and the pause before each.
 RESTARTS, PAUSE_SECONDS = 20, 1.0
-# What the threads of a launcher may have blocked.
+# Signals that a launcher's thread may have blocked.
 SIGNALS = {getattr(signal, name) for name in STOP_SIGNALS} | {signal.SIGCHLD}
 
 
 @dataclass
 class Supervisor:
-    """Keeps process `number` of a role going, with these variables over those that are here. What
-    happens goes to the file EVENTS of `folder`, its output to a log of its own there."""
+    """Restarts process `number` of a role when it dies. `environment` is added to ours. Events go
+    to the file EVENTS in `folder`, output to a log there."""
 
     role: str
     number: int
@@ -41,14 +41,14 @@ class Supervisor:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> threading.Thread:
-        """Keep it in a thread, which stays until the end: a child ends with the thread that has
-        started it."""
+        """Supervise in a thread that lives until the end: a child dies with the thread that started
+        it."""
         thread = threading.Thread(target=self._keep, daemon=True)
         thread.start()
         return thread
 
     def end(self) -> None:
-        """Have the process end, and give it some seconds for that; it does not start again."""
+        """End the process within some seconds; it is not restarted."""
         self.over.set()
         with self.lock:
             process = self.process
@@ -56,7 +56,7 @@ class Supervisor:
             process.end(10.0)
 
     def _keep(self) -> None:
-        """Until the run is over, or it has ended in order, or too often."""
+        """Restart the process until the run is over, it exits with 0, or it has died too often."""
         while self.tries <= RESTARTS and (process := self._start()):
             status = process.join()
             self._note("ended", status=status)
@@ -84,7 +84,7 @@ class Supervisor:
 
 
 def note(folder: Path, role: str, number: int, event: str, **more: Any) -> None:
-    """Append to the EVENTS of `folder` what has become of a process."""
+    """Append an event of a process to the EVENTS file of `folder`."""
     row = {
         "time": time.time(), "role": role, "number": number, "event": event,
         "host": socket.gethostname(), **more,

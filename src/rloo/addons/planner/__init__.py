@@ -1,1 +1,1 @@
-"""How long a run takes and how much memory it needs, before it starts."""
+"""Predicts the time and the memory of a run before it starts."""

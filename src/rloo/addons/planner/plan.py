@@ -1,7 +1,7 @@
-"""Predicting what a run will take: micro-batches, memory, time.
+"""Predicts the micro-batches, memory and time of a run.
 
-The parts are built as for training and measured for less than a minute, and no file is left.
-Rewards are checked but not called: they may be slow or cost money.
+The parts are built as for training and measured for less than a minute; no file is left. Rewards
+are checked but not called: they may be slow or cost money.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rloo.tracking.console import duration, write_line
 from rloo.trainer.trainer import RLOOTrainer
 from rloo.types import Engine, Sample
 
-# Seconds that a plan may take from here on, and those of them that are left for times at least.
+# Seconds that a plan may take from here on, and the least of them for measuring times.
 _SECONDS, _LEAST = 42.0, 12.0
-# Of what a process holds, that which it has a part of where weights are divided.
+# The parts of memory that are sharded.
 _DIVIDED = ("weights", "reference", "gradients", "optimizer", "step")
 
 _BESIDE = (
@@ -49,11 +49,11 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prediction; `memory` is that of the worst case: every completion has the maximum length,
-    every prompt that of the dataset's longest. Sizes are bytes. `memory` has what training holds
-    throughout and the peaks of sampling, updating, stepping and loading the engine, which do not
-    happen at the same time. Times and memory are those of one of `processes`, which share the work
-    evenly, without what they exchange; counts are those of all."""
+    """A prediction. `memory` (bytes) is the worst case: all completions have the maximum length,
+    all prompts that of the longest. It has what training holds throughout and the peaks of
+    sampling, updating, stepping and loading the engine, which do not coincide. Times and memory are
+    those of one of `processes`, which share the work evenly, without communication; counts are
+    those of all."""
 
     processes: int
     parameters: int
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the whole run: what is held throughout plus the largest temporary part."""
+        """Peak of the run: what is held throughout plus the largest temporary part."""
         parts = self.memory
         lasting = sum(parts[n] for n in ("weights", "reference", "optimizer", "engine"))
         update = parts["gradients"] + max(parts["micro-batch"], parts["step"])
@@ -131,7 +131,7 @@ def make_plan(config: RLOOConfig) -> Plan:
 
 
 def _refuse(config: RLOOConfig) -> None:
-    """Raise ValueError for what a plan cannot tell."""
+    """Raise ValueError for options that a plan cannot predict."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
     if config.parallel not in ("replicate", "fsdp2"):
@@ -148,7 +148,7 @@ def _refuse(config: RLOOConfig) -> None:
 
 
 def _check_forward(parts: TrainerComponents, state: TrainState, prompts: PromptDataset) -> None:
-    """As training does with its first samples: updates may be padded from then on."""
+    """Check the forward pass as training does with its first samples; it may turn on padding."""
     policy, few = parts.policy, prompts.all_prompts(2)
     packed = policy.packed
     policy.check_forward(rewarded(few, unsampled(len(few), 2, np.ones(7)), parts))
@@ -157,10 +157,10 @@ def _check_forward(parts: TrainerComponents, state: TrainState, prompts: PromptD
 
 
 def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
-    """Bytes that training holds from step to step, without parked optimizer state; and `loading`,
+    """Bytes that training holds from step to step, without offloaded optimizer state. `loading` is
     the additional peak while the engine loads its weights."""
     reference = policy.reference.model
-    version = policy.version  # takes memory to read, which is not the engine's
+    version = policy.version  # reading it takes memory that is not the engine's
 
     def load(mark: memory_estimate.Mark) -> None:
         engine.load(policy.weights, version)
@@ -250,8 +250,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _peaks(parts: TrainerComponents, largest: list[Sample], processes: int) -> dict[str, int]:
-    """Bytes of what comes and goes: of the completions that an engine samples at the same time in
-    the worst case, of the `largest` micro-batch, and of an optimizer step."""
+    """Bytes of the temporary parts in the worst case: the completions that an engine samples at the
+    same time, the `largest` micro-batch, and an optimizer step."""
     longest, tokens = parts.workload.longest_prompt, parts.config.max_completion_length
     rows = -(-parts.batches.completions_per_rollout // processes)
     capabilities = parts.engine.capabilities

@@ -1,8 +1,8 @@
-"""How long sampling takes: measured whole where that is short, else from single decoding steps.
+"""Measures how long sampling takes: as a whole if it is short, else from single decoding steps.
 
 An engine computes the prompts once, and then one token of every unfinished completion at a time. A
-step takes a time that depends on its rows, and for each row one that grows with its context; both
-are measured at a few sizes, and summed over the completions that are unfinished at each position.
+step's time depends on its rows, and for each row it grows with the context. Both are measured at a
+few sizes, and summed over the completions that are unfinished at each position.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import numpy as np
 from rloo.addons.planner.stopwatch import Stopwatch, line
 from rloo.types import Completion, Engine, Prompt, Sampling
 
-# Seconds that are enough to measure the decoding steps of one size, and steps tried before.
+# Seconds that suffice for the decoding steps of one size, and steps of the first trial.
 _ENOUGH, _TRIED = 0.2, 4
-# Steps that tell nothing about what context costs, how many times as many come next at most, and
-# how many times as long each may take then.
+# Steps too few to show the cost of context; the largest factor to the next number of steps; and the
+# largest slow-down per step that is expected then.
 _SHORT, _LONGER, _SLOWER = 16, 16, 1.5
-# The fewest positions that tell how often completions end.
+# Fewest positions that show how often completions end.
 _FEWEST_POSITIONS = 128
-# Of what is left: for each size of a step, for one of long context, for the completions as they
-# are sampled now, and for those of maximum length.
+# Shares of the remaining time: for each size of a step, for one with long context, for completions
+# as sampled now, and for those of maximum length.
 _FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 0.2, 0.35, 0.6, 0.9
 
 
 @dataclass(slots=True)
 class DecodingTimes:
-    """Measured seconds: `prompts` (tokens, seconds) of prompts with the first token of each
-    completion, `steps` (rows, mean context, seconds) of one further token in each row. With
+    """Measured seconds. `prompts` has (tokens, seconds) of prompts with the first token of each
+    completion; `steps` has (rows, mean context, seconds) of one more token per row. With
     `keeps_finished`, rows are computed until the last one of their wave has ended."""
 
     keeps_finished: bool = False
@@ -40,19 +40,19 @@ class DecodingTimes:
     steps: list[tuple[int, float, float]] = field(default_factory=list)
 
     def step(self, rows: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Seconds of steps of that many rows at that context."""
+        """Seconds of steps with so many rows at that context."""
         each, base = self._per_context(), defaultdict(list)
         for measured, at, seconds in self.steps:
             base[measured].append(max(0.0, seconds - each * measured * at))
-        points = [(float(n), found[-1]) for n, found in base.items()]  # of the longest context
-        if len(points) > 1:  # else the most that more rows can take is as many times the seconds
-            # Fewer rows than were ever measured do not take less.
+        points = [(float(n), found[-1]) for n, found in base.items()]  # at the longest context
+        if len(points) > 1:  # otherwise the time is proportional to the rows, which is the most
+            # Fewer rows than measured do not take less time.
             points.append((1e-9, min(points)[1]))
         return line(points, rows) + each * rows * context
 
     def wave(self, lengths: Sequence[int], rows: int, alive: np.ndarray) -> float:
-        """Expected seconds of `rows` completions at the same time, after prompts of these lengths.
-        `alive[t]` is the share of completions that have more than t + 1 tokens."""
+        """Expected seconds of `rows` completions in parallel, after prompts of these lengths.
+        `alive[t]` is the share of completions with more than t + 1 tokens."""
         seconds = float(line(self.prompts, float(sum(lengths))))
         if len(alive) == 0 or not self.steps:
             return seconds
@@ -64,8 +64,8 @@ class DecodingTimes:
         return seconds + float((some * self.step(computed, context)).sum())
 
     def _per_context(self) -> float:
-        """Seconds for each token that a row attends to: least squares over steps of as many rows as
-        had contexts most apart. Of fewer rows each would take longer."""
+        """Seconds per attended token of a row: least squares over the steps of the row count whose
+        contexts differ most. Fewer rows would give a larger value."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for rows, context, seconds in self.steps:
             found[rows].append((rows * context, seconds))
@@ -77,7 +77,7 @@ class DecodingTimes:
 
 @dataclass(frozen=True, slots=True)
 class SampledLengths:
-    """What sampling takes: seconds, completions if all were drawn, and `alive` (see
+    """The cost of sampling: seconds, the completions if all were sampled, and `alive` (see
     `DecodingTimes`)."""
 
     seconds: float
@@ -86,13 +86,13 @@ class SampledLengths:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a completion."""
+        """The mean tokens of a completion."""
         return 1.0 + float(self.alive.sum())
 
 
 class RolloutTimer:
-    """Measures an engine that has its weights, with the draws of a `noise`, in the time of `watch`.
-    `calibrate` first."""
+    """Measures an engine that has its weights, with noise of key `noise`, in the time of `watch`.
+    Call `calibrate` first."""
 
     def __init__(self, engine: Engine, watch: Stopwatch, noise: int) -> None:
         self.watch = watch
@@ -100,21 +100,21 @@ class RolloutTimer:
         self.decoding = DecodingTimes(engine.capabilities.keeps_finished)
         # Rows -> seconds of their prompts and first tokens.
         self._firsts: dict[int, float] = {}
-        # How completions ended that were drawn whole the last time.
+        # How completions ended when last sampled to their end.
         self._alive: dict[Sampling, np.ndarray] = {}
-        # Of the rollouts that were measured whole; and the ratio of one at worst, whose contexts
-        # are longer.
+        # Sums over rollouts measured as a whole; and the ratio of one at worst, which has longer
+        # contexts.
         self._measured, self._foretold = 0.0, 0.0
         self._ratio_at_worst: float | None = None
 
     @property
     def _ratio(self) -> float:
-        """What whole rollouts took by what was predicted of them."""
+        """The measured time of whole rollouts over the predicted one."""
         return self._measured / self._foretold if self._foretold else 1.0
 
     def calibrate(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> None:
-        """Measure equally long prompts with `size` completions each, and steps of one row up to as
-        many as are sampled at once, as far as time allows."""
+        """Measure equally long prompts with `size` completions each, and steps from one row up to
+        as many as the engine samples at once, if time allows."""
         longest, endless = len(prompts[0].token_ids), _endless(sampling)
         at_once = self._wave(len(prompts) * size, longest, sampling)
         self._seconds(
@@ -130,7 +130,7 @@ class RolloutTimer:
             (float(longest * n // size), float(line(firsts, n)))
             for n in (size, *(n for n in self._firsts if n > size))
         ]
-        # A rollout that is measured whole tells what its context costs.
+        # Not needed if the whole rollout can be measured, which includes the cost of context.
         whole = self._predicted(prompts, size, np.ones(sampling.max_tokens - 1), sampling)
         if _SLOWER * whole > _FOR_WORST / 2 * self.watch.left:
             self._measure_context(prompts, size, endless)
@@ -147,7 +147,7 @@ class RolloutTimer:
         return measured
 
     def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> SampledLengths:
-        """What a rollout takes whose completions are as the policy samples them now."""
+        """The cost of a rollout whose completions are as the policy samples them now."""
         most = _FOR_EXPECTED * self.watch.left
         alive = self._alive.get(sampling, np.ones(sampling.max_tokens - 1))
         predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
@@ -174,7 +174,7 @@ class RolloutTimer:
     def _predicted(
         self, prompts: Sequence[Prompt], size: int, alive: np.ndarray, sampling: Sampling
     ) -> float:
-        """Seconds of all waves; the longest prompts come together, as in the engines."""
+        """Seconds of all waves; waves hold prompts sorted by length, as in the engines."""
         lengths = sorted(len(prompt.token_ids) for prompt in prompts)
         rows = len(lengths) * size
         wave = self._wave(rows, lengths[-1], sampling)
@@ -188,9 +188,8 @@ class RolloutTimer:
     def _affordable(
         self, prompts: Sequence[Prompt], size: int, sampling: Sampling, seconds: float
     ) -> tuple[int, int]:
-        """How many prompts, and how many positions of their completions, can be sampled in that
-        time: at least one prompt and one position, and rather fewer prompts than too few positions
-        to see completions end."""
+        """(prompts, positions of their completions) that can be sampled in that time, at least one
+        each. Fewer prompts are preferred to too few positions for completions to end."""
         fewest = min(_FEWEST_POSITIONS, sampling.max_tokens)
         for part in (len(prompts) >> i for i in range(len(prompts).bit_length())):
             cut = prompts[:part]
@@ -204,7 +203,7 @@ class RolloutTimer:
         return 1, max(1, positions)
 
     def _measure_step(self, prompts: Sequence[Prompt], each: int, endless: Sampling) -> bool:
-        """Measure the first tokens of that many completions of each prompt, and steps at short
+        """Measure the first tokens of `each` completions of each prompt, and steps at short
         context. False if there is no time for it."""
         rows, longest = len(prompts) * each, len(prompts[0].token_ids)
         most, number = _FOR_SIZE * self.watch.left, _TRIED
@@ -227,7 +226,7 @@ class RolloutTimer:
         return True
 
     def _measure_context(self, prompts: Sequence[Prompt], size: int, endless: Sampling) -> None:
-        """Measure steps at contexts longer and longer, of as many rows as time allows."""
+        """Measure steps at longer and longer contexts, with as many rows as time allows."""
         longest, whole, reached = len(prompts[0].token_ids), endless.max_tokens - 1, _SHORT
         most = _FOR_CONTEXT * self.watch.left / _SLOWER
         for rows in sorted({rows for rows, _, _ in self.decoding.steps}, reverse=True):
@@ -243,7 +242,7 @@ class RolloutTimer:
                 return
 
     def _affordable_steps(self, rows: int, longest: int, most: int, seconds: float) -> int:
-        """How many steps after a prompt can be made in that time, at most `most`."""
+        """The number of steps after a prompt, at most `most`, that fit in that time."""
         context = longest + 1.0 + np.arange(most)
         taken = np.cumsum(self.decoding.step(np.full_like(context, rows), context))
         return int(np.searchsorted(taken, seconds - self._firsts[rows]))
@@ -263,7 +262,7 @@ class RolloutTimer:
 
 
 def made_up(number: int, tokens: int) -> list[Prompt]:
-    """Prompts of that many tokens, which are arbitrary: they matter not for time."""
+    """Prompts of `tokens` arbitrary tokens, which do not affect the time."""
     return [Prompt(i, [(i + j) % 64 for j in range(tokens)], "") for i in range(number)]
 
 
@@ -272,8 +271,8 @@ def _endless(sampling: Sampling) -> Sampling:
 
 
 def share_alive(drawn: Sequence[Sequence[Completion]], seen: int, longest: int) -> np.ndarray:
-    """The share of completions with more than 1, 2, ..., `longest` - 1 tokens, from some of which
-    `seen` were drawn. Those unfinished go on ending as often as until then."""
+    """The share of completions with more than 1, 2, ..., `longest` - 1 tokens, from samples of at
+    most `seen` tokens. Unfinished ones are assumed to end at the same rate as before."""
     completions = [c for group in drawn for c in group]
     lengths = np.array([len(c.token_ids) for c in completions])
     stopped = sum(c.finish == "stop" for c in completions)
@@ -285,5 +284,5 @@ def share_alive(drawn: Sequence[Sequence[Completion]], seen: int, longest: int) 
 
 
 def _growing(most: int) -> list[int]:
-    """1, 2, 8, 32, ... and `most`."""
+    """The numbers 1, 2, 8, 32, ... below `most`, and `most`."""
     return [n for n in (1, *(2 * 4**i for i in range(most.bit_length()))) if n < most] + [most]

@@ -1,5 +1,4 @@
-"""How long a run will take: its parts measured in a limited time, as they are expected and at
-worst."""
+"""Estimates how long a run takes, expected and at worst, from parts measured in a limited time."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ from rloo.trainer.evaluate import Sets, settings_of
 from rloo.trainer.schedule import count_evaluations_and_saves, writing_seconds
 from rloo.types import Prompt, Sampling
 
-# Of the time that is left: for sampling, for evaluations, for learning as it is expected.
+# Shares of the remaining time: for sampling, for evaluations, for expected updates.
 _FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.55, 0.2, 0.5
 
 
-# Rollouts that are sampled at most.
+# Most rollouts that are sampled.
 _ROLLOUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the parts of an optimizer step, which has its share of the rollout's, and of one
+    """Seconds of the parts of an optimizer step, with its share of the rollout, and of one
     evaluation of all sets."""
 
     sample: float
@@ -45,17 +44,17 @@ class StepTimes:
         return self.sample + self.credit + self.update + self.optimizer
 
     def at_least(self, other: StepTimes) -> StepTimes:
-        """The longer of both in every part."""
+        """The longer time of both in every part."""
         names = [field.name for field in fields(self)]
         return StepTimes(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Seconds of a run of `steps` steps, without its rewards. `expected`: completions as the policy
-    samples them now, after prompts of the dataset; `worst`: all of maximum length, after its
-    longest prompt. `start` is what comes before the first step, `checkpoint` one of `checkpoints`,
-    `result` writing the model at the end. `whole_groups`: see `split`."""
+    """Seconds of a run of `steps` steps, without rewards. `expected`: completions as sampled now,
+    after prompts of the dataset; `worst`: all of maximum length, after the longest prompt. `start`
+    is the time before the first step, `checkpoint` that of one checkpoint, `result` that of writing
+    the model at the end. `whole_groups`: see `split`."""
 
     steps: int
     expected: StepTimes
@@ -69,7 +68,7 @@ class RunTimes:
     start: float
 
     def to_the_end(self, case: StepTimes) -> float:
-        """Seconds of the whole run."""
+        """Seconds of the run in this case."""
         writing = self.checkpoints * self.checkpoint + self.result
         return self.start + self.steps * case.step + self.evaluations * case.evaluation + writing
 
@@ -83,8 +82,8 @@ def measure_times(
     start: float,
     watch: Stopwatch,
 ) -> RunTimes:
-    """Measure what each of `processes` does, which share the work evenly. `sets` are those of the
-    evaluations, `start` the seconds until now. The policy is changed, and must be discarded."""
+    """Measure the work of one of `processes`, which share it evenly. `sets` are the evaluation
+    sets, `start` the seconds until now. The policy is changed, and must be discarded."""
     config, batches, rollouts = parts.config, parts.batches, parts.rollouts
     assert isinstance(rollouts, SyncRolloutGenerator)
     source = rollouts.prompts
@@ -136,8 +135,8 @@ def measure_times(
 def _draw(
     cost: RolloutTimer, source: PromptDataset, groups: int, size: int, sampling: Sampling
 ) -> tuple[list[list[Prompt]], list[SampledLengths]]:
-    """The prompts of a rollout and what sampling it takes; of several, while another fits into half
-    of the time that is left, since their lengths differ."""
+    """The prompts of rollouts and the cost of sampling them. Lengths vary, so more rollouts are
+    sampled while another one fits into half of the remaining time."""
     prompts: list[list[Prompt]] = []
     drawn: list[SampledLengths] = []
     while len(drawn) < _ROLLOUTS:
@@ -151,7 +150,7 @@ def _draw(
 def _case(
     rollout: float, learned: UpdateTimes, evaluation: float, of_rollout: float, of_step: float
 ) -> StepTimes:
-    """With the shares of a rollout, and of the optimizer's step, that an optimizer step has."""
+    """The times of a step, with its shares of the rollout and of the optimizer's work."""
     return StepTimes(
         sample=rollout * of_rollout,
         credit=learned.credit,
@@ -162,8 +161,8 @@ def _case(
 
 
 def _of_evaluation(cost: RolloutTimer, sets: Sets, parts: TrainerComponents) -> tuple[float, float]:
-    """Seconds of one evaluation, expected and at worst: completions that are sampled, and a greedy
-    one for each prompt."""
+    """Seconds of one evaluation, expected and at worst: sampled completions, and a greedy one per
+    prompt."""
     settings = settings_of(parts.policy)
     expected = worst = 0.0
     for prompts in sets.values():
@@ -175,8 +174,8 @@ def _of_evaluation(cost: RolloutTimer, sets: Sets, parts: TrainerComponents) -> 
 
 
 def _writing(parts: TrainerComponents) -> tuple[float, float]:
-    """Seconds of writing a checkpoint, and the model alone."""
-    model = memory_estimate.gradient_bytes(parts.policy)  # as many as what is trained has
+    """Seconds of writing a checkpoint, and of writing only the model."""
+    model = memory_estimate.gradient_bytes(parts.policy)  # as large as the trained weights
     state = 0 if parts.config.save_only_model else memory_estimate.optimizer_bytes(parts.policy)
     checkpoint = writing_seconds(parts.monitor.output_dir, model + state)
     return checkpoint, checkpoint * model / (model + state)

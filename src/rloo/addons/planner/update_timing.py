@@ -1,5 +1,5 @@
-"""How long learning from a rollout takes: credit, update and optimizer step as training makes them,
-with rewards that are made up, on as many of the completions as time allows."""
+"""Measures advantages, update and optimizer step as in training, with random rewards, on as many of
+the completions as time allows."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from rloo.model.micro_batch import exceeds
 from rloo.model.policy import Policy
 from rloo.types import Completion, Group, Prompt, Rollout, Sample
 
-# Completions to begin with, and how many times as many are tried next at most.
+# Completions in the first trial, and the largest factor to the next trial.
 _FIRST, _GROWTH = 2, 16
-# Below this share of all tokens, what was measured with other samples tells more.
+# Below this share of all tokens, measurements with other samples are more informative.
 _LITTLE = 1 / 8
-# How often what is short is measured at its last size.
+# How often a short measurement is repeated at the last size.
 _REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTimes:
-    """Seconds of one optimizer step, with its share of the rollout's `credit`. `whole_groups`: see
-    `split`."""
+    """Seconds of one optimizer step, with its share of the rollout's advantages (`credit`).
+    `whole_groups`: see `split`."""
 
     credit: float
     update: float
@@ -46,7 +46,7 @@ class UpdateTimes:
 def rewarded(
     prompts: Sequence[Prompt], drawn: Sequence[Sequence[Completion]], parts: TrainerComponents
 ) -> list[Sample]:
-    """The samples of completions whose rewards all differ, so that all of them are computed."""
+    """Samples of completions with distinct random rewards, so that none is skipped."""
     generator = random.Random(0)
     groups = [
         Group(prompt, list(some), [""] * len(some), [generator.random() for _ in some])
@@ -57,8 +57,8 @@ def rewarded(
 
 
 def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion]]:
-    """Completions of `number` groups of `size`, with arbitrary tokens and lengths spread as `alive`
-    says: its entries are the shares with more than 1, 2, ... tokens."""
+    """Completions of `number` groups of `size` with arbitrary tokens. Their lengths follow `alive`:
+    the shares with more than 1, 2, ... tokens."""
     places = (np.arange(number * size) + 0.5) / (number * size)
     lengths = 1 + (alive[None, :] > places[:, None]).sum(axis=1)
     random.Random(0).shuffle(lengths)
@@ -68,7 +68,7 @@ def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Seconds of a step on so many input tokens, and whether its credit was of whole groups."""
+    """Seconds of a step on `tokens` input tokens, and whether its advantages used whole groups."""
 
     tokens: float
     credit: float
@@ -78,15 +78,15 @@ class MeasuredStep:
 
 
 class UpdateTimer:
-    """Measures optimizer steps, of which the second and later ones know what the others took. The
-    weights are changed, and the policy must be discarded."""
+    """Measures optimizer steps; earlier measurements limit the size of later ones. The weights are
+    changed, and the policy must be discarded."""
 
     def __init__(self, parts: TrainerComponents, state: TrainState) -> None:
         self._parts, self._state = parts, state
         self._all: list[MeasuredStep] = []
 
     def measure(self, samples: Sequence[Sample], watch: Stopwatch) -> list[MeasuredStep]:
-        """Steps on some of the samples, more and more of them, if there is time on all."""
+        """Measure steps on more and more of the samples, up to all if there is time."""
         policy, number = self._parts.policy, len(samples)
         too_large = exceeds(samples, policy.max_tokens, packed=policy.packed)
         learn = partial(
@@ -104,7 +104,7 @@ class UpdateTimer:
             own.append(learn(samples[:size]))
             self._all.append(own[-1])
             spent = watch.now() - began
-        if own and spent < watch.left / 2:  # by now its memory is allocated
+        if own and spent < watch.left / 2:  # its memory is allocated by now
             again = [learn(samples[:size])]
             while len(again) < _REPEATS and len(again) * spent < watch.left / 8:
                 again.append(learn(samples[:size]))
@@ -112,8 +112,8 @@ class UpdateTimer:
         return own
 
     def of(self, whole: float, own: Sequence[MeasuredStep]) -> UpdateTimes:
-        """A step on that many tokens. Of what was measured its `own` counts alone, unless that was
-        little."""
+        """The times of a step on `whole` tokens. Only its `own` measurements count, unless they
+        cover too few tokens."""
         few = not own or own[-1].tokens < _LITTLE * whole
         known = sorted(self._all if few else own, key=attrgetter("tokens"))[-2:]
 
@@ -128,12 +128,12 @@ class UpdateTimer:
         )
 
     def _affordable(self, each: float, number: int, seconds: float) -> int:
-        """On how many samples of `each` tokens a step can be made in that time; a first one on
-        few."""
+        """The number of samples of `each` tokens whose step fits in that time; a few for the first
+        step."""
         if not self._all:
             return min(_FIRST, number)
         points = [(one.tokens, one.credit + one.update) for one in self._all]
-        if len(points) == 1:  # about half of it does not grow with the tokens
+        if len(points) == 1:  # about half of the time does not grow with the tokens
             tokens, taken = points[0]
             points = [(1e-9, taken / 2), (tokens, taken)]
         left = seconds - self._all[-1].optimizer
@@ -148,10 +148,10 @@ def _learn(
     too_large: bool,
     watch: Stopwatch,
 ) -> MeasuredStep:
-    """The credit, and the mean of the steps on these samples: the first one may compute what others
-    are given. `too_large`: their groups are in truth larger than a micro-batch may be."""
+    """Measure the advantages and the mean step on these samples; the first step may compute what
+    later ones reuse. `too_large`: the real groups exceed a micro-batch."""
     tokens, limit = count_tokens(policy, samples), policy.max_tokens
-    if too_large:  # so that credit is computed as for whole groups
+    if too_large:  # so that advantages are computed as for whole groups
         policy.max_tokens = min(limit, tokens - 1)
     began = watch.now()
     credit = compute_advantages(samples, policy, terms)

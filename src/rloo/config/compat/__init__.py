@@ -1,1 +1,1 @@
-"""Names and manners of TRL, transformers and accelerate."""
+"""Compatibility with the options and interfaces of TRL, transformers and accelerate."""

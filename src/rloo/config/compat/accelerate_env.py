@@ -1,5 +1,5 @@
-"""What `accelerate launch` was told of FSDP and DeepSpeed, by flags or a file, and says in the
-environment: taken as options, or refused by name."""
+"""The FSDP and DeepSpeed settings of `accelerate launch`, which it passes in the environment: read
+as options, or refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rloo.config.compat import deepspeed_config
 from rloo.config.launcher_env import DEEPSPEED, FSDP
 
 _PREFIX = "ACCELERATE_DEEPSPEED_"
-# Variable -> the values at which it says what this version does, and what it is about.
+# Variable -> the values that match this version's behaviour, and the reason in messages.
 _FSDP_AS_HERE: dict[str, tuple[tuple[str, ...], str]] = {
     "FSDP_SHARDING_STRATEGY": (("full_shard", "1"), "all is divided (parallel)"),
     "FSDP_RESHARD_AFTER_FORWARD": (("true", "full_shard"), "weights are freed after each forward"),
@@ -20,8 +20,7 @@ _FSDP_AS_HERE: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "FSDP_IGNORED_MODULES": ((), "all is divided"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "activations are recomputed, not moved"),
-    # Who reads the weights first, what is fetched early, and which layers are gathered at once,
-    # changes no number.
+    # Which rank reads the weights, prefetching, and the grouping of layers change no result.
     **dict.fromkeys(
         (
             "FSDP_VERSION", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES",
@@ -38,8 +37,8 @@ _NOTHING = ("", "none", "null")
 
 
 def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that accelerate sets in the environment, but for those that are `given`, which
-    must agree. Raises ValueError for what is not taken from there."""
+    """The options that accelerate sets in the environment. Options that are also `given` must
+    agree. Raises ValueError for contradictions and for settings that are not supported."""
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"accelerate was told to use FSDP and DeepSpeed ({FSDP}, {DEEPSPEED})")
     told = _fsdp() if _is_on(FSDP) else _deepspeed() if _is_on(DEEPSPEED) else {}
@@ -51,7 +50,7 @@ def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"deepspeed is {given['deepspeed']}, and accelerate was told {file}, which says "
                 "something else; leave it out here or there (deepspeed)"
-            )  # what was told without a file says less; its stage must be the same
+            )  # without a file accelerate gives fewer settings; only its stage must be the same
     for name, value in told.items():
         if given.get(name, value) != value:
             source = FSDP if _is_on(FSDP) else DEEPSPEED
@@ -97,7 +96,7 @@ def _deepspeed() -> dict[str, Any]:
     }
     if "config_file" in told:
         return {"deepspeed": told["config_file"]}
-    for name in ("zero3_init", "zero3_save_16bit_model"):  # weights are divided and saved anyway
+    for name in ("zero3_init", "zero3_save_16bit_model"):  # weights are sharded and saved anyway
         told.pop(name, None)
     zero: dict[str, Any] = {"stage": _number(told.pop("zero_stage", "2"))}
     for name in ("offload_optimizer", "offload_param"):
@@ -111,10 +110,10 @@ def _deepspeed() -> dict[str, Any]:
 
 
 def _numbers() -> dict[str, Any]:
-    """What accelerate says beside: it is compared with the options."""
+    """accelerate's gradient clipping and accumulation, to be compared with the options."""
     clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "none")
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    # 1 is what it says where it was told nothing.
+    # 1 is accelerate's value if the user has set nothing.
     told = {"gradient_accumulation_steps": "auto" if steps == "1" else steps}
     told["gradient_clipping"] = "auto" if clipping == "none" else clipping
     return {name: value if value == "auto" else _number(value) for name, value in told.items()}

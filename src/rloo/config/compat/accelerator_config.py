@@ -1,4 +1,4 @@
-"""transformers' `accelerator_config`: what of it changes nothing here, and what is refused."""
+"""transformers' `accelerator_config`: the fields without effect here, and the refused ones."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from rloo.config.fields import coerce, suggest
 from rloo.config.file_checks import check_file, reading
 
 _LARGEST = 1_000_000
-# AcceleratorConfig's fields -> their defaults. Every process has the cursor that deals prompts, so
-# that who reads or divides batches, how a last one is filled, and how they are shuffled and moved
-# to a device decide nothing.
+# AcceleratorConfig's fields -> their defaults. Every process selects its prompts by the same data
+# position. Settings for reading, splitting, filling, shuffling and moving batches have no effect.
 DEFAULTS = {
     "split_batches": False, "dispatch_batches": None, "even_batches": True,
     "use_seedable_sampler": True, "non_blocking": False, "gradient_accumulation_kwargs": None,
     "use_configured_state": False,
 }  # fmt: skip
-# Those that would change a step -> the options that do.
+# Fields that would change a step -> the options to use instead.
 _REFUSED = {
     "split_batches": "per_device_train_batch_size counts the completions of one process, and "
     "num_prompts the prompts of all",
@@ -27,8 +26,8 @@ _REFUSED = {
 
 
 def read_accelerator_config(given: Any) -> dict[str, Any]:
-    """All fields, of a mapping, an AcceleratorConfig or a JSON file of some. Raises ValueError for
-    one that is not known, and for what would change a step."""
+    """All fields, from a mapping, an AcceleratorConfig or a JSON file with some of them. Raises
+    ValueError for an unknown field, and for a value that would change a step."""
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         check_file(given, "accelerator_config", most=_LARGEST)
         with reading(given, "accelerator_config"):

@@ -1,4 +1,4 @@
-"""Other people's names for our options, and the way from any given name to ours."""
+"""Names of our options in other systems, and the conversion of given options to our names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_FAULTS = 20
 # The completions of an optimizer step over all devices: num_prompts times num_generations, which
 # may be named elsewhere (`with_prompts`).
 GLOBAL_BATCH = "train_batch_size"
-# What a command line may call our options for short: one letter with one dash. In a file these
-# would be other systems' sections.
+# Short names of options on a command line; single letters have one dash. In a file these would be
+# sections of other systems.
 SHORT = {
     "c": "config", "d": "dataset", "k": "num_generations", "m": "model", "o": "output_dir",
     "r": "reward", "lr": "learning_rate", "wd": "weight_decay", "steps": "max_steps",
@@ -27,7 +27,7 @@ SHORT = {
     "max_tokens": "max_completion_length", "group_size": "num_generations",
     "output": "output_dir", "resume": "resume_from_checkpoint", "lora": "use_peft",
 }  # fmt: skip
-# whose names -> {their name: ours}
+# system -> {its name: ours}
 _NAMES: dict[str, dict[str, str]] = {
     "the paper": {"K": "num_generations"},
     "TRL before 0.22, Unsloth": {"kl_coef": "beta", "reward_model": "reward"},
@@ -117,33 +117,33 @@ _NAMES: dict[str, dict[str, str]] = {
     },
 }  # fmt: skip
 
-# other name -> (our name, whose it is)
+# other name -> (our name, the system)
 ALIASES: dict[str, tuple[str, str]] = {
     theirs: (ours, whose) for whose, names in _NAMES.items() for theirs, ours in names.items()
 }
 
-# Second names that are fields of TrainingArguments as well; null, their default, says nothing.
+# Second names that are also fields of TrainingArguments; null, their default, has no effect.
 SECOND_FIELDS = tuple(_NAMES["transformers 5"])
 
 
 def our_name(name: str) -> str:
-    """Our name of the option that is called `name` here or elsewhere."""
+    """Our name of an option that is called `name` here or in another system."""
     return ALIASES[name][0] if name in ALIASES else name
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:
-    """What `suggest` says, or the option that a short name stands for."""
+    """The hint of `suggest`, or the option of a short name."""
     return f"; did you mean {SHORT[name]}?" if name in SHORT else suggest(name, known)
 
 
-# Options of TRL's GRPOTrainer, and those that say that the objective is put together on purpose.
+# Options of TRL's GRPOTrainer, and options that show a deliberate choice of the objective.
 _OF_GRPO = ("loss_type", "scale_rewards")
 _CHOSEN = ("preset", "estimator", "mean_level", "mean_leave1out", "kl_placement")
 
 
 def hint_of_grpo(given: Iterable[str]) -> None:
-    """Say which objective a user of TRL's GRPO gets, where options of that are among the names
-    `given` and nothing says that it is meant."""
+    """Warn which objective a user of TRL's GRPO gets, if GRPO options are among the names `given`
+    and no other option chooses the objective."""
     names = set(given)
     found = [name for name in _OF_GRPO if name in names]
     if found and not names.intersection(_CHOSEN):
@@ -168,7 +168,7 @@ def _kl_placement(name: str, value: Any) -> str:
 
 
 def _ratio_level(name: str, value: Any) -> Any:
-    # What AReaL calls sequence is the geometric mean of the tokens' ratios.
+    # AReaL's "sequence" is the geometric mean of the tokens' ratios.
     return "sequence_mean" if value == "sequence" else value
 
 
@@ -177,7 +177,7 @@ def _symmetric_range(name: str, value: Any) -> tuple[float, float]:
     return -bound, bound
 
 
-# TRL's loss -> ours; batches are whole here, so that bnpo's share of one is dapo's
+# TRL's loss -> ours; steps use the full batch here, so bnpo and dapo are equal
 LOSSES = {
     "grpo": "sequence_token_mean", "dr_grpo": "constant", "dapo": "token_mean",
     "bnpo": "token_mean",
@@ -193,7 +193,7 @@ def _loss_aggregation(name: str, value: Any) -> str:
     return LOSSES[value]
 
 
-# aliases whose value has to be rewritten as well
+# aliases whose value must be converted too
 CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "loss_type": _loss_aggregation,
     "warmup_ratio": _share_of_steps,
@@ -204,9 +204,9 @@ CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "algorithm.use_kl_in_reward": _kl_placement,
 }
 
-# Our option -> the name from which it follows, and its value where that puts the KL into the loss
+# Our option -> the name that implies it, and its value if that name puts the KL into the loss
 _IMPLIED = {"kl_estimator": ("kl_in_reward", "k3")}
-# TRL's reward functions that we have too: built-in, not the same code.
+# TRL's reward functions with a built-in equivalent here, which is not the same code.
 _REWARDS: dict[str, Any] = {
     "accuracy_reward": "math",
     "get_soft_overlong_punishment": {
@@ -218,7 +218,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def _rewards(name: str, value: Any) -> Any:
-    """TRL's names of functions, and dotted ones, as ours; all else as it is."""
+    """TRL's names of functions, and dotted names, in our form; other values unchanged."""
     if isinstance(value, list | tuple):
         return [_rewards(name, item) for item in value]
     if not isinstance(value, str):
@@ -238,14 +238,14 @@ def _std_level(name: str, value: Any) -> Any:
 
 
 def _model_arguments(name: str, value: Any) -> Any:
-    """With `dtype` by its former name as well."""
+    """The arguments with `torch_dtype`, the former name, renamed to `dtype`."""
     if not isinstance(value, Mapping) or "torch_dtype" not in value:
         return value
     rest = {key: item for key, item in value.items() if key != "torch_dtype"}
     return {"dtype": value["torch_dtype"], **rest}
 
 
-# names whose value may be written in other ways, too
+# names whose value may have other forms too
 _READINGS: dict[str, Callable[[str, Any], Any]] = {
     "reward_funcs": _rewards,
     "model_init_kwargs": _model_arguments,
@@ -259,7 +259,7 @@ _READINGS: dict[str, Callable[[str, Any], Any]] = {
 
 
 _STRATEGY = "train_sampling_strategy"
-# What a script reads under a name whose value is written in another way here.
+# Values that a script reads under a name whose value has another form here.
 READ_AS: dict[str, Callable[[Any], Any]] = {
     "warmup_ratio": lambda args: args.warmup_steps if args.warmup_steps < 1 else 0.0,
     "loss_type": lambda args: {ours: name for name, ours in reversed(LOSSES.items())}.get(
@@ -269,7 +269,7 @@ READ_AS: dict[str, Callable[[Any], Any]] = {
 
 
 def _in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`options` with transformers' word for rows in their order as ours."""
+    """`options` with transformers' setting for the order of rows converted to ours."""
     if options.get(_STRATEGY) != "sequential" or options.get("shuffle_dataset") in (True, "true"):
         return options
     rest = {name: value for name, value in options.items() if name != _STRATEGY}
@@ -279,10 +279,10 @@ def _in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
 def resolve(
     options: Mapping[str, Any], hints: Mapping[str, Any], *, where: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """`options` under our own names, each value of its type in `hints`; `where` says where one was
-    written. Old names are read in their new form (`retired`). Raises ValueError listing every
-    unknown option with the nearest known one; for a refused option; for a wrong value; and when
-    two names of one option differ in value. All faults are told at once."""
+    """`options` under our names, each value converted to its type in `hints`. `where` is the place
+    of an option in a file. Old names are converted to their new form (`retired`). Raises ValueError
+    with all faults: unknown options with the nearest known ones, refused options, wrong values, and
+    two names of one option with different values."""
     where = where or {}
     options, faults = retired.current_form(_in_order(options), where)
     known = [*hints, *ALIASES, *REFUSED, *WITHOUT_EFFECT, *retired.NAMES]
@@ -316,7 +316,7 @@ def resolve(
                 )
         except ValueError as error:
             faults.append(f"{where.get(name, '')}{error}")
-            if len(faults) == _MOST_FAULTS:  # it is another kind of file
+            if len(faults) == _MOST_FAULTS:  # probably a file of another kind
                 break
             continue
         resolved[ours] = value
@@ -330,13 +330,13 @@ def resolve(
 
 
 def implied_by(options: Mapping[str, Any]) -> set[str]:
-    """Our options that follow from others' names among `options`, unless they are given, too."""
+    """Our options that other systems' names among `options` imply, unless they are given too."""
     return {name for name, (alias, _) in _IMPLIED.items() if alias in options}
 
 
 def with_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, under our names, with `num_prompts` in place of GLOBAL_BATCH. Raises ValueError for
-    half a group, and for another `num_prompts`."""
+    """`values`, under our names, with GLOBAL_BATCH converted to `num_prompts`. Raises ValueError if
+    it is no multiple of a group, and if `num_prompts` differs."""
     values = dict(values)
     if (total := values.pop(GLOBAL_BATCH, None)) is None:
         return values

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON file (`deepspeed`): which of it is taken, and which must be an option instead.
+"""DeepSpeed's JSON file (`deepspeed`): the settings that are used, and those that must be options.
 
-Values that are "auto" follow from the options, as in transformers' Trainer; others that an option
-has must be equal to it.
+A value "auto" follows from the options, as in transformers' Trainer. Any other value of a setting
+that is also an option must be equal to that option.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rloo.config.file_checks import check_file, reading
 from rloo.config.options import TrainingOptions
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-# What DeepSpeed's engine takes under our loop: switches, and numbers of at least so much.
+# Settings that are passed to DeepSpeed's engine: switches, and numbers with their minimum.
 _TAKEN_SWITCHES = (
     "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
 )  # fmt: skip
@@ -28,16 +28,16 @@ _TAKEN_NUMBERS = {
 }  # fmt: skip
 _OFFLOADS = "offload_optimizer", "offload_param"
 _TAKEN = ("stage", *_TAKEN_SWITCHES, *_TAKEN_NUMBERS, *_OFFLOADS)
-# Names at the top and in zero_optimization that change no number here: models are saved whole and
-# in float32, DeepSpeed's own checkpoints are not written, it prints nothing, and the order in which
-# gradients are copied to the host stays that of the parameters.
+# Names at the top and in zero_optimization that change no result here: models are saved unsharded
+# in float32, DeepSpeed writes no checkpoints and prints nothing, and gradients are copied to the
+# host in the order of the parameters.
 _IDLE = (
     "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save", "elastic_checkpoint", "load_from_fp32_weights",
     "ignore_unused_parameters", "round_robin_gradients", "checkpoint",
 )  # fmt: skip
-# Names that are taken where they are off; else what to use in their place.
+# Names that are accepted only if they are off, with what to use instead.
 _LEFT_OUT = (
     "prescale_gradients", "sparse_gradients", "memory_breakdown", "flops_profiler", "tensorboard",
     "wandb", "comet", "csv_monitor", "comms_logger", "autotuning", "elasticity",
@@ -59,7 +59,7 @@ _NEUTRAL: dict[str, Any] = {
     "zero_hpz_partition_size": 1, "mics_shard_size": -1, "gradient_predivide_factor": 1,
     "data_types": {"grad_accum_dtype": "fp32"},
 }  # fmt: skip
-# Name at the top -> what it is by our options, and their names.
+# Name at the top -> its value by our options, and their names.
 _BY_OPTIONS: dict[str, tuple[Callable[[TrainingOptions], Any], str]] = {
     "gradient_clipping": (lambda o: o.max_grad_norm, "max_grad_norm"),
     "train_micro_batch_size_per_gpu": (
@@ -76,11 +76,11 @@ _SWITCHES: dict[str, Callable[[TrainingOptions], bool]] = {
     "fp16": lambda options: options.fp16,
 }
 _HOST = "none", "cpu"
-# Of an offload, besides `device`.
+# The keys of an offload.
 _OFFLOAD_KEYS = (
     "device", "pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "nvme_path",
 )  # fmt: skip
-# Of an optimizer: what AdamW's parameters are by our options.
+# AdamW's parameters -> their values by our options.
 _ADAMW: dict[str, Callable[[TrainingOptions], Any]] = {
     "lr": lambda o: o.learning_rate,
     "betas": lambda o: [o.adam_beta1, o.adam_beta2],
@@ -93,8 +93,8 @@ _LARGEST = 1_000_000  # bytes of the file
 
 
 def read(given: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The settings of a file or mapping. Raises ValueError for one that is no JSON mapping with a
-    stage of ZeRO from 1 to 3."""
+    """The settings from a file or mapping. Raises ValueError unless it is a JSON mapping with a
+    ZeRO stage from 1 to 3."""
     if isinstance(given, str):
         check_file(given, "deepspeed", most=_LARGEST)
         with reading(given, "deepspeed"):
@@ -112,8 +112,8 @@ def read(given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that `deepspeed` sets, of those `given`: its settings, and `parallel` unless that
-    is given, too."""
+    """The options `given` with the settings that `deepspeed` names, and `parallel` by its stage
+    unless it is given too. Empty without `deepspeed`."""
     if given.get("deepspeed") is None:
         return {}
     settings = read(given["deepspeed"])
@@ -125,7 +125,7 @@ def _parallel_of(settings: Mapping[str, Any]) -> str:
 
 
 def check(options: TrainingOptions) -> None:
-    """Raise ValueError for settings that contradict the options, or that are not taken."""
+    """Raise ValueError for settings that contradict the options, or that are not supported."""
     settings = options.deepspeed
     if settings is None:
         return
@@ -160,8 +160,8 @@ def check(options: TrainingOptions) -> None:
 
 
 def complete(options: TrainingOptions) -> dict[str, Any]:
-    """The settings that DeepSpeed's engine is given for `options`: without what is "auto", for
-    which it has defaults, and what is ours."""
+    """The settings for DeepSpeed's engine: those of `options`, without "auto" values, for which it
+    has defaults, and without settings that our options control."""
     given = (options.deepspeed or {}).get("zero_optimization", {})  # type: ignore[union-attr]
     taken = {
         name: value
@@ -172,7 +172,7 @@ def complete(options: TrainingOptions) -> dict[str, Any]:
 
 
 def division_named(options: TrainingOptions) -> str:
-    """How weights are divided, and what of it is in host memory, in words."""
+    """The sharding of the weights and its offloads to host memory, in words."""
     if options.parallel not in STAGES:
         moved = ", offload params" if "params" in options.offload else ""
         return f"{options.parallel}{moved}"
@@ -225,7 +225,7 @@ def _check_optimizer(value: Any, options: TrainingOptions) -> None:
 
 
 def _check_kind(where: str, value: Any, least: float | None) -> None:
-    """Of a switch, or of a number of at `least` so much."""
+    """Raise ValueError unless `value` is "auto", a bool, or with `least` a number from that on."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value == "auto" or (isinstance(value, bool) if least is None else number and value >= least):
         return
@@ -237,7 +237,7 @@ def _check_kind(where: str, value: Any, least: float | None) -> None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether a known name has the value at which it changes nothing."""
+    """Whether a known name has a value without effect."""
     if name in _NEUTRAL:
         return bool(value == _NEUTRAL[name])
     if isinstance(value, Mapping):
@@ -260,7 +260,7 @@ def _check_offload(where: str, value: Any) -> None:
 
 
 def _device(value: Any) -> Any:
-    """Of an offload: where to."""
+    """The device of an offload; other values unchanged."""
     return value.get("device", "none") if isinstance(value, Mapping) else value
 
 

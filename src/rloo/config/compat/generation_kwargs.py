@@ -1,7 +1,7 @@
 """`generation_kwargs`: sampling options under the names of transformers' GenerationConfig.
 
-They win over our options (TRL's rule), and so become them: whatever takes a temperature or a length
-from the configuration takes the one that is sampled with.
+They win over our options (TRL's rule), and are therefore written into them: code that reads a
+temperature or a length from the configuration gets the value that is used for sampling.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from rloo.config.fields import coerce, suggest
 
-# name -> (our option, its type there, ours where it is null)
+# name -> (our option, its type in transformers, our value for null)
 _OURS: dict[str, tuple[str, Any, Any]] = {
     "temperature": ("temperature", float | None, 1.0),
     "top_p": ("top_p", float | None, 1.0),
@@ -22,7 +22,7 @@ _OURS: dict[str, tuple[str, Any, Any]] = {
     "max_new_tokens": ("max_completion_length", int, None),
     "stop_strings": ("stop_strings", list[str] | None, None),
 }
-# reason -> {name: the value, besides null, at which it changes nothing}
+# reason -> {name: the value, besides null, without effect}
 _REFUSED: dict[str, dict[str, Any]] = {
     "completions are sampled one token after the other, without beams": {
         "num_beams": 1, "num_beam_groups": 1, "length_penalty": 1.0, "early_stopping": False,
@@ -69,7 +69,7 @@ _IDLE: dict[str, tuple[str, ...]] = {
     ),
     "prompts and padding are the tokenizer's": ("pad_token_id", "bos_token_id"),
 }  # fmt: skip
-# What vLLM's SamplingParams call it.
+# Names in vLLM's SamplingParams.
 _ELSEWHERE = {"max_tokens": "max_new_tokens", "stop": "stop_strings", "n": "num_generations"}
 
 _REASON_OF = {name: (ok, why) for why, names in _REFUSED.items() for name, ok in names.items()}
@@ -104,7 +104,7 @@ def sampling_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def stop_tokens(given: Mapping[str, Any] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens that end a completion: `eos_token_id` of `generation_kwargs`, one or several, or
-    else `default`. Raises ValueError where it is no token."""
+    else `default`. Raises ValueError if it is no token id."""
     asked = (given or {}).get("eos_token_id")
     if asked is None:
         return default

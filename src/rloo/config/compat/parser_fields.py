@@ -1,5 +1,5 @@
-"""RLOOConfig as others see a dataclass: the fields that parsers (transformers' HfArgumentParser,
-TRL's TrlParser) make flags of, and the signature."""
+"""The dataclass interface of RLOOConfig: the fields from which parsers (transformers'
+HfArgumentParser, TRL's TrlParser) build flags, and the signature."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rloo.config.fields import default_of, option_field
 from rloo.config.options import LORA, OPTIONS, QUANTISATION, TrainingOptions
 
 Options = TypeVar("Options", bound=TrainingOptions)
-# Options that are no part of `args` in TRL: its scripts parse them beside it, by ModelConfig,
-# ScriptArguments or classes of their own, whose flags have the same names.
+# Options that are not part of `args` in TRL: its scripts parse them separately, with ModelConfig,
+# ScriptArguments or the script's classes, whose flags have the same names.
 OF_SCRIPTS = {
     "model", "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "reward",
     *(option.name for about in (LORA, QUANTISATION) for option in about.fields_of(TrainingOptions)),
 }  # fmt: skip
-# TRL's option that is refused or idle here -> (its default, help)
+# TRL's option that is refused or has no effect here -> (its default, help)
 _OTHERS: dict[str, tuple[Any, str]] = {
     **{n: (values[0], f"Refused: {why}.") for n, (values, why) in REFUSED.items() if values},
     **{n: (default, f"No effect: {why}.") for n, (default, why) in WITHOUT_EFFECT.items()},
@@ -36,9 +36,9 @@ def option_types() -> dict[str, Any]:
 
 
 def shown_to_parsers(kind: type[Options]) -> type[Options]:
-    """`kind`, a base of RLOOConfig, with the fields that parsers make flags of: TRL's and our own,
-    each of a type that a parser takes. Those of scripts are InitVars, which parsers do not see and
-    `dataclasses.replace` takes. Type checkers and editors go on to see `TrainingOptions`."""
+    """`kind`, a base of RLOOConfig, with the fields from which parsers build flags: TRL's and ours,
+    each of a type that parsers support. Options of scripts are InitVars, which parsers ignore and
+    `dataclasses.replace` accepts. Type checkers and editors still use `TrainingOptions`."""
     shown = make_dataclass(
         "Shown", _fields(), bases=(TrainingOptions,), init=False, repr=False, eq=False, kw_only=True
     )
@@ -52,7 +52,7 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
     for option in OPTIONS:
         hint, default = hints[option.name], default_of(option)
         if option.name in OF_SCRIPTS:
-            # An InitVar cannot have a default that is made anew each time.
+            # An InitVar cannot have a default_factory.
             unseen: Any = InitVar[hint]  # type: ignore[valid-type]
             yield option.name, unseen, None if isinstance(default, list) else default
         else:
@@ -73,14 +73,14 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
 
 
 def _parseable(hint: Any) -> Any:
-    """`hint`, or the nearest that an argument parser takes; RLOOConfig reads the text."""
+    """`hint`, or the nearest type that an argument parser supports; RLOOConfig parses the text."""
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) is list and typing.get_args(kinds[0]):
         return list[str]
     containers = [typing.get_origin(kind) for kind in kinds]
     if tuple in containers:
         return list[float] | None
-    # Of three kinds the parser takes the second: these are parsed as text.
+    # The parser uses the second type of a union of three, so these are parsed as text.
     if dict in containers:
         return dict[str, Any] | str | None
     if list in containers and str in kinds:
@@ -89,7 +89,7 @@ def _parseable(hint: Any) -> Any:
 
 
 class ConfigSignature:
-    """Of a class and its subclasses: every field by keyword, `output_dir` in the first place."""
+    """The signature of a class and its subclasses: `output_dir`, then all fields by keyword."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         ours = {option.name: option for option in OPTIONS}

@@ -1,5 +1,5 @@
-"""Recipes of TRL's and open-r1's scripts, as they are: what their keys mean in options, and which
-YAML files are for something else."""
+"""Reads recipes of TRL's and open-r1's scripts: converts their keys to options, and rejects YAML
+files for other purposes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rloo.config.fields import coerce
 
 _SFT = "is a recipe for supervised fine-tuning (SFT)"
-# What a file is for -> keys that only it has.
+# The purpose of a file -> keys that only such files have.
 _OTHERS: dict[str, tuple[str, ...]] = {
     "is for accelerate launch (--config_file)": (
         "compute_environment", "distributed_type", "deepspeed_config", "fsdp_config.fsdp_version",
@@ -29,7 +29,7 @@ _OTHERS: dict[str, tuple[str, ...]] = {
         "assistant_only_loss", "chat_template_path", "eos_token",
     ),
 }  # fmt: skip
-# Why a key of open-r1's scripts does nothing here -> keys.
+# The reason why keys of open-r1's scripts have no effect here -> the keys.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "open-r1's script does that, and nothing here": (
         "callbacks", "benchmarks", "overwrite_hub_revision", "push_to_hub_revision",
@@ -50,15 +50,15 @@ _NAMES = {
     "accuracy", "tag_count", "reasoning_steps", "cosine", "repetition_penalty", "code",
     "binary_code", "ioi_code", "cf_code", "code_format", "soft_overlong_punishment",
 }  # fmt: skip
-# Its format, but that the whole completion matches, no part is blank and no tag is inside of one.
+# open-r1's format, but stricter: the full completion matches, no part is blank, no tag is nested.
 _INSIDE = r"\n(?!\s*</)(?:(?!</?(?:think|answer)>).)*\n"
 _FORMAT = rf"<think>{_INSIDE}</think>\n<answer>{_INSIDE}</answer>"
-# What only a recipe for GRPO has.
+# Keys that only a recipe for GRPO has.
 _GRPO = ("loss_type", "scale_rewards", "vllm_importance_sampling_correction", "use_liger_loss")
 
 
 def refuse_other(path: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise ValueError, of one line, for a file with keys that only another program has."""
+    """Raise a one-line ValueError for a file with keys that only another program has."""
     for purpose, keys in _OTHERS.items():
         found = [n for n in values if n not in known and {n, n.partition(".")[0]} & {*keys}]
         if found and not (purpose == _SFT and values.keys() & {"num_generations", "rlhf_type"}):
@@ -69,7 +69,7 @@ def refuse_other(path: str, values: Mapping[str, Any], known: tuple[str, ...]) -
 
 
 def is_open_r1(values: Mapping[str, Any]) -> bool:
-    """Whether a file is a recipe of open-r1's, by its rewards or by keys of its scripts."""
+    """Whether a file is a recipe of open-r1, by its rewards or by keys of its scripts."""
     names = values.get("reward_funcs")
     rewards = isinstance(names, list) and any(str(name) in _NAMES for name in names)
     keys = {"dataset_prompt_column", *(key for keys in SCRIPTS.values() for key in keys)}
@@ -77,15 +77,15 @@ def is_open_r1(values: Mapping[str, Any]) -> bool:
 
 
 def as_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with open-r1's names of rewards, data and prompts in our options. Raises ValueError
-    for several datasets, and for the reward `length`."""
+    """`values` with open-r1's names of rewards, data and prompts converted to our options. Raises
+    ValueError for several datasets, and for the reward `length`."""
     return _prompts(_one_dataset(_rewards(dict(values))))
 
 
 def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a file with open-r1's and TRL's own ways of naming data in our options, and
-    without the keys of its scripts, of which a warning tells. Raises ValueError for several
-    datasets, and for environment variables."""
+    """The values of a file with the keys of open-r1 and TRL converted to our options. Keys that
+    only open-r1's scripts use are removed with a warning. Raises ValueError for several datasets,
+    and for environment variables."""
     taken = as_options(values)
     for reason, keys in SCRIPTS.items():
         found = [f"{name} {taken.pop(name)}" for name in keys if name in taken]
@@ -111,8 +111,8 @@ def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewards(values: dict[str, Any]) -> dict[str, Any]:
-    """open-r1's reward functions as ours, with the keys that are options of them. Names that have
-    no counterpart stay, and are refused where rewards are loaded."""
+    """open-r1's reward functions converted to ours, with the keys that are their options. Names
+    without a counterpart stay, and raise an error when rewards are loaded."""
     names = values.get("reward_funcs")
     if not isinstance(names, list) or not any(name in _NAMES for name in map(str, names)):
         return values
@@ -147,7 +147,7 @@ def _rewards(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_dataset(values: dict[str, Any]) -> dict[str, Any]:
-    """A mixture of one dataset as options, and lists of one name."""
+    """`values` with a mixture of one dataset, and lists of one name, converted to options."""
     values = _lists_of_one(values)
     if "datasets" not in values:
         return values
@@ -164,8 +164,8 @@ def _one_dataset(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _lists_of_one(values: dict[str, Any]) -> dict[str, Any]:
-    """The lists that recipes of the alignment handbook name configurations and splits by. `all`
-    stands there for a dataset that has no configurations."""
+    """`values` with the alignment handbook's lists of configurations and splits converted. `all`
+    stands for a dataset without configurations."""
     read = dict(values)
     for key, ours in (("dataset_configs", "dataset_config"), ("dataset_splits", "dataset_split")):
         if key not in read:
@@ -180,7 +180,7 @@ def _lists_of_one(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(values: dict[str, Any]) -> dict[str, Any]:
-    """`dataset_prompt_column` and `system_prompt` as the prompt's messages."""
+    """`values` with `dataset_prompt_column` and `system_prompt` converted to a prompt template."""
     if not {"dataset_prompt_column", "system_prompt"} & values.keys():
         return values
     column = values.pop("dataset_prompt_column", "prompt")

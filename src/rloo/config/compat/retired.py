@@ -1,8 +1,7 @@
-"""Options that have another form now. For one release the old form is read, and a warning says what
-to write instead.
+"""Retired options. For one release the old form is accepted, and a warning gives the new form.
 
-An entry of a mapping (`engine_kwargs.restarts`) or a word of a list (`offload: [params]`) took the
-place of most. Names that other systems have for such an entry are read without a warning.
+Most are now an entry of a mapping (`engine_kwargs.restarts`) or a word of a list (`offload:
+[params]`). Other systems' names of such entries are accepted without a warning.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ _WORDS = {
     "offload_params": "params",
     "offload_reference": "reference",
 }
-# old name -> its type and default, and why nothing took its place
+# old name -> its type and default, and the reason why there is no replacement
 _GONE: dict[str, tuple[Any, Any, str]] = {
     "gather_limit": (int, 2**28, "every process has every completion"),
 }
@@ -80,8 +79,8 @@ _THEIRS = {name: place for names in ELSEWHERE.values() for name, place in names.
 
 @dataclass(frozen=True)
 class RetiredOption:
-    """Where an option went: to `key` of the mapping `option`, or to the word `key` of the list
-    `offload`; nowhere where `option` is empty. `kind` and `default` are what it had."""
+    """The replacement of an option: `key` of the mapping `option`, or the word `key` of the list
+    `offload`; none if `option` is empty. `kind` and `default` are those of the old option."""
 
     option: str
     key: str
@@ -89,7 +88,7 @@ class RetiredOption:
     default: Any
 
     def written(self, value: Any) -> str:
-        """How `value` is written now."""
+        """The new form of `value`."""
         if self.option == "offload":
             return f"offload: [{self.key}]" if value else "offload without it"
         return f"{self.option}: {{{self.key}: {json.dumps(value)}}}"
@@ -109,31 +108,30 @@ def _retired() -> dict[str, RetiredOption]:
     return found
 
 
-# Every name that is read so: old ones, and those of other systems for what is an entry now.
+# All names that are converted: old ones, and other systems' names of entries.
 NAMES: tuple[str, ...] = (*_KEYS, *_WORDS, *_GONE, *(set(_THEIRS) - set(_WORDS)))
-# Those that are read for one release.
+# Names that are accepted for one release.
 RETIRED: tuple[str, ...] = tuple(n for n in (*_KEYS, *_WORDS, *_GONE) if n not in _THEIRS)
 
 
 def kind_of(name: str) -> Any:
-    """The type that an old name takes."""
+    """The type of an old option."""
     return _retired()[name].kind
 
 
 def place_of(name: str) -> str:
-    """`option.key`, `offload` or nothing: what took the place of an old name."""
+    """The replacement of an old name: `option.key`, `offload` or an empty string."""
     return (_KEYS | dict.fromkeys(_WORDS, "offload") | _THEIRS).get(name, "")
 
 
 def place_of_entry(name: str) -> str:
-    """`gym_config.gcd.max_value`, an entry of an old mapping, by its place now; other names as they
-    are."""
+    """The new name of an old mapping's entry (`gym_config.gcd.max_value`); else `name`."""
     old, dot, entry = name.partition(".")
     return f"{_KEYS[old]}.{entry}" if dot and old in _KEYS else name
 
 
 def explain(name: str) -> str:
-    """What to write for an old name."""
+    """A sentence with the new form of an old name."""
     if name in _GONE:
         return f"{name} is retired; leave it out: {_GONE[name][2]}."
     old = _retired()[name]
@@ -149,8 +147,8 @@ def current_form(
     *,
     warn: bool = True,
 ) -> tuple[dict[str, Any], list[str]]:
-    """`options` with old names in their new form, and the faults of those: a value of another type,
-    and one that contradicts what the new form says. Names both."""
+    """`options` with old names in their new form, and the faults: a value of another type, and a
+    value that contradicts the new form. Each fault names both forms."""
     names = [name for name in options if name in _retired()]
     if not names:
         return dict(options), []
@@ -222,8 +220,8 @@ _PLACERS: dict[str, Callable[..., None]] = {"offload": _as_word, "": _nowhere}
 def over_file(
     line: Mapping[str, Any], file: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options `line` of a command line over those of a `file`: what old names among `given` set
-    is one entry of a mapping or list, and the file's others stay."""
+    """The options `line` of a command line, merged with those of a `file`: an old name among
+    `given` sets only one entry of a mapping or list, and the file's other entries stay."""
     merged = dict(line)
     for name in given:
         old = _retired().get(name)
@@ -238,7 +236,7 @@ def over_file(
 
 
 def value_of(config: Any, name: str) -> Any:
-    """What an old name is, as a script reads it."""
+    """The value of an old name, for scripts that read it."""
     old = _retired()[name]
     if not old.option:
         return old.default
@@ -248,7 +246,7 @@ def value_of(config: Any, name: str) -> Any:
 
 
 def assigned(config: Any, name: str, value: Any) -> tuple[str, Any]:
-    """The option, and its whole value, that assigning `value` to an old name sets."""
+    """The option and its full new value, for an assignment of `value` to an old name."""
     now, faults = current_form({name: value})
     if faults:
         raise ConfigErrors(faults)
@@ -262,7 +260,7 @@ def assigned(config: Any, name: str, value: Any) -> tuple[str, Any]:
 
 
 def resolved_form(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolved options as an earlier version wrote them (a checkpoint's), in their form of now."""
+    """Resolved options of an earlier version (from a checkpoint) in the current form."""
     now = current_form(options, warn=False)[0]
     for option in KWARGS:
         if option in now:
@@ -271,12 +269,12 @@ def resolved_form(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(names: Iterable[str]) -> frozenset[str]:
-    """The options of now among which are those `names`, some of them old."""
+    """The current options for `names`, some of which may be old."""
     return frozenset(place_of(name).partition(".")[0] or name for name in names) - {*_GONE}
 
 
 def by_entry(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolved options with each entry of a mapping, and each word of `offload`, by itself."""
+    """Resolved options with each entry of a mapping, and each word of `offload`, as an option."""
     flat = {name: value for name, value in options.items() if name not in (*KWARGS, "offload")}
     for name in (*_KEYS, *_WORDS):
         old = _retired()[name]

@@ -18,8 +18,8 @@ from rloo.config.launcher_env import is_launched, unseen
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# TrainingArguments would refuse bf16 where it finds no GPU, warn of names that change, and set
-# DeepSpeed up for its own loop.
+# TrainingArguments would refuse bf16 without a GPU, warn of deprecated names, and set up DeepSpeed
+# for Trainer's loop.
 SET_AFTERWARDS = (
     "bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs",
     "resume_from_checkpoint", "deepspeed", "load_best_model_at_end",
@@ -27,9 +27,9 @@ SET_AFTERWARDS = (
 
 
 def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
-    """The arguments that optimizer and scheduler factories and callbacks are given. Every option of
-    ours is among them, so that a logger records it and a callback reads `args.beta`, as with TRL.
-    Raises ValueError when transformers knows no optimizer or schedule of that name."""
+    """The TrainingArguments for optimizer and scheduler factories and for callbacks. They include
+    every option, so that a logger records it and a callback reads `args.beta`, as with TRL. Raises
+    ValueError if transformers has no optimizer or schedule of that name."""
     import torch
 
     kind = _arguments_type()
@@ -40,13 +40,13 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
     if is_launched():  # accelerate would change the number of threads
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     if is_launched() or config.parallel != "replicate":
-        # At every look at its device it would say that the processes are not accelerate's.
+        # It would log at each access to its device that accelerate did not start the processes.
         logging.getLogger("transformers.training_args").addFilter(_not_of_processes)
     with unseen():
         made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
     for name in SET_AFTERWARDS:
         setattr(made, name, values[name])
-    for name in own_fields(type(config)):  # a script's, whose callbacks read them
+    for name in own_fields(type(config)):  # fields of a script, which its callbacks read
         setattr(made, name, getattr(config, name))
     for name, value in own_attributes(config).items():
         setattr(made, name, value)

@@ -1,4 +1,4 @@
-"""What scripts ask transformers' TrainingArguments besides the options."""
+"""The members of transformers' TrainingArguments that scripts use, besides the options."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class TrainingArgumentsMixin(TrainingOptions):
-    """The options, and what TrainingArguments says of the process and of itself. Only what is about
-    devices or other processes imports torch."""
+    """The options, with TrainingArguments' properties and methods. Only those about devices or
+    other processes import torch."""
 
     @property
     def world_size(self) -> int:
-        """How many processes train together."""
+        """The number of processes that train together."""
         return process_count()
 
     @property
     def process_index(self) -> int:
-        """The number of this process among them."""
+        """The rank of this process."""
         return process_rank()
 
     @property
     def local_process_index(self) -> int:
-        """Its number on this machine."""
+        """The rank of this process on this machine."""
         return rank_here()
 
     @property
@@ -44,12 +44,12 @@ class TrainingArgumentsMixin(TrainingOptions):
 
     @property
     def should_log(self) -> bool:
-        """Whether it speaks to the user."""
+        """Whether this process prints for the user."""
         return process_rank() == 0
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return device_here(use_cpu=self.use_cpu)
 
     @property
@@ -59,7 +59,7 @@ class TrainingArgumentsMixin(TrainingOptions):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether there are other processes, in transformers' words."""
+        """NOT_PARALLEL for a single process, else DISTRIBUTED."""
         from transformers.training_args import ParallelMode
 
         alone = self.world_size == 1
@@ -77,8 +77,8 @@ class TrainingArgumentsMixin(TrainingOptions):
         return timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """The level that `log_level`, or elsewhere `log_level_replica`, names; that of
-        transformers where it is passive."""
+        """The level of `log_level` on the main process, of `log_level_replica` on others; the level
+        of transformers if it is passive."""
         from transformers.training_args import trainer_log_levels
         from transformers.utils import logging
 
@@ -87,14 +87,14 @@ class TrainingArgumentsMixin(TrainingOptions):
         return logging.get_verbosity() if level == -1 else level
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """The optimizer steps of warm-up among `num_training_steps`."""
+        """The number of warm-up steps among `num_training_steps`."""
         share = num_training_steps * self.warmup_steps
         return math.ceil(share) if self.warmup_steps < 1 else int(self.warmup_steps)
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """The first process of each machine (`local`), or of all, does what is inside, then the
-        others do. Processes that no trainer has connected yet are connected by accelerate."""
+        """The first process of each machine (`local`), or of all, runs the block first, then the
+        others do. If no trainer has connected the processes yet, accelerate does."""
         if self.world_size == 1:
             yield
             return
@@ -107,15 +107,15 @@ class TrainingArgumentsMixin(TrainingOptions):
 
 
 def setter_of(args: TrainingArgumentsMixin, name: str) -> Callable[..., Any]:
-    """TrainingArguments' method `name` (set_training, set_save, ...) on our options: it assigns
-    them, with its own defaults, and returns `args`. Raises AttributeError if it has none."""
+    """TrainingArguments' method `name` (set_training, set_save, ...) for our options: it assigns
+    them, with the method's defaults, and returns `args`. Raises AttributeError if there is none."""
     from transformers import TrainingArguments
 
     method = getattr(TrainingArguments, name)
 
     def setting(*given: Any, **options: Any) -> Any:
         with warnings.catch_warnings():
-            # It assigns defaults that nobody chose, and that may have no effect here.
+            # The method also assigns its defaults, which may have no effect here.
             warnings.filterwarnings("ignore", message=".*has no effect")
             return method(args, *given, **options)
 

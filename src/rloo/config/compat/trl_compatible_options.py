@@ -1,5 +1,5 @@
-"""What scripts written for TRL do with their options besides naming ours, as one base class:
-aliases, TRL's options without effect, assignment, inheritance, parsers of dataclasses."""
+"""The base class of RLOOConfig for scripts written for TRL: aliases, TRL's options without effect,
+assignment, inheritance, dataclass parsers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from rloo.config.options import DEFAULT_GROUP, OPTIONS
 from rloo.config.presets import over_preset
 from rloo.config.validation import out_of_range
 
-# The options that say how long a run is: they may be assigned after a trainer has taken the others.
+# The options for the length of a run: they may be assigned after a trainer has taken the others.
 LENGTH = ("max_steps", "num_train_epochs")
 
 
 @shown_to_parsers
 class TRLCompatibleOptions(TrainingArgumentsMixin):
-    """The base of RLOOConfig, and the only place where it is more than a dataclass.
+    """The base of RLOOConfig with all features beyond a dataclass.
 
-    The decorator `dataclass` writes `__init__`, `__eq__` and `__repr__` unless a class has its own;
-    `__init_subclass__` gives those of its base to each subclass, so that a script's dataclass takes
-    every name that RLOOConfig takes.
+    The decorator `dataclass` writes `__init__`, `__eq__` and `__repr__` unless a class defines
+    them. `__init_subclass__` copies those of the base into each subclass, so that a script's
+    dataclass accepts every name that RLOOConfig accepts.
     """
 
     _fixed = False
@@ -66,7 +66,7 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """RLOOConfig derives and checks."""
+        """Overridden by RLOOConfig, which derives and checks options."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -102,11 +102,11 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
         vars(self).update(resolved | _idle_of({name: value}), _named=named)
 
     def __getattr__(self, name: str) -> Any:
-        # Scripts written for TRL read options that are refused here, or idle (`if
-        # args.dtype:`), by the names that they have there.
+        # Scripts written for TRL read options that are refused or have no effect here (`if
+        # args.dtype:`), by TRL's names.
         if name in READ_AS:
             return READ_AS[name](self)
-        if name.startswith("set_"):  # TrainingArguments' own, which assign options
+        if name.startswith("set_"):  # TrainingArguments' methods, which assign options
             return setter_of(self, name)
         if name in REFUSED and REFUSED[name][0]:
             return REFUSED[name][0][0]
@@ -121,9 +121,9 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
         raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
 
     def _given(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Of `options` those that are ours, and those of a subclass's own fields. A parser of
-        dataclasses gives every field that it sees, so that what is at its default was not asked
-        for: a preset may set it."""
+        """`options` split into our options and the fields of a subclass. A dataclass parser passes
+        every field that it knows, so values at their defaults do not count as given: a preset may
+        set them."""
         defaults = {field.name: default_of(field) for field in fields(self)}
         if options.keys() == defaults.keys():
             options = {name: v for name, v in options.items() if v != defaults[name]}
@@ -133,37 +133,37 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
 
 @dataclass
 class AssignedOptions:
-    """The values assigned to the options that a trainer was given, since it has a copy of them."""
+    """The values assigned to a script's options after the trainer has copied them."""
 
     asked: dict[str, Any] = field(default_factory=dict)
     training: bool = False
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Raises ValueError for a value out of range."""
+        """Record assigned values. Raises ValueError for a value out of range."""
         if faults := [f"{n} is {v}; it {rule}" for n, v, rule in out_of_range(values)]:
             raise ConfigErrors(faults)
         self.asked.update(values)
 
 
 def own_fields(kind: type[TRLCompatibleOptions]) -> frozenset[str]:
-    """The fields that a subclass has added, and that are no options."""
+    """The fields that a subclass has added; they are no options."""
     return frozenset(kind.__dataclass_fields__.keys() - TRLCompatibleOptions.__dataclass_fields__)
 
 
 def is_own(name: str) -> bool:
-    """Whether an attribute that a script puts on its options is like none of them: it is the
-    script's, and no misspelt option."""
+    """Whether an attribute that a script sets is similar to no option: then it belongs to the
+    script, and is no misspelt option."""
     return not get_close_matches(name, known_names(), n=1, cutoff=0.8)
 
 
 @cache
 def known_names() -> tuple[str, ...]:
-    """Every name that an option may be given by, also those that are refused, idle or old."""
+    """Every accepted name of an option, including refused, ineffective and retired ones."""
     return (*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT, *retired.NAMES)
 
 
 def cannot_change(name: str) -> str:
-    """That an option belongs to a trainer."""
+    """The error text for an assignment to an option that a trainer has taken."""
     return (
         f"{name} cannot be changed: these options belong to a trainer; give another trainer a "
         f"copy, dataclasses.replace(args, {name}=...)"

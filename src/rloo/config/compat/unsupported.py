@@ -1,7 +1,7 @@
 """The options of TRL, transformers and others that this version does not implement, and why.
 
-Setting one to a value at which it changes nothing is accepted; anything else is refused with the
-reason. Those that cannot change a result here whatever their value are accepted with a warning.
+A value that changes nothing is accepted; any other value is refused with the reason. Options that
+cannot change a result here, whatever their value, are accepted with a warning.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from rloo.config.compat.accelerator_config import DEFAULTS, read_accelerator_config
 from rloo.config.fields import FALSE_WORDS, NULL_WORDS, coerce
 
-# Of TRL's GRPO: as in the tables below.
+# Options of TRL's GRPO, in the form of the tables below.
 _GRPO_REFUSED: dict[str, Any] = {
     "multi_objective_aggregation": "sum_then_normalize", "top_entropy_quantile": 1.0,
     "use_adaptive_entropy": False,
@@ -26,8 +26,8 @@ _GRPO_IDLE: dict[str, Any] = {
     "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
     "use_liger_loss": False, "cast_lm_head_to_fp32": False,
 }  # fmt: skip
-# reason -> {option: the value, or tuple of values, at which it changes nothing; the first is the
-# default of TRL or transformers}
+# reason -> {option: the value, or tuple of values, that changes nothing; the first is the default
+# of TRL or transformers}
 _REASONS: dict[str, dict[str, Any]] = {
     "completions are sampled from the policy alone": {"vllm_structured_outputs_regex": None},
     "training must sample from the policy (temperature)": {"gconfig.greedy": False},
@@ -150,7 +150,7 @@ _IDLE: dict[str, dict[str, Any]] = {
     "every log has num_tokens": {"include_num_input_tokens_seen": "no"},
     "console output has one level": {"log_level": "passive", "log_level_replica": "warning"},
 }  # fmt: skip
-# What scripts ask, and no trainer does.
+# Options that scripts read and no trainer uses.
 _ASKED: dict[str, tuple[Any, str]] = dict.fromkeys(
     ("do_train", "do_eval", "do_predict"),
     (False, "scripts ask for it; eval_strategy and the command decide what is done"),
@@ -164,8 +164,8 @@ WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
 } | _ASKED
 
 
-# Those that TRL's RLOOConfig does not have: they are ModelConfig's and ScriptArguments', which
-# scripts parse beside it, and other systems'.
+# Options that TRL's RLOOConfig does not have: they belong to other systems, or to ModelConfig and
+# ScriptArguments, which scripts parse separately.
 NOT_OF_RLOO_CONFIG = {
     "dtype", "torch_dtype", "model_revision", "attn_implementation", "lora_task_type",
     "bnb_4bit_quant_storage", "dataset_streaming", "advantage_estimator", "token_level_kl",
@@ -174,8 +174,8 @@ NOT_OF_RLOO_CONFIG = {
 
 
 def warn_without_effect(name: str, value: Any) -> None:
-    """Say that `name` changes nothing here, unless it is set to what it is anyway. Raises what
-    `read_accelerator_config` does."""
+    """Warn that `name` has no effect here, unless it is set to its default. Raises the errors of
+    `read_accelerator_config`."""
     default, reason = WITHOUT_EFFECT[name]
     if name == "accelerator_config":
         given = read_accelerator_config(value)
@@ -184,7 +184,7 @@ def warn_without_effect(name: str, value: Any) -> None:
         warnings.warn(f"{name} is {value!r}, which has no effect: {reason}", stacklevel=2)
 
 
-# What an estimator of another system is here.
+# Another system's estimator -> our preset.
 _PRESETS = {
     "grpo": "grpo", "group_norm": "grpo", "dr_grpo": "dr_grpo",
     "reinforce_plus_plus": "reinforce_pp", "reinforce": "reinforce_pp",
@@ -199,8 +199,8 @@ _PRESET_OF = {
 
 
 def refuse(name: str, value: Any, among: Mapping[str, Any]) -> None:
-    """Raise ValueError with the reason unless `name` changes nothing at `value`, or `among` the
-    other options: without vLLM nothing that is about it does, as in TRL."""
+    """Raise ValueError with the reason unless `value` changes nothing. If the options `among` which
+    it is given do not use vLLM, a vLLM option only gets a warning, as in TRL."""
     accepted, reason = REFUSED[name]
     if any(_is_same(name, value, allowed) for allowed in accepted):
         return

@@ -1,1 +1,1 @@
-"""The native engine: our own decoding loop, caches and fused arithmetic."""
+"""The native engine: this package's decoding loop, caches and fused arithmetic."""

@@ -1,5 +1,5 @@
-"""Decoding in C: where the fused decoder's matrices are panels, one call draws many tokens of all
-rows. Rows that end leave the computation at once, and their caches when these grow."""
+"""Decoding in C, if the fused decoder's matrices are packed in panels: one call samples many tokens
+of all rows. Finished rows leave the batch at once; their caches are freed when caches grow."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from rloo.engines.sampling import StopStringMatcher, draw
 from rloo.kernels.decode import CDecoder, DecodingRows, TokenSampling
 from rloo.types import Sampling
 
-# Tokens of each row between two looks at signals, for which noise is computed at once.
+# Tokens of each row per call; Python handles signals between calls. Noise is computed per call.
 _STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PrefilledPrompts:
-    """Prompts as `NativeEngine` has computed them: their cache, the logits (P, V) that follow each,
-    the prompt of each row (R,)."""
+    """Prefilled prompts: their cache, the logits (P, V) after each, and each row's prompt (R,)."""
 
     cache: PackedPrompts
     logits: Tensor
@@ -30,7 +29,7 @@ class PrefilledPrompts:
 
 
 def can_decode(sampling: Sampling) -> bool:
-    """Whether C draws so: from the whole distribution, or the most likely token."""
+    """Whether the C code supports this sampling: greedy, or without filters."""
     return sampling.greedy or not sampling.filtered
 
 
@@ -41,7 +40,7 @@ def decode(
     keys: Tensor,
     sampling: Sampling,
 ) -> SampledTokens:
-    """Completions of `rows`, whose noise has the `keys` (R,)."""
+    """Sample completions of `rows` with noise of the `keys` (R,): see `InProcessEngine._draw`."""
     limits = torch.tensor(limits_of(rows, sampling))
     width = int(limits.max())
     tokens = torch.full((len(rows), width), -1)

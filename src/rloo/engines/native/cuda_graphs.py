@@ -1,4 +1,4 @@
-"""Work on a GPU that is recorded once and then repeated by a single launch."""
+"""CUDA graphs: work on a GPU that is captured once and then replayed by a single launch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ GraphedFunction = Callable[[], None]
 
 
 class CapturedGraph:
-    """Work without arguments on tensors that keep their places and shapes. On a GPU it is run the
-    first time, on the stream that records, where libraries then allocate what they keep; captured
-    into a CUDA graph the second time; and replayed from then on. Elsewhere it is always run."""
+    """Work without arguments, on tensors with fixed addresses and shapes. On a GPU the first call
+    runs the work on the capture stream, where libraries allocate their workspaces. The second call
+    captures it into a CUDA graph and replays that; later calls replay. On a CPU it always runs."""
 
     def __init__(self, work: GraphedFunction, device: torch.device, pool: Any = None) -> None:
         self._work, self._device, self._pool = work, device, pool
@@ -24,7 +24,7 @@ class CapturedGraph:
         self._graph: Any = None
 
     def __call__(self) -> None:
-        """Do the work once, or have the device do it later, in the order of its stream."""
+        """Run the work once; on a GPU, enqueue it in stream order."""
         if self._device.type != "cuda":
             self._work()
         elif not self._has_run:
@@ -41,23 +41,23 @@ class CapturedGraph:
             return self._capture()
         except torch.OutOfMemoryError:
             pass
-        # A capture takes memory from the device alone, not from what torch keeps of it.
+        # A capture takes memory from the device only, not from torch's cached blocks.
         torch.cuda.empty_cache()
-        self._pool = new_pool(self._device)  # the other may be left open
+        self._pool = new_pool(self._device)  # the failed capture may have left the old pool open
         return self._capture()
 
     def _capture(self) -> Any:
-        """Not by `torch.cuda.graph`, which waits for the device and gives its free memory back."""
+        """Capture the work. `torch.cuda.graph` would synchronize and release cached memory."""
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # what it would destroy may be what no capture allows
+        gc.disable()  # a capture may not allow what destroying an object does
         try:
             with _beside(self._device):
-                # Other threads, such as those of rewards, may allocate meanwhile.
+                # Other threads, such as those of rewards, may allocate during the capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self._work()
                 except BaseException:
-                    with suppress(RuntimeError):  # the first error tells more
+                    with suppress(RuntimeError):  # the first error is more informative
                         graph.capture_end()
                     raise
                 graph.capture_end()
@@ -69,23 +69,23 @@ class CapturedGraph:
 
 @cache
 def _stream(device: torch.device) -> Any:
-    """One for all: on each stream that multiplies, cuBLAS keeps memory to the end."""
+    """The capture stream, one per device: cuBLAS keeps a workspace for each stream it runs on."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """Inside, work goes to the stream that records, behind what was begun before."""
+    """Inside, work goes to the capture stream, after all work enqueued before."""
     stream, current = _stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):
             yield
-    finally:  # whatever comes next may take the memory that it uses
+    finally:  # later work may reuse the memory of the work inside
         current.wait_stream(stream)
 
 
 def new_pool(device: torch.device) -> Any:
-    """Memory that several graphs, which are replayed one after the other, may have in common. When
-    all of them are destroyed it must not be captured into again (torch before 2.13)."""
+    """A memory pool for graphs that are replayed one after the other. After all of them are
+    destroyed, no graph may be captured into it again (torch before 2.13)."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

@@ -3,7 +3,7 @@
 When a transformers module computes one token per row, it spends more time between operations than
 in them. For the architectures named here the same arithmetic is written out: queries, keys and
 values come from one matrix, both halves of the gated layer from another, norm weights are
-multiplied into the next matrix, rotary embeddings are complex products. `supported.py` compares the
+multiplied into the next matrix, rotary embeddings are complex products. `support.py` compares the
 result with the module before it is used.
 """
 
@@ -27,7 +27,7 @@ from rloo.kernels import gpu_kernels
 from rloo.kernels.decode import CDecoder, DecoderSizes, PackedMatrix
 from rloo.model.attention import AttentionOptions, head_size
 
-# These have RMSNorm before attention and before a gated SiLU layer, rotary positions, nothing else.
+# These have RMSNorm before attention and before a gated SiLU layer, and rotary positions only.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary frequencies that do not depend on the length of the sequence.
 _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
@@ -45,7 +45,7 @@ def can_fuse(model: PreTrainedModel) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The matrices of a layer: `qkv` has queries, keys and values, `gate_up` both halves of the
+    """The matrices of a layer: `qkv` gives queries, keys and values, `gate_up` both halves of the
     gated layer."""
 
     qkv: LinearOp
@@ -62,10 +62,10 @@ def _layer_number(item: tuple[str, Tensor]) -> int | None:
 
 
 class AttentionCache(Protocol):
-    """Where keys and values go, and what queries see."""
+    """Stores keys and values, and attends to them."""
 
     def get_seq_length(self) -> int:
-        """Positions that there may be before the tokens."""
+        """The largest possible number of positions before the tokens."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> object:
         """Store keys and values (B, H_kv, Q, D)."""
@@ -98,18 +98,18 @@ class FusedDecoder:
         }
         self._layers: list[_Layer] = []
         self._rotations = torch.empty(0, 0)
-        # Set by the engine if keys and values are rounded as the products are.
+        # The engine sets it if keys and values are rounded to the products' dtype.
         self.compiles = False
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Use these weights, under the model's own names. Matrices that can be used as they are are
-        not copied, but for C and oneDNN, and must not change until the next load; divided ones are
-        gathered, one after the other. Raises KeyError for a missing one."""
+        """Use these weights, named as in the model. Matrices are copied for C and oneDNN; others
+        that fit as they are are not, and must not change until the next load. Sharded weights are
+        gathered one at a time. Raises KeyError for a missing weight."""
         self._layers = []
         windows = layer_windows(self._model)
         others: dict[str, Tensor] = {}
         layers: dict[int, _Layer] = {}
-        # Layer by layer: the merged weights of one are freed before those of the next are made.
+        # Layer by layer: the merged weights of one layer are freed before the next is merged.
         for number, part in groupby(weights, key=_layer_number):
             start = f"layers.{number}."
             named = {
@@ -129,22 +129,22 @@ class FusedDecoder:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layer sees a part of what came before alone."""
+        """Whether some layer has a sliding window."""
         return any(window is not None for window in layer_windows(self._model))
 
     @property
     def head_size(self) -> int:
-        """The numbers of a query, key or value."""
+        """The size of a query, key or value of one head."""
         return self._size
 
     def hidden_bytes(self) -> int:
-        """Of the matrices: what torch does not count."""
+        """Bytes of the matrices that torch's allocation statistics do not count."""
         layers = [m for x in self._layers for m in (x.qkv, x.out, x.gate_up, x.down)]
         return sum(matrix.hidden_bytes for matrix in (*layers, self._head))
 
     def in_c(self) -> CDecoder | None:
-        """For tokens that are drawn in C; None where not all matrices are in panels, or a layer has
-        a sliding window."""
+        """The decoder for sampling in C; None if a matrix is not packed in panels, or a layer has a
+        sliding window."""
         layers = []
         for layer in self._layers:
             factors = (layer.qkv, layer.out, layer.gate_up, layer.down)
@@ -193,7 +193,7 @@ class FusedDecoder:
             return turns[name](rows) if name in turns else rows
 
         def join(norm: str, *names: str) -> Tensor:
-            """Matrices above each other, times the weight of the norm before them."""
+            """Stack matrices, multiplied by the weight of the norm before them."""
             sizes = [shape_of(named[f"{name}.weight"])[0] for name in names]
             factor = full_tensor(named[f"{norm}_layernorm.weight"]) * self._width**0.5
             joined = factor.new_empty(sum(sizes), self._width, dtype=self._dtype)
@@ -220,7 +220,7 @@ class FusedDecoder:
         )
 
     def _interleave(self, rows: Tensor) -> Tensor:
-        """Reorder the rows of heads so that the two numbers that rotary embedding rotates together
+        """Reorder the rows of heads so that the two values that rotary embedding rotates together
         are neighbours. Queries and keys are reordered alike, so their products do not change."""
         heads = rows.view(-1, 2, self._size // 2, *rows.shape[1:])
         return heads.transpose(1, 2).reshape(rows.shape)
@@ -232,8 +232,8 @@ class FusedDecoder:
         cache: AttentionCache,
         ends: Tensor | None = None,
     ) -> Tensor:
-        """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q); of a
-        single row those after its tokens `ends` (P,), if given."""
+        """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q). With
+        `ends` (P,), for a single row, the logits (P, V) after these tokens."""
         with torch.autocast(input_ids.device.type, enabled=False):
             batch, length = input_ids.shape
             hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
@@ -271,7 +271,7 @@ class FusedDecoder:
         value = states[:, turned:]
         if rotations.is_complex():
             torch.view_as_complex(qk.unflatten(-1, (-1, 2))).mul_(rotations)
-        else:  # the same in what can be compiled
+        else:  # the same with operations that torch.compile supports
             one, other = qk.unflatten(-1, (-1, 2)).unbind(-1)
             cosine, sine = rotations.unbind(-1)
             pairs = one * cosine - other * sine, one * sine + other * cosine
@@ -279,7 +279,7 @@ class FusedDecoder:
         return qk[:, : self._heads], qk[:, self._heads :], value
 
     def _after(self, layer: _Layer, hidden: Tensor, states: Tensor) -> Tensor:
-        """hidden (T, D), with what a layer adds to it after attention, whose output is `states`."""
+        """hidden (T, D) plus the layer's output after attention, whose result is `states`."""
         hidden = layer.out.added(hidden, states)
         states = layer.gate_up.gated(self._normalize(hidden))
         return layer.down.added(hidden, states)
@@ -291,16 +291,16 @@ class FusedDecoder:
         return states / torch.linalg.vector_norm(states, dim=-1, keepdim=True).hypot_(floor)
 
     def _rotate_by(self, positions: Tensor, limit: int) -> Tensor:
-        """Rotations, complex (B * Q, 1, head size / 2), of positions below `limit`."""
+        """Rotations, complex (B * Q, 1, head size / 2), for positions below `limit`."""
         return self.rotations(limit)[positions.flatten(), None]
 
     def rotations(self, limit: int) -> Tensor:
-        """Complex (L, head size / 2), of `limit` positions at least."""
+        """The table of rotations, complex (L, head size / 2), of at least `limit` positions."""
         if len(self._rotations) < limit:
             table = torch.arange(2 * limit, device=self._embedding.device)[None]
             like = torch.empty(0, dtype=self._precise, device=table.device)
-            # Not by a call: what watches calls, as DeepSpeed does, would see more of them in a
-            # process whose prompts are longer.
+            # `forward`, since hooks (DeepSpeed's) count calls of the module, and a process with
+            # longer prompts would make more of them.
             rotary: Any = self._model.base_model.rotary_emb
             halves = (x[0, :, : self._size // 2].contiguous() for x in rotary.forward(like, table))
             self._rotations = torch.complex(*halves)

@@ -1,5 +1,5 @@
-"""The two caches of the native engine, which are also the layouts of its attention. Prompts are
-padded on the left, so that the distance of two slots is the distance of their tokens and a sliding
+"""The two KV caches of the native engine, which are also the layouts of its attention. Prompts are
+padded on the left: the distance of two slots is then the distance of their tokens, and a sliding
 window is a slice."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _FIRST_SLOTS = 64
 
 
 def fill_holes(alive: Tensor) -> Tensor:
-    """The old index of each new row, int64 (n,), when n rows are alive. The last ones fill holes,
-    so that few rows move: (True, False, True, True) gives (0, 3, 2)."""
+    """The old index of each new row, int64 (n,), when n rows are alive. The last rows fill the
+    holes, so that few rows move: (True, False, True, True) gives (0, 3, 2)."""
     count = int(alive.sum())
     order = torch.arange(count, device=alive.device)
     order[(~alive[:count]).nonzero()[:, 0]] = alive[count:].nonzero()[:, 0] + count
@@ -28,8 +28,8 @@ def fill_holes(alive: Tensor) -> Tensor:
 
 
 def with_others(order: Tensor, total: int) -> Tensor:
-    """`order` from `fill_holes`, and behind it the other ones of `total` rows: (0, 3, 2) of 4 gives
-    (0, 3, 2, 1)."""
+    """`order` from `fill_holes`, followed by the other indices of `total` rows: (0, 3, 2) and 4
+    give (0, 3, 2, 1)."""
     whole = torch.arange(total, device=order.device)
     moved = (order != whole[: len(order)]).nonzero()[:, 0]
     whole[order[moved]] = moved
@@ -38,7 +38,7 @@ def with_others(order: Tensor, total: int) -> Tensor:
 
 
 def _take(buffers: dict[int, Tensor], order: Tensor) -> None:
-    """Take the rows `order` of each buffer, one after the other."""
+    """Replace each buffer by its rows `order`, one buffer at a time."""
     for layer, buffer in buffers.items():
         buffers[layer] = buffer.index_select(0, order)
 
@@ -54,7 +54,7 @@ def _reorder(buffers: dict[int, Tensor], order: Tensor) -> None:
 
 class PromptCache(Cache):
     """Keys and values of P prompts, left-padded to one width; one forward per chunk fills them.
-    They are of `dtype`, as is then all attention; None: see `round_inputs`."""
+    `dtype` is their type and that of attention (None: see `round_inputs`)."""
 
     def __init__(self, num_prompts: int, width: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(layers=[])
@@ -67,11 +67,11 @@ class PromptCache(Cache):
         self._masks: dict[int | None, Tensor] = {}
 
     def rounded(self, states: Tensor) -> Tensor:
-        """Queries, keys or values as they are attended to."""
+        """Queries, keys or values in the precision of attention."""
         return round_inputs(states) if self.dtype is None else states.to(self.dtype)
 
     def begin(self, start: int, pads: Tensor, width: int) -> None:
-        """Announce a forward over the B prompts from `start`, padded by `pads` (B,) to `width`."""
+        """Prepare a forward over the B prompts from `start`, padded by `pads` (B,) to `width`."""
         self._start = start
         self._pads = pads
         self._masks = {}
@@ -80,12 +80,12 @@ class PromptCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the chunk's keys and values (B, H_kv, width, D), and return what it attends to."""
+        """Store the chunk's keys and values (B, H_kv, width, D) and return them for attention."""
         for buffers, states in ((self.keys, key_states), (self.values, value_states)):
             rows, heads, width, size = states.shape
             kept = self.rounded(states)
             if layer_idx not in buffers:
-                # Zeros, since padding gets the weight 0, and 0 times an undefined NaN is NaN.
+                # Zeros: padding gets the weight 0, and 0 times an uninitialized NaN is NaN.
                 buffers[layer_idx] = kept.new_zeros(self.num_prompts, heads, self.width, size)
             buffers[layer_idx][self._start : self._start + rows, :, self.width - width :] = kept
         return key_states, value_states
@@ -107,7 +107,7 @@ class PromptCache(Cache):
         return attend(query, key, value, self._masks[window], options).transpose(1, 2).to(dtype)
 
     def _mask(self, width: int, window: int | None) -> Tensor:
-        """bool (B or 1, 1, width, width). Padding sees itself, since a query must see a key."""
+        """bool (B or 1, 1, width, width). Padding attends to itself: a query needs a key."""
         device = self._pads.device
         mask = causal_mask(width, width, device, window)[None, None]
         if not self._pads.any():
@@ -120,17 +120,18 @@ class PromptCache(Cache):
 class DecodeCache(Cache):
     """Keys and values of the completions, in addition to those of their prompts. As in Hydragen
     (Juravsky et al. 2024), the queries of a group attend together to the prompt's keys, which are
-    stored and read once, and each row to its own; both weighted by their share of the softmax.
+    stored and read once, and each row attends to its completion's keys. The two results are
+    weighted by their share of the softmax.
 
-    With `kept`, rows that are no longer in computation lie behind the others, and any of them can
-    go on later (`go_on`). Rows are computed in lock-step, from slots of their own where their
-    lengths differ (`RaggedBatch`)."""
+    Active rows are computed in lock-step; if their lengths differ, each from its next slot
+    (`RaggedBatch`). With `kept`, inactive rows stay behind the active ones, and any of them can be
+    resumed (`go_on`)."""
 
     def __init__(
         self, prompts: PromptCache, prompt_of_row: Tensor, *, max_tokens: int, kept: bool = False
     ) -> None:
         super().__init__(layers=[])
-        # The number of own tokens of the rows in computation, or of the longest and the shortest.
+        # The number of completion tokens of the longest and of the shortest active row.
         self.length = self._least = 0
         self._width = prompts.width
         self._max_tokens = max_tokens
@@ -143,7 +144,7 @@ class DecodeCache(Cache):
         self._values: dict[int, Tensor] = {}
         self._layer, self._columns = 0, 1
         self._step: RaggedBatch | None = None
-        # Of all rows, with `kept`: their numbers and their lengths, those in computation first.
+        # The original numbers of all rows and, with `kept`, their lengths; active rows come first.
         self._numbers = torch.arange(len(prompt_of_row), device=prompt_of_row.device)
         self._lengths = torch.zeros_like(self._numbers) if kept else None
         self._prompt_of_row = prompt_of_row
@@ -170,7 +171,7 @@ class DecodeCache(Cache):
         self._row_at_place = None if in_place else row_at
 
     def keep(self, order: Tensor) -> None:
-        """Keep the rows `order` from `fill_holes` in computation, and prompts that have such."""
+        """Keep the rows `order` (from `fill_holes`) active, and the prompts of active rows."""
         rows = order
         if self._lengths is not None:
             self._note_lengths()
@@ -193,28 +194,28 @@ class DecodeCache(Cache):
         self._measure()
 
     def _count_prompts(self) -> int:
-        """Those in the buffers, with rows in computation or not."""
+        """The number of prompts in the buffers, with active rows or not."""
         return len(next(iter(self._prompt_keys.values())))
 
     def _renumber(self, prompts: Tensor, total: int) -> None:
-        """The prompts have been reordered, or some of them taken, by `prompts` (their old numbers,
-        of so many in all)."""
+        """Renumber the prompts of rows after prompts were reordered or selected. `prompts` are the
+        old numbers, `total` how many prompts there were."""
         renumbered = torch.zeros(total, dtype=torch.long, device=prompts.device)
         renumbered[prompts] = torch.arange(len(prompts), device=prompts.device)
         self._prompt_of_row = renumbered[self._prompt_of_row]
         if self._padding is not None:
             self._padding = self._padding[prompts]
 
-    # -- going on --------------------------------------------------------------------------------
+    # -- resuming rows ---------------------------------------------------------------------------
 
     def _note_lengths(self) -> None:
-        """Note those of the rows in computation, which are not counted apart while they agree."""
+        """Store the lengths of active rows, which are not counted per row while they are equal."""
         assert self._lengths is not None
         if self._least == self.length:
             self._lengths[: self._num_rows] = self.length
 
     def _measure(self) -> None:
-        """Find out how long the rows in computation are."""
+        """Update the shortest and the longest length of active rows."""
         if self._least < self.length:
             assert self._lengths is not None
             lengths = self._lengths[: self._num_rows]
@@ -222,18 +223,18 @@ class DecodeCache(Cache):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of the cache's tensors."""
         return self._numbers.device
 
     def cached(self) -> list[int]:
-        """How many tokens of its own each row has here, in the order that the rows began with."""
+        """The number of cached completion tokens of each row, in the original order of rows."""
         assert self._lengths is not None
         self._note_lengths()
         return self._lengths[self._numbers.argsort()].tolist()
 
     def go_on(self, rows: Tensor, lengths: Tensor, max_tokens: int) -> None:
-        """Have these rows alone in computation, numbered as they began, of whose own tokens so many
-        are to be kept; all may have `max_tokens`."""
+        """Resume only these rows (original numbers). Their first `lengths` completion tokens stay
+        in the cache. No row may have more than `max_tokens`."""
         assert self._lengths is not None
         places = self._numbers.argsort()[rows]
         _take(self._keys, places)
@@ -251,8 +252,8 @@ class DecodeCache(Cache):
         self._least, self.length = int(lengths.min()), int(lengths.max())
 
     def expect(self, width: int, pads: Tensor | None = None) -> None:
-        """Announce a forward over `width` tokens of each row, of which the first `pads` (R,) are
-        padding."""
+        """Prepare a forward over `width` tokens of each active row. The first `pads` (R,) of them
+        are padding."""
         self._step, self._columns = None, width
         if width == 1 and pads is None and self._least == self.length:
             self.length += 1
@@ -275,8 +276,8 @@ class DecodeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the keys and values (R, H_kv, width, D) of what was announced; `attend` reads the
-        buffers."""
+        """Store the keys and values (R, H_kv, width, D) of the tokens of `expect`. `attend` reads
+        the buffers."""
         self._layer = layer_idx
         for buffers, states in ((self._keys, key_states), (self._values, value_states)):
             buffer = buffers.get(layer_idx)
@@ -295,14 +296,14 @@ class DecodeCache(Cache):
         slots = max(self.length, min(self._max_tokens, max(_FIRST_SLOTS, 2 * held)))
         if self._lengths is None:
             grown = states.new_empty(rows, heads, slots, size)
-        else:  # zeros, since a shorter row gives slots behind its own the weight 0: see PromptCache
+        else:  # zeros, since a shorter row gives slots after its last the weight 0: see PromptCache
             grown = states.new_zeros(len(self._lengths), heads, slots, size)
         if buffer is not None:
             grown[:, :, :held] = buffer
         return grown
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Positions before the tokens that come next, padding included."""
+        """The number of positions before the next tokens, padding included."""
         return self._width + self.length - self._columns
 
     def attend(
@@ -319,7 +320,7 @@ class DecodeCache(Cache):
     def _attend(self, query: Tensor, options: AttentionOptions) -> Tensor:
         rows, heads, width, size = query.shape
         window = options.sliding_window
-        # The first slot that any of the queries sees, prompts' slots counted.
+        # `first` is the first slot that any query attends to, counted from the prompts' first slot.
         earliest = self.length if self._step is None else self._step.least + 1
         first = 0 if window is None else max(0, self._width + earliest - window)
         own = slice(max(0, first - self._width), self.length)
@@ -351,7 +352,7 @@ class DecodeCache(Cache):
     def _prompt_mask(
         self, groups: Tensor, first: int, window: int | None, repeats: int
     ) -> Tensor | None:
-        """(P, 1, group size * repeats, width - first), to be added to scores; or None."""
+        """The mask (P, 1, group size * repeats, width - first) to add to scores, or None."""
         mask = None
         if self._step is not None:
             mask = self._step.prompt_mask(first, self._width, window, groups.dtype)
@@ -363,7 +364,7 @@ class DecodeCache(Cache):
         return mask
 
     def _padding_mask(self, dtype: torch.dtype) -> Tensor:
-        """(P, 1, 1, width), to be added to scores: minus infinity where a prompt has no token."""
+        """The mask (P, 1, 1, width) to add to scores: minus infinity at a prompt's padding."""
         if self._mask is None:
             assert self._padding is not None
             slots = torch.arange(self._width, device=self._padding.device)
@@ -389,6 +390,6 @@ class DecodeCache(Cache):
 
 
 def _repeat(mask: Tensor, times: int) -> Tensor:
-    """A mask (R, 1, Q, L) for so many heads, whose queries come one after the other."""
+    """Repeat a mask (R, 1, Q, L) for `times` heads: (R, 1, times * Q, L)."""
     rows, _, width, slots = mask.shape
     return mask.expand(-1, times, -1, -1).reshape(rows, 1, times * width, slots)

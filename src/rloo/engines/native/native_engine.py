@@ -1,9 +1,9 @@
-"""The native engine: the model with our cache and attention, run by `fused.py` if it supports the
-architecture, otherwise by the Hugging Face module itself.
+"""The native engine: the model with our cache and attention. `fused_decoder.py` runs it if it
+supports the architecture, otherwise the Hugging Face module does.
 
 Each prompt is prefilled once; its keys and values are stored once and read once per step for all of
-its completions. Rows are decoded in lock-step, and finished rows are removed. Rows that go on, as
-turns of an episode do, are continued from their caches.
+its completions. Rows are decoded in lock-step, and finished rows are removed. Rows of a later turn
+of an episode are resumed from their caches.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from rloo.types import Completion, NumSamples, Prompt, Sampling, Weights
 
 # Prompt tokens of one prefill forward, padding included.
 PREFILL_TOKENS = 4096
-# Scores of one head in a forward over what rows go on with: queries times keys.
+# The largest number of scores (queries times keys) of one head when rows are resumed.
 _SCORES = 1024 * PREFILL_TOKENS
-# Finished rows are removed as soon as they are this share of the rows in computation.
+# Finished rows are removed as soon as they are this share of the active rows.
 _COMPACTION_SHARE = 1 / 16
 
 
 class NativeEngine(InProcessEngine):
-    """Samples with the policy's weights; `support` says whether a model can be run. Where it is
-    fused, `dtype` is that of the matrix products (None: the model's own), and some weights are
-    copied; `fused=False` always runs the module. Keys and values are of `cache_dtype`: by default
-    16 bits on a GPU where the products and training's attention have them, else at least float32.
+    """Samples with the policy's weights; `support` checks whether a model can be run. A fused model
+    computes matrix products in `dtype` (None: the model's), and some weights are copied.
+    `fused=False` always runs the module. Keys and values have the type `cache_dtype`. By default it
+    is 16 bits on a GPU if products and training's attention have 16 bits, else at least float32.
     Other `options`: see `InProcessEngine`."""
 
     name = "native"
     default_cache_bytes = 4 << 30
-    # What repeats a step of fixed shapes.
+    # Repeats a step of fixed shapes.
     repeated = CapturedGraph
 
     def __init__(
@@ -87,8 +87,7 @@ class NativeEngine(InProcessEngine):
 
     @contextmanager
     def prefix_caching(self) -> Iterator[None]:
-        """See `rloo.types.PrefixCaching`. What is kept are the caches of the last wave of a
-        call."""
+        """See `rloo.types.PrefixCaching`. The engine stores the caches of a call's last wave."""
         self._keeps = True
         try:
             yield
@@ -96,17 +95,17 @@ class NativeEngine(InProcessEngine):
             self._keeps, self._kept = False, None
 
     def load(self, weights: Weights, version: int) -> None:
-        """Take the policy's weights; where the module itself is run nothing is copied."""
+        """Load the policy's weights. Without the fused decoder nothing is copied."""
         if version != self.version:
             self._kept = None
         if self._decoder is not None and version != self.version:
-            self.version = -1  # until all of them are taken
+            self.version = -1  # until all weights are loaded
             self._load(weights())
         self.version = version
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         assert self._decoder is not None
-        self._model_in_c = None  # before its matrices are made anew
+        self._model_in_c = None  # frees its matrices before the new ones are made
         self._decoder.load(weights)
         self._model_in_c = self._decoder.in_c()
         if self._model_in_c is not None:
@@ -115,7 +114,7 @@ class NativeEngine(InProcessEngine):
 
     @property
     def hidden_bytes(self) -> int:
-        """Of weights that torch does not count among what it has allocated."""
+        """Bytes of weights that torch's allocation statistics do not count."""
         return 0 if self._decoder is None else self._decoder.hidden_bytes()
 
     def sample(
@@ -127,7 +126,7 @@ class NativeEngine(InProcessEngine):
         return super().sample(prompts, samples, sampling, noise)
 
     def _at_once(self, rows: list[PromptRow], sampling: Sampling) -> int:
-        # What they go on from was counted when it was begun.
+        # The caches of resumed rows were counted when the rows started.
         if self._kept is not None and self._kept.has(rows, sampling):
             return len(rows)
         return super()._at_once(rows, sampling)
@@ -170,7 +169,7 @@ class NativeEngine(InProcessEngine):
     def _draw_in_c(
         self, model: CDecoder, rows: list[PromptRow], keys: Tensor, sampling: Sampling
     ) -> SampledTokens:
-        """`_draw` by `compiled`."""
+        """`_draw` by `c_decoding`."""
         assert self._decoder is not None
         prompts, numbers = _prompts_of(rows)
         lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -188,7 +187,7 @@ class NativeEngine(InProcessEngine):
     def _draw_repeating(
         self, rows: list[PromptRow], keys: Tensor, sampling: Sampling
     ) -> SampledTokens | None:
-        """`_draw` by steps of fixed shapes (`static`); None where they are not for this wave."""
+        """`_draw` by `static_decoding`; None if it does not support this wave."""
         decoder, device = self._decoder, keys.device
         if (
             decoder is None
@@ -209,12 +208,12 @@ class NativeEngine(InProcessEngine):
     def _start(
         self, rows: list[PromptRow], sampling: Sampling
     ) -> tuple[DecodeCache, Tensor, list[int]]:
-        """The cache with all tokens of the rows, the logits (R, V) that follow them, and how many
-        tokens of each are in the cache of prompts."""
+        """The cache with all tokens of the rows, the logits (R, V) that follow them, and the number
+        of each row's tokens in the prompt cache."""
         kept, self._kept = self._kept, None
         if kept is not None and kept.has(rows, sampling):
             return self._go_on(kept, rows, sampling)
-        del kept  # what it holds may be as much as is to be computed now
+        del kept  # its caches may be as large as the new ones
         device = self._model.device
         prompts, numbers = _prompts_of(rows)
         prompt_of_row = torch.tensor(numbers, device=device)
@@ -226,7 +225,7 @@ class NativeEngine(InProcessEngine):
     def _go_on(
         self, kept: PrefixCache, rows: list[PromptRow], sampling: Sampling
     ) -> tuple[DecodeCache, Tensor, list[int]]:
-        """As `_start`, by computing only those tokens that are not in the cache."""
+        """The result of `_start`, computing only the tokens that are not in the cache."""
         rest, cache = kept.resume(rows, sampling, self._pad_token_id), kept.cache
         count, width = rest.input_ids.shape
         slots = max(len(prompt.token_ids) for prompt, _ in rows)
@@ -272,7 +271,7 @@ class NativeEngine(InProcessEngine):
 
 
 def _in_parts(lengths: list[int]) -> Iterator[slice]:
-    """Neighbours of these lengths, at least one, that are PREFILL_TOKENS together at most."""
+    """Yield slices of neighbours with at most PREFILL_TOKENS tokens together, or a single one."""
     start = total = 0
     for number, length in enumerate(lengths):
         if number > start and total + length > PREFILL_TOKENS:
@@ -283,7 +282,7 @@ def _in_parts(lengths: list[int]) -> Iterator[slice]:
 
 
 def _prompts_of(rows: list[PromptRow]) -> tuple[list[Prompt], list[int]]:
-    """The prompts, each once, and the number of each row's."""
+    """The distinct prompts, and the index of each row's prompt."""
     prompts = list({id(prompt): prompt for prompt, _ in rows}.values())
     number = {id(prompt): index for index, prompt in enumerate(prompts)}
     return prompts, [number[id(prompt)] for prompt, _ in rows]

@@ -1,4 +1,4 @@
-"""Prompts one after the other in a single row, without padding, as kernels in C attend to them."""
+"""Packed prefill for the C kernels: prompts follow each other in a single row without padding."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rloo.model.attention import AttentionOptions
 
 
 class PackedPrompts:
-    """Keys and values of P prompts, which forward passes over some of them at a time fill."""
+    """Keys and values of P prompts. Each forward pass fills those of some prompts."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = torch.tensor(lengths)
@@ -20,8 +20,8 @@ class PackedPrompts:
         self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def begin(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Announce a forward over the next prompts, of these lengths. Returns the positions of
-        their T tokens (1, T), and the place of the last one of each."""
+        """Prepare a forward over the next prompts, of these lengths. Returns the positions (1, T)
+        of their T tokens, and the index of each prompt's last token."""
         stops = torch.tensor(lengths).cumsum(0)
         starts = stops - torch.tensor(lengths)
         spans = torch.stack([starts, stops, starts, starts], dim=1)
@@ -46,8 +46,8 @@ class PackedPrompts:
         return output[None]
 
     def take_states(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of one layer after the other, each (P, H_kv, longest, D), padded on the
-        right. They are here no more."""
+        """Yield the keys and values of each layer, (P, H_kv, longest, D), padded on the right, and
+        drop them from this cache."""
         starts = self.lengths.cumsum(0) - self.lengths
         slots = starts[:, None] + torch.arange(int(self.lengths.max()))
         slots.clamp_(max=int(self.lengths.sum()) - 1)
@@ -57,5 +57,5 @@ class PackedPrompts:
 
 
 def _by_token(states: Tensor) -> Tensor:
-    """(1, H, T, D) as (T, H, D)."""
+    """Reshape (1, H, T, D) to (T, H, D)."""
     return states[0].transpose(0, 1).contiguous()

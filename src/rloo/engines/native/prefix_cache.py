@@ -1,5 +1,5 @@
-"""What the native engine keeps between two calls: the caches of the rows of a wave, and which
-tokens they are of."""
+"""The native engine's prefix cache between two calls: the KV caches of a wave's rows, and the
+tokens in them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rloo.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class _PrefilledRow:
-    """A row: its number in the cache, the tokens that are computed, and how many of them are in the
-    cache of prompts."""
+    """A row: its number in the cache, the tokens that are cached, and how many of them are in the
+    prompt cache."""
 
     number: int
     token_ids: list[int]
     shared: int
 
     def known(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, with which a row is to go on, need not be computed again; its
-        last one is always, for what follows it."""
+        """How many of a row's new `token_ids` are a cached prefix. The last token never counts: it
+        is computed again for the logits that follow it."""
         most = min(len(self.token_ids), len(token_ids) - 1)
         if token_ids[:most] == self.token_ids[:most]:
             return most
@@ -36,8 +36,8 @@ class _PrefilledRow:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Of rows that go on: their tokens that are to be computed and the positions of these, (R, W),
-    padded on the left, how much is padding (R,), and the numbers of their prompts' tokens."""
+    """The input for resumed rows: the tokens to compute and their positions, both (R, W), padded on
+    the left, the padding lengths (R,), and the number of each row's tokens in the prompt cache."""
 
     input_ids: Tensor
     positions: Tensor
@@ -46,9 +46,9 @@ class Continuation:
 
 
 class PrefixCache:
-    """The caches of `rows` with the tokens (R, W) that were `drawn` behind their prompts; of each
-    row `shared` tokens are in the cache of prompts. For one state of the weights, and for at most
-    `max_tokens` of each completion, since so many were counted."""
+    """The caches of `rows` with the tokens `drawn` (R, W) after their prompts; `shared` tokens of
+    each row are in the prompt cache. It is valid for one version of the weights, and for at most
+    `max_tokens` of each completion, since memory was planned for these."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class PrefixCache:
             self._begun[prompt.noise_id, k] = _PrefilledRow(number, computed, prefix)
 
     def has(self, rows: Sequence[PromptRow], sampling: Sampling) -> bool:
-        """Whether all of these go on from here: each has a beginning in these caches, its prompt at
-        least."""
+        """Whether all of these rows can be resumed: each has a cached prefix that covers at least
+        its tokens in the prompt cache."""
         if sampling.max_tokens > self._max_tokens:
             return False
         found = ((self._begun.get((prompt.noise_id, k)), prompt) for prompt, k in rows)
@@ -79,7 +79,7 @@ class PrefixCache:
     def resume(
         self, rows: Sequence[PromptRow], sampling: Sampling, pad_token_id: int
     ) -> Continuation:
-        """Leave in the cache what these rows go on from; returns what they go on with."""
+        """Reduce the cache to the prefixes of these rows; return the tokens to compute next."""
         begun = [self._begun[prompt.noise_id, k] for prompt, k in rows]
         known = [b.known(prompt.token_ids) for b, (prompt, _) in zip(begun, rows, strict=True)]
         shared = [b.shared for b in begun]

@@ -1,4 +1,4 @@
-"""The rows in computation, and what each needs for its next token."""
+"""The active rows of a wave, with the state that each needs for its next token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOISE_BLOCK = 32
 
 
 class ActiveRows:
-    """The rows in computation, and what each needs for its next token."""
+    """The active rows of a wave: their last tokens, positions, noise and limits."""
 
     def __init__(
         self, rows: list[PromptRow], keys: Tensor, sampling: Sampling, *, vocabulary: int
@@ -22,7 +22,7 @@ class ActiveRows:
         device = keys.device
         self.index = torch.arange(len(rows), device=device)
         self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
-        # The position of the token to draw next; after `advance`, that of the last drawn token.
+        # The position of the last token before sampling; after `advance`, of the sampled token.
         self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
         self.tokens = torch.zeros_like(self.index)
         self.seen: Tensor | None = None
@@ -35,29 +35,29 @@ class ActiveRows:
         self._keys = keys
         self._noise = uniforms(keys, 0, _NOISE_BLOCK)
         self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.long, device=device)
-        # The positions at which rows end, where these have limits of their own.
+        # The positions at which rows end, if their limits differ.
         limits = torch.tensor(limits_of(rows, sampling), device=device)
         differ = bool((limits != limits[0]).any())
         self._ends = self.positions + limits if differ else None
         self._can_end = differ or bool(sampling.stop_token_ids or sampling.stop_strings)
 
     def noise_at(self, position: int) -> Tensor:
-        """That of the tokens at a position, float64 (R,)."""
+        """The noise of the tokens at a position, float64 (R,)."""
         if position and position % _NOISE_BLOCK == 0:
             self._noise = uniforms(self._keys, position, _NOISE_BLOCK)
         return self._noise[:, position % _NOISE_BLOCK]
 
     def noise_of(self, position: Tensor) -> Tensor:
-        """`noise_at` of a position that only the device knows."""
+        """`noise_at` for a position in a device tensor."""
         return uniforms_at(self._keys, position)
 
     def advance_in_place(self, tokens: Tensor) -> None:
-        """`advance` on tensors that keep their places; who has ended by its text is not known."""
+        """`advance` on tensors with fixed addresses, without rows that ended by a stop string."""
         kept = self.tokens.copy_(tokens)
         self.advance(kept, None)
 
     def advance(self, tokens: Tensor, ended: Tensor | None) -> None:
-        """Take note of the tokens (R,) drawn, and of the rows `ended` (R,) by their text."""
+        """Record the sampled tokens (R,), and the rows `ended` (R,) by a stop string."""
         self.tokens = tokens
         self.positions += 1
         if self.seen is not None:
@@ -70,12 +70,12 @@ class ActiveRows:
             self.alive &= self.positions < self._ends
 
     def count_unfinished(self) -> int:
-        """How many rows go on."""
-        # Without stop strings, a step waits for the device only here.
+        """The number of unfinished rows."""
+        # Without stop strings, this is a step's only synchronization with the device.
         return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with the rows `order`."""
+        """Keep only the rows `order`."""
         for name in ("index", "alive", "positions", "tokens", "seen", "_keys", "_noise", "_ends"):
             if (rows := getattr(self, name)) is not None:
                 setattr(self, name, rows[order])

@@ -1,10 +1,10 @@
-"""Decoding by steps of fixed shapes, which a GPU repeats by two launches instead of some thousand.
+"""Decoding by steps of fixed shapes: a GPU replays a step by two launches instead of thousands.
 
-A wave has memory for all of its tokens, at places that do not move. What grows from step to step,
-the number of tokens, is itself a tensor. Rows that have ended are computed on, and masked, until
-so few are left that the next smaller size, a power of two, has room for all: then these are moved
-to the front, and the step of the smaller size is recorded in its turn, but for the smallest. The
-host waits for the device once in some steps, to learn how many go on.
+A wave has memory for all of its tokens, at fixed addresses. The number of tokens, which grows from
+step to step, is a tensor. Finished rows stay in the batch, masked. When the unfinished ones fit
+into a smaller size (a power of two, at least LEAST_ROWS), they are moved to the front, and the step
+of that size is captured. The host synchronizes with the device only every few steps, to count the
+unfinished rows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rloo.model.attention import AttentionOptions
 from rloo.model.flash_gpu import Segments, attend_segments
 from rloo.types import Sampling
 
-# After so many steps the host asks how many rows go on, unless it must know each token.
+# The host counts unfinished rows once in so many steps. With stop strings it does at every step.
 STEPS_A_LOOK = 8
-# With fewer rows a step takes hardly less: it reads all weights, and below some hundred rows that
-# takes longer than to compute with them (H100: 990 TFLOP/s in 16 bits over 3.35 TB/s, 300 rows).
+# With fewer rows a step is hardly faster: it reads all weights, and below a few hundred rows that
+# takes longer than the computation (H100: 990 TFLOP/s in 16 bits over 3.35 TB/s, 300 rows).
 LEAST_ROWS = 64
 
 
 def smaller_size(size: int, alive: int) -> int:
-    """The rows of the next steps, if `alive` of `size` go on: the least power of two that has room
-    for them and is worth recording, or as many as before.
+    """The batch size of the next steps if `alive` of `size` rows are unfinished: the least power of
+    two that holds them, at least LEAST_ROWS and at most `size`.
 
     >>> smaller_size(200, 130), smaller_size(200, 65), smaller_size(128, 1), smaller_size(48, 1)
     (200, 128, 64, 48)
@@ -48,16 +48,15 @@ def smaller_size(size: int, alive: int) -> int:
 def can_decode(
     cache_dtype: torch.dtype | None, decoder: FusedDecoder, device: torch.device
 ) -> bool:
-    """Whether this device attends to segments in the caches' 16 bits, and no layer has a window."""
+    """Whether the device has attention over segments in `cache_dtype`, and no layer a window."""
     if cache_dtype is None or decoder.has_windows:
         return False
     return flash_gpu.has_segments(device, cache_dtype, decoder.head_size)
 
 
 class StaticCache:
-    """The keys and values of R rows, `slots` tokens of each, and of their prompts, packed; of a
-    forward pass of one token a row. `prompt_of_row` (R,) is in order. See `DecodeCache`, whose
-    place it takes."""
+    """Keys and values of R rows, with `slots` tokens each, and of their packed prompts, for forward
+    passes over one token per row. `prompt_of_row` (R,) is sorted. It replaces `DecodeCache`."""
 
     def __init__(self, prompts: PromptCache, prompt_of_row: Tensor, slots: int) -> None:
         assert prompts.dtype is not None
@@ -65,7 +64,7 @@ class StaticCache:
         self._dtype, self._slots, self._width = prompts.dtype, slots, prompts.width
         self.size = len(prompt_of_row)
         self._prompt_of_row = prompt_of_row
-        # Before the token that is computed: how many there are of each row.
+        # The number of each row's completion tokens before the one that is computed.
         self.length = torch.zeros(1, dtype=torch.long, device=device)
         real = torch.arange(self._width, device=device) >= pads[:, None]
         place = real.flatten().nonzero()[:, 0]
@@ -78,7 +77,7 @@ class StaticCache:
             _, heads, _, size = pair[0].shape
             packed = (x.transpose(1, 2).flatten(0, 1).index_select(0, place) for x in pair)
             self._prompts[layer] = next(packed), next(packed)
-            # Zeros, since none of it may be NaN: see PromptCache.
+            # Zeros, since no slot may be NaN: see PromptCache.
             shape = self.size, slots, heads, size
             own = (torch.zeros(shape, dtype=self._dtype, device=device) for _ in pair)
             self._own[layer] = next(own), next(own)
@@ -86,7 +85,7 @@ class StaticCache:
         self._settle()
 
     def _settle(self) -> None:
-        """Find out which rows belong to which prompt, for `size` rows."""
+        """Compute the segments of `size` rows: rows of each prompt, and slots of each row."""
         device, size = self.used.device, self.size
         prompts = torch.arange(len(self._prompt_edges), device=device)
         edges = torch.searchsorted(self._prompt_of_row[:size].contiguous(), prompts).int()
@@ -96,7 +95,7 @@ class StaticCache:
         self._alone = Segments(rows, rows * self._slots, 1, self._slots)
 
     def keep(self, order: Tensor) -> None:
-        """Go on with the rows `order`, in the order of their prompts."""
+        """Keep only the rows `order`, which is sorted by prompt."""
         self.size = len(order)
         for buffers in self._own.values():
             for buffer in buffers:
@@ -105,11 +104,11 @@ class StaticCache:
         self._settle()
 
     def see(self, alive: Tensor) -> None:
-        """Announce a token of each row; of those that are not `alive` (R,) nothing is read."""
+        """Prepare a token of each row. Rows that are not `alive` (R,) attend to one slot only."""
         self.used[: self.size] = torch.where(alive, self.length.int() + 1, 1)
 
     def get_seq_length(self) -> int:
-        """Positions that there may be before a token, whatever has been computed."""
+        """The largest possible number of positions before a token."""
         return self._width + self._slots
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
@@ -140,8 +139,8 @@ class StaticCache:
 
 
 class StaticDecoding:
-    """The completions of a wave: `active` rows with the `logits` (R, V) that follow their prompts,
-    up to `width` tokens of each."""
+    """Samples a wave: up to `width` tokens of each of the `active` rows, from the `logits` (R, V)
+    that follow their prompts."""
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class StaticDecoding:
         self._decoder, self._cache, self._active, self._width = decoder, cache, active, width
         self._rows, device = len(logits), logits.device
         self._logits = logits.clone()
-        # One row more than there are, which takes what is computed of none.
+        # An additional row receives the results of masked rows.
         shape = self._rows + 1, width
         self._tokens = torch.full(shape, -1, device=device)
         self._tokens[self._rows] = 0
@@ -163,8 +162,8 @@ class StaticDecoding:
     def run(
         self, sampling: Sampling, repeated: Callable[..., GraphedFunction] = CapturedGraph
     ) -> SampledTokens:
-        """What `InProcessEngine._draw` returns. `repeated` makes of a step, its device and a pool
-        of memory what does it again and again."""
+        """Return the result of `InProcessEngine._draw`. `repeated` makes a repeatable function from
+        a step, its device and a memory pool."""
         device, size = self._logits.device, 0
         stop_text = StopStringMatcher(sampling, self._rows + 1, device)
         looks = 1 if sampling.stop_strings else STEPS_A_LOOK
@@ -194,13 +193,13 @@ class StaticDecoding:
         device = self._logits.device
         pool = new_pool(device)
         step = partial(self._draw, sampling)
-        # Top-p asks the device whether it must sort.
+        # Top-p synchronizes with the device to decide whether to sort, so it cannot be captured.
         fixed = sampling.greedy or sampling.top_p >= 1.0
         first = repeated(step, device, pool) if fixed else step
         return first, repeated(self._compute, device, pool)
 
     def _draw(self, sampling: Sampling) -> None:
-        """One token of each row."""
+        """Sample one token of each row."""
         active, length = self._active, self._cache.length
         size = self._cache.size
         drawn = draw(self._logits[:size], active.noise_of(length), sampling, active.seen)
@@ -211,7 +210,7 @@ class StaticDecoding:
         active.advance_in_place(drawn.tokens)
 
     def _compute(self) -> None:
-        """The logits that follow the tokens drawn."""
+        """Compute the logits that follow the sampled tokens."""
         active, cache = self._active, self._cache
         cache.see(active.alive)
         logits = self._decoder.forward(active.tokens[:, None], active.positions[:, None], cache)
@@ -219,7 +218,7 @@ class StaticDecoding:
         cache.length += 1
 
     def _shrink(self, size: int, left: int) -> None:
-        """Go on with the `left` rows that are alive, and as many as make `size` that are not."""
+        """Reduce the batch to the `left` alive rows, filled up with masked ones to `size`."""
         alive = self._active.alive.nonzero()[:, 0]
         order = torch.cat([alive, alive[-1:].expand(size - left)])
         self._cache.keep(order)

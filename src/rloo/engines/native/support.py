@@ -1,4 +1,4 @@
-"""Finding out whether the native engine can run a model: by its configuration, then by a trial."""
+"""Checks whether the native engine can run a model: by its configuration, then by a trial."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def unavailable_reason(
 ) -> str | None:
     """Why the native engine cannot run `model`, or None if it can. The model is not changed.
 
-    After the configuration, a trial decides: completions sampled with `fused` and `weights` (by
-    default the model's parameters) are scored again without our cache and attention.
+    After the configuration, a trial decides: completions sampled with `fused` and `weights`
+    (default: the model's parameters) are scored again without our cache and attention.
     """
     if (reason := attention.unavailable_reason(model)) is not None:
         return f"because {reason}"
@@ -37,7 +37,7 @@ def unavailable_reason(
 
 
 class _WindowRecorder:
-    """Records the window that each layer asks for."""
+    """Records the window that each layer passes to its attention."""
 
     def __init__(self) -> None:
         self.windows: list[int | None] = []
@@ -50,7 +50,7 @@ class _WindowRecorder:
 
 
 def _check_windows(model: PreTrainedModel) -> str | None:
-    """Check the layers' windows, since one longer than the trial's prompts has no effect there."""
+    """Check the layers' windows: in a trial, a window longer than the prompts has no effect."""
     recorder = _WindowRecorder()
     with in_inference_mode(model):
         model(

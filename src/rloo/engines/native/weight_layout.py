@@ -1,4 +1,4 @@
-"""A matrix of the decoder, in the order in which the library that multiplies by it wants it."""
+"""The decoder's matrices, in the memory layout of the library that multiplies by them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rloo import kernels
 from rloo.kernels import cpu_matmul
 from rloo.kernels.decode import PackedMatrix, columns
 
-# Below this many rows the matrix is on a CPU the left factor, which two threads divide better; with
-# more rows, transposing the result costs more than that gains.
+# On a CPU, with fewer rows, the matrix is the left factor: two threads split it better. With more
+# rows, transposing the result costs more than that gains.
 _FEW_ROWS = 48
 
 
 class LinearOp(Protocol):
-    """A weight (N, K) and perhaps a bias (N,), by which rows of tokens (T, K) are multiplied."""
+    """A weight (N, K) and an optional bias (N,), by which rows of tokens (T, K) are multiplied."""
 
     def times(self, rows: Tensor) -> Tensor:
         """rows @ weight.T + bias: (T, N)."""
@@ -31,27 +31,27 @@ class LinearOp(Protocol):
 
     @property
     def hidden_bytes(self) -> int:
-        """Of what torch does not count."""
+        """Bytes that torch's allocation statistics do not count."""
 
 
 def make_linear_op(
     weight: Tensor, bias: Tensor | None, precise: torch.dtype, *, gated: bool = False
 ) -> LinearOp:
-    """`gated` is one that is used for nothing else. Results are `precise`."""
+    """Make a LinearOp with results of dtype `precise`. A `gated` one is used for `gated` only."""
     if can_pack(weight, precise) and not (gated and len(weight) % columns()):
         return PackedMatrix(weight, bias, gated=gated)
     return PackedLinear(weight, bias, precise)
 
 
 def can_pack(weight: Tensor, precise: torch.dtype) -> bool:
-    """Whether the kernels in C multiply by it."""
+    """Whether the C kernels can multiply by this weight."""
     known = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
     return known and precise == torch.float32 and kernels.in_use()
 
 
 class PackedLinear:
-    """A weight (N, K) and perhaps a bias (N,). Rows of tokens (T, K) come in any precision, are
-    multiplied in the weight's, and results are `precise`. Where oneDNN computes, it has a copy."""
+    """A weight (N, K) and an optional bias (N,). Rows of tokens (T, K) have any dtype, products
+    the weight's, and results the dtype `precise`. For oneDNN the weight is a packed copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, precise: torch.dtype) -> None:
         self._dtype, self._precise = weight.dtype, precise
@@ -61,7 +61,7 @@ class PackedLinear:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of what torch does not count: its copy in oneDNN's order."""
+        """Bytes that torch's statistics do not count: those of the copy in oneDNN's layout."""
         return self._weight.numel() * self._weight.itemsize if self._packed else 0
 
     def times(self, rows: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Sampling with vLLM's servers over HTTP: unmodified, ours or given."""
+"""Sampling over HTTP with unmodified vLLM servers, started by the run or given by the user."""

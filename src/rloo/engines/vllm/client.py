@@ -1,4 +1,4 @@
-"""One vLLM server as its HTTP routes: every call has a deadline, and is checked."""
+"""An HTTP client of one vLLM server. Every call has a deadline, and its answer is checked."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 
-# Of what a server says in an error.
+# How many characters of a server's error message are shown.
 SHOWN_CHARACTERS = 600
 
 
 class ServerError(OSError):
-    """What was asked of which server, and what came back. `status` is that of an HTTP answer, None
-    where there was none or it could not be read."""
+    """A failed call: its message names the phase, the server and the failure. `status` is the HTTP
+    status, or None if there was no answer or it could not be read."""
 
     def __init__(self, phase: str, url: str, fact: str, status: int | None = None) -> None:
         super().__init__(f"{phase}: the vLLM server {url} {fact}")
@@ -25,14 +25,14 @@ class ServerError(OSError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server is well and does not do what it was asked for."""
+        """Whether the server is healthy and refuses the request (status 4xx)."""
         return self.status is not None and 400 <= self.status < 500
 
 
 class VLLMClient:
-    """The server at `url`, to be used in one event loop. `key` is sent as a bearer token (by
-    default VLLM_API_KEY, as vLLM's own clients do). All seconds are those until the whole answer
-    is there; every method raises ServerError."""
+    """A client of the server at `url`, for use in one event loop. `key` is sent as a bearer token
+    (default: VLLM_API_KEY, as in vLLM's clients). `seconds` is the time limit for the complete
+    answer. Every method raises ServerError."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
         self.url = url.rstrip("/")
@@ -41,7 +41,7 @@ class VLLMClient:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             timeout=None,
-            trust_env=False,  # a proxy for the web is none for a server beside us
+            trust_env=False,  # a web proxy must not be used for a local server
         )
 
     async def get(self, path: str, *, phase: str, seconds: float) -> Any:
@@ -57,11 +57,11 @@ class VLLMClient:
         seconds: float,
         **query: Any,
     ) -> Any:
-        """What the server answers, as a JSON value where it is one."""
+        """The server's answer: a JSON value if it is one, else text."""
         return await self._call("POST", path, phase, seconds, json=body, params=query or None)
 
     async def close(self) -> None:
-        """Give up the connections."""
+        """Close the connections."""
         await self._http.aclose()
 
     async def _call(self, method: str, path: str, phase: str, seconds: float, **how: Any) -> Any:
@@ -71,7 +71,7 @@ class VLLMClient:
         except TimeoutError as error:
             fact = f"did not answer {path} within {seconds:g} s"
             raise ServerError(phase, self.url, fact) from error
-        # httpx raises RuntimeError where a server was given up, and its client closed, meanwhile.
+        # httpx raises RuntimeError if the client of a lost server was closed during the call.
         except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
             fact = f"cannot be reached at {path}: {error or type(error).__name__}"
             raise ServerError(phase, self.url, fact) from error
@@ -86,7 +86,7 @@ class VLLMClient:
     # -- routes ----------------------------------------------------------------------------------
 
     async def weight_version(self, *, seconds: float) -> str:
-        """What the weights were last said to be."""
+        """The version label that the weights were last stamped with."""
         phase = "reading the version back"
         found = await self.get("/weight_info", phase=phase, seconds=seconds)
         if not isinstance(found, Mapping) or "weight_version" not in found:
@@ -96,8 +96,8 @@ class VLLMClient:
 
     @asynccontextmanager
     async def paused(self, *, mode: str = "wait", seconds: float) -> AsyncIterator[None]:
-        """No request is computed inside. Those under way are finished before (`wait`), or go on
-        after it with the weights that are there then (`keep`)."""
+        """Inside, no request is computed. Running requests finish before (`wait`), or continue
+        afterwards with the weights loaded by then (`keep`)."""
         try:
             await self.post("/pause", phase="pausing", seconds=seconds, mode=mode)
             yield
@@ -105,26 +105,26 @@ class VLLMClient:
             await self.post("/resume", phase="resuming", seconds=seconds)
 
     async def reload(self, folder: str, *, seconds: float) -> None:
-        """Have all workers read the weights in `folder`."""
+        """Make all workers of the server load the weights in `folder`."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": seconds}
         await self.post("/collective_rpc", call, phase="loading weights", seconds=seconds)
 
     async def stamp(self, version: str, *, seconds: float) -> None:
-        """Tell the server of which version its weights are."""
+        """Set the version label of the server's weights."""
         body = {"new_version": version}
         await self.post("/update_weight_version", body, phase="loading weights", seconds=seconds)
 
     async def sleep(self, level: int, *, seconds: float) -> None:
-        """Give the device's memory back: keep the weights on the host (1) or drop them (2)."""
+        """Release device memory: keep the weights on the host (level 1) or drop them (level 2)."""
         await self.post("/sleep", phase="putting to sleep", seconds=seconds, level=level)
 
     async def wake_up(self, tags: str, *, seconds: float) -> None:
-        """Take the memory for "weights" or for "kv_cache" again; weights that were dropped are then
-        to be loaded."""
+        """Allocate the memory for "weights" or for "kv_cache" again. Dropped weights must be loaded
+        afterwards."""
         await self.post("/wake_up", phase="waking up", seconds=seconds, tags=tags)
 
     async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
-        """Add a LoRA adapter, to be asked for by `name` as a model."""
+        """Add a LoRA adapter. Requests select it with `name` as their model."""
         body = {"lora_name": name, "lora_path": folder}
         await self.post("/v1/load_lora_adapter", body, phase="loading an adapter", seconds=seconds)
 
@@ -136,7 +136,7 @@ class VLLMClient:
 
 
 def _words(said: str) -> str:
-    """What a server says, as far as it fits into a message."""
+    """A server's error text, shortened for a message."""
     try:
         error = json.loads(said)["error"]
         said = error["message"] if isinstance(error, Mapping) else str(error)

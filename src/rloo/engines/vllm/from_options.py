@@ -1,4 +1,4 @@
-"""What a run's options say of servers of vLLM."""
+"""Builds the settings of vLLM servers from a run's options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serving_of(
     tied: bool = False,
     sleeps: bool = False,
 ) -> ServerConfig:
-    """How a server of `model` is started for a run of these options. See `ServerConfig`."""
+    """The `ServerConfig` of a server of `model` for a run with these options."""
     return ServerConfig(
         model,
         dtype=servers_dtype(config),
@@ -48,7 +48,7 @@ def serving_of(
 
 
 def exported(policy: Policy) -> PolicyExport:
-    """The policy as servers take it."""
+    """The policy's export in the form that servers load."""
     config = policy.config
     dtype = getattr(torch, servers_dtype(config))
     return PolicyExport(
@@ -57,8 +57,8 @@ def exported(policy: Policy) -> PolicyExport:
 
 
 def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
-    """How `rloo vllm-serve` starts a server of the model `name` for runs that are elsewhere.
-    Raises OSError for one whose configuration is not to be had."""
+    """The `ServerConfig` with which `rloo vllm-serve` serves the model `name` to other processes.
+    Raises OSError if the model's configuration cannot be loaded."""
     model = resolve_model(name)
     known = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
     tied = known.get_text_config().tie_word_embeddings and not torch.cuda.is_available()
@@ -67,9 +67,9 @@ def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
 
 
 def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
-    """Have this process become a server of `model`, after its line was printed. It listens where
-    `vllm_server_host` says, if that is `named` or no default, and else on this machine alone.
-    Raises ValueError where others could reach it without a key."""
+    """Print the command line of a server of `model`, then replace this process by it. It listens on
+    `vllm_server_host` if the user has `named` it or it is not the default, else on the loopback
+    address. Raises ValueError if other machines could reach it without a key."""
     host = config.vllm_server_host
     host = host if named or host != RLOOConfig().vllm_server_host else HERE
     require_key(host)
@@ -84,12 +84,12 @@ def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
 
 
 def must_untie(policy: Policy) -> bool:
-    """Whether servers are told to take a tied matrix for two: on a CPU vLLM packs it once."""
+    """Whether servers must treat a tied matrix as two: on a CPU vLLM packs it only once."""
     return policy.device.type == "cpu" and bool(tied_outputs(policy.model))
 
 
 def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyExport]:
-    """How a run finds its servers, for how long it waits for them, and what they are given."""
+    """The `VLLMSettings` of a run, and the export of its policy for the servers."""
     config, source = policy.config, exported(policy)
     size, given = config.vllm_tensor_parallel_size, config.vllm_devices
     devices: list[str | None] = [None]
@@ -125,7 +125,7 @@ def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyE
         tolerance=tolerance_of(config),
         needed=longest + (config.max_prompt_length or 1),
         partial=config.partial_rollouts,
-        # vLLM loses adapters with the weights that level 2 drops.
+        # Level 2 drops the weights, and vLLM loses adapters with them.
         sleep_level=(2 if rank is None else 1) if sleeps else None,
         weights_folder=weights,
         log_folder=log_folder,
@@ -134,7 +134,7 @@ def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyE
 
 
 def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
-    """Why weights cannot go over NCCL, None where they may."""
+    """Why weights cannot be sent over NCCL, or None if they can."""
     config = policy.config
     if lora_rank is not None:
         return "an adapter travels as the files that vLLM loads"
@@ -144,5 +144,5 @@ def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
 
 
 def weights_folder(config: RLOOConfig) -> Path:
-    """Where weights are written for processes on other machines."""
+    """The folder in which weights are written for processes on other machines."""
     return Path(config.vllm_weights_dir or config.output_dir).absolute()

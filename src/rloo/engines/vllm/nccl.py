@@ -1,7 +1,7 @@
-"""vLLM's own weight transfer over NCCL, an accelerator of loading a version: it sends what is in
-that one's folder, so that nothing is gathered twice; where it fails, the server reads the folder.
+"""vLLM's weight transfer over NCCL, a faster way to load a version. It sends the tensors in the
+version's folder, so that nothing is gathered twice. If it fails, the server reads the folder.
 
-vLLM's sender is used as it is (vllm.distributed.weight_transfer of 0.26 to 0.32), and needs a GPU.
+vLLM's sender is used unmodified (vllm.distributed.weight_transfer of 0.26 to 0.32). It needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from rloo.engines.vllm.server_process import free_port
 from rloo.engines.vllm.server_state import ServerState, ServerWeights
 
 TRANSFER_ROUTE = "/init_weight_transfer_engine"
-# For the first version, with which the two ends connect: where they do not see each other, it is
-# better known soon.
+# The time limit of the first version, which connects both ends. It is short, so that ends that
+# cannot reach each other are noticed early.
 FIRST_SECONDS = 120.0
 _PHASE = "sending weights over NCCL"
-# How safetensors calls types of numbers.
+# safetensors' names of dtypes.
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def unavailable_reason(device: torch.device) -> str | None:
-    """Why nothing can be sent from here, None where it can."""
+    """Why this process cannot send over NCCL, or None if it can."""
     if device.type != "cuda":
         return "the trainer has no GPU"
     found = find_spec("vllm")
-    if found is None or found.origin is None:  # a folder of that name is no package
+    if found is None or found.origin is None:  # a mere folder named vllm is not the package
         return "vLLM is not installed beside the trainer, which needs it to send"
     return None
 
 
 class NCCLTransfer:
-    """Sends versions to the server of `client`, from `device`. What waits inside of NCCL cannot be
-    interrupted: `sent` uses a thread of its own, and leaves it behind at its deadline."""
+    """Sends versions to the server of `client`, from `device`. A call inside NCCL cannot be
+    interrupted, so `sent` runs it in a separate thread, which it abandons at the deadline."""
 
     def __init__(self, client: VLLMClient, device: torch.device, seconds: float) -> None:
         self._client, self._device, self._seconds = client, device, seconds
@@ -54,7 +54,7 @@ class NCCLTransfer:
         self._folder = Path()
 
     async def sent(self, folder: Path) -> None:
-        """Send a version. Raises what the sender raises, and TimeoutError."""
+        """Send a version. Raises the sender's errors, and TimeoutError."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -68,7 +68,7 @@ class NCCLTransfer:
                 self._send(folder, loop)
             except Exception as raised:
                 error = raised
-            with suppress(RuntimeError):  # so late that the loop is closed
+            with suppress(RuntimeError):  # the loop may be closed by now
                 loop.call_soon_threadsafe(tell, error)
 
         threading.Thread(target=work, daemon=True).start()
@@ -92,7 +92,7 @@ class NCCLTransfer:
         transfer = self
 
         class Source(WeightSource):
-            """The tensors of the present folder, in the order of its index."""
+            """The tensors of the current folder, in the order of its index."""
 
             def metadata(self) -> list[Any]:
                 return [ParamMeta(*each) for each in described(transfer._folder)]
@@ -111,8 +111,8 @@ class NCCLTransfer:
 
 
 class _Calls:
-    """What vLLM's sender asks a server for, from its own thread: the run's client asks, in its
-    loop."""
+    """The client for vLLM's sender, which calls it from another thread: it runs the calls of the
+    run's client in the event loop."""
 
     def __init__(self, client: VLLMClient, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._client, self._loop, self._seconds = client, loop, seconds
@@ -142,15 +142,15 @@ class _Calls:
         self._wait(self._client.post(path, body, phase=_PHASE, seconds=self._seconds))
 
     def _wait(self, asked: Coroutine[Any, Any, Any]) -> Any:
-        # The call ends before; a loop that has stopped would never say so.
+        # The call itself ends earlier. This limit is for an event loop that has stopped.
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result(self._seconds + 10.0)
 
 
 async def fill(
     member: ServerState, weights: ServerWeights, seconds: float, say: Callable[[str], None]
 ) -> None:
-    """Give a server the weights of a version: over NCCL where that works, else it reads the folder.
-    After a failure it does so from then on."""
+    """Load a version into a server: over NCCL if that works, else from the folder. After a failure
+    the server always reads the folder."""
     if member.transfer is not None:
         try:
             await member.transfer.sent(weights.folder)
@@ -163,7 +163,7 @@ async def fill(
 
 
 def described(folder: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Name, type and shape of every tensor of a version, in the order of its index."""
+    """Yield name, dtype and shape of every tensor of a version, in the order of its index."""
     for name, file in _places(folder):
         with safe_open(folder / file, "pt") as opened:
             part = opened.get_slice(name)
@@ -171,7 +171,7 @@ def described(folder: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a version on `device`, one at a time, in the order of its index."""
+    """Yield every tensor of a version on `device`, one at a time, in the order of its index."""
     for name, file in _places(folder):
         with safe_open(folder / file, "pt") as opened:
             yield name, opened.get_tensor(name).to(device)
@@ -183,7 +183,7 @@ def _places(folder: Path) -> list[tuple[str, str]]:
 
 
 def _address_towards(host: str) -> str:
-    """This machine's address, as `host` can reach it."""
+    """The address of this machine under which `host` can reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         asked.connect((host, 9))  # nothing is sent
         return str(asked.getsockname()[0])

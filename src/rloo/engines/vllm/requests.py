@@ -1,4 +1,4 @@
-"""What a server is asked for a group, and its answer, which is believed in nothing."""
+"""Builds the requests for completions, and reads and validates a server's answers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rloo.engines.sampling import check_request, refuse_images
 from rloo.engines.vllm.client import ServerError
 from rloo.types import Completion, Prompt, Sampling, WeightVersions
 
-# OpenAI's route, which every server has; and vLLM's own, from which one learns also which weights
-# sampled each token, but which is there on request only (--enable-scale-out).
+# OpenAI's route, which every server has; and vLLM's route, whose answers also name the weights that
+# sampled each token, but which needs --enable-scale-out.
 ROUTE, TOKENS_ROUTE = "/v1/completions", "/inference/v1/generate"
 PHASE = "sampling"
-# What log-probs may exceed 0 by, since they are rounded.
+# Log-probs may exceed 0 by this, since they are rounded.
 _ABOVE_ZERO = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """The completions `numbers` of a prompt, for engines that draw by a seed of the request."""
+    """A request for the completions `numbers` of a prompt, for engines with a seed per request."""
 
     prompt: Prompt
     numbers: range
@@ -32,26 +32,26 @@ class CompletionRequest:
 
     @property
     def limit(self) -> int:
-        """How many tokens each may have; those before a prompt's offset are there already."""
+        """The maximum number of new tokens; those before the prompt's offset exist already."""
         return self.sampling.max_tokens - self.prompt.offset
 
     def body(self, route: str, *, model: str | None, salt: str) -> dict[str, Any]:
-        """As the server reads it. `salt` keeps apart what was computed with other weights."""
+        """The JSON body. `salt` separates the prefix caches of different weights."""
         how, ids = self.sampling, self.prompt.token_ids
         draw = f"prompt {self.prompt.noise_id}"
-        if self.prompt.offset:  # or a turn would be drawn with the noise of the first one
+        if self.prompt.offset:  # otherwise a later turn would have the noise of the first
             draw += f" from {self.prompt.offset}"
         seed = noise_key(self.noise, draw, self.numbers.start)
         params: dict[str, Any] = {
             "n": len(self.numbers),
             "max_tokens": self.limit,
             "temperature": 0.0 if how.greedy else how.temperature,
-            # A server may have other defaults, of its model.
+            # Explicit, since a server may have its model's defaults.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            # Completions of one request get the seeds that follow.
+            # vLLM gives the completions of one request consecutive seeds.
             "seed": seed >> 2,
             "logprobs": 0,
             "ignore_eos": True,
@@ -72,8 +72,8 @@ class CompletionRequest:
 def requests_of(
     prompts: Sequence[Prompt], numbers: Sequence[range], sampling: Sampling, noise: int
 ) -> list[CompletionRequest]:
-    """A request for each prompt's completions. Raises ValueError for what no engine can sample, or
-    not vLLM."""
+    """A request for each prompt's completions. Raises ValueError for requests that no engine, or
+    not vLLM, can sample."""
     check_request(prompts, min(map(len, numbers), default=1), sampling)
     check_sampling(sampling)
     refuse_images(prompts, "which are not sent to vLLM in this version (rollout_engine hf)")
@@ -82,8 +82,8 @@ def requests_of(
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ValueError for what vLLM samples otherwise than our engines, or without telling the
-    log-probs of the policy."""
+    """Raise ValueError for settings with which vLLM samples differently from our engines, or does
+    not return the policy's log-probs."""
     if sampling.filtered and not sampling.greedy:
         raise ValueError(
             "vLLM returns one log-prob a token, that of the distribution sampled from; with top_p, "
@@ -105,10 +105,10 @@ def read_answer(
     versions: Mapping[str, int],
     vocabulary: int,
 ) -> list[Completion]:
-    """The completions in an answer, of tokens below `vocabulary`. `versions` are those of the
-    weights that may have sampled it, by their names at the server: first of all the ones that it
-    had. Raises ServerError for an answer that is not what was asked for, or that says that it was
-    sampled with others."""
+    """Read the completions in an answer; tokens must be below `vocabulary`. `versions` maps labels
+    to versions of the weights that may have sampled it; the first is the one that the server had at
+    the request. Raises ServerError for an answer that does not fit the request, or that names other
+    versions."""
 
     def fault(fact: str) -> ServerError:
         return ServerError(PHASE, url, f"answered with {fact}")
@@ -165,7 +165,7 @@ def _read_choice(
 
 
 def _spans(given: Sequence[Any], versions: Mapping[str, int], count: int) -> WeightVersions:
-    """Which weights sampled which of `count` tokens, as the server tells it."""
+    """The versions that sampled the `count` tokens, in spans, as the server reports them."""
     spans: list[tuple[int, int]] = []
     end = 0
     for span in given:
@@ -182,7 +182,7 @@ def _spans(given: Sequence[Any], versions: Mapping[str, int], count: int) -> Wei
 
 
 def _logprobs(given: Mapping[str, Any]) -> tuple[list[int], list[float]]:
-    """The tokens and their log-probs, in the form of either route."""
+    """The tokens and their log-probs, from the answer of either route."""
     if "content" in given:
         content = given["content"]
         return [e["token_id"] for e in content], [float(e["logprob"]) for e in content]
@@ -191,7 +191,7 @@ def _logprobs(given: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def _checked_finish(finish: Any, tokens: Sequence[int], how: Sampling, limit: int) -> Any:
-    """`finish`, if the tokens, at most `limit`, agree with it."""
+    """Return the finish reason after checking it against the tokens and `limit`."""
     stops = [place for place, token in enumerate(tokens) if token in how.stop_token_ids]
     by_token = bool(stops) and stops[0] == len(tokens) - 1
     if stops and not by_token:
@@ -211,10 +211,10 @@ def _checked_finish(finish: Any, tokens: Sequence[int], how: Sampling, limit: in
             f"{len(tokens)} tokens as if that were its limit, of {limit}: its context "
             "(--max-model-len) is too short"
         )
-    # The last token may both be the last one allowed and end it: it has ended.
+    # A completion whose last allowed token also ends it counts as stopped.
     return "stop" if by_token or by_text else finish
 
 
 def greedy(sampling: Sampling, max_tokens: int) -> Sampling:
-    """The most likely tokens, as many, whatever they are."""
+    """Greedy settings for exactly `max_tokens` tokens, without stops."""
     return replace(sampling, greedy=True, max_tokens=max_tokens, stop_token_ids=(), stop_strings=())

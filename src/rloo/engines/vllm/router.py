@@ -1,5 +1,5 @@
-"""Who waits for a server, and which one is next. A step of it takes as long as the logarithm of the
-number of servers, however many wait.
+"""Load balancing: assigns waiting requests to servers. A step takes time logarithmic in the number
+of servers, however many requests wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import count
 
 from rloo.engines.vllm.server_state import ServerState
 
-# Servers are compared by it: one that has nothing to do comes first, then who has the most room.
+# The order of servers: idle ones first, then those with the most room.
 _Key = tuple[bool, int]
 
 
@@ -21,15 +21,15 @@ class NoServers(OSError):
 
 
 class LoadBalancer:
-    """Gives servers to those who wait, in the order in which they came: the one with the least to
-    do, once it has room, or has nothing to do. What is given counts as `busy` at once. While
-    `holding` nothing is given."""
+    """Assigns servers to waiting requests in order of arrival. A request gets the least busy server
+    once that has room or is idle. Assigned completions count as `busy` at once. While `holding`,
+    nothing is assigned."""
 
     def __init__(self, members: Sequence[ServerState]) -> None:
         self.holding = False
         self._members = members
         self._waiting: deque[tuple[int, asyncio.Future[ServerState]]] = deque()
-        # Every server without a fault, by its key as it is now, among entries that are outdated.
+        # A heap with every server without a fault under its current key, among outdated entries.
         self._free: list[tuple[_Key, int, ServerState]] = []
         self._number = count()
         self._renew()
@@ -37,8 +37,8 @@ class LoadBalancer:
     async def take(
         self, completions: int, *, again: bool = False, near: ServerState | None = None
     ) -> ServerState:
-        """A server for so many completions, `near` if it has room now; what is asked for `again`
-        comes first. `remove_server` it then. Raises NoServers."""
+        """Wait for a server for so many completions: `near` if it has room now. A repeated request
+        (`again`) comes first. Call `remove_server` afterwards. Raises NoServers."""
         free = not self.holding and not self._waiting
         if near is not None and free and near.fault is None and _has_room(near, completions):
             near.busy += completions
@@ -51,35 +51,35 @@ class LoadBalancer:
             try:
                 member = await place
             except asyncio.CancelledError:
-                if not place.cancelled() and place.exception() is None:  # given in this moment
+                if not place.cancelled() and place.exception() is None:  # assigned just now
                     self.remove_server(place.result(), completions)
                 raise
             if member.fault is None:
                 return member
-            again = True  # it was lost in this moment
+            again = True  # the server was lost just now
             self.remove_server(member, completions)
 
     def remove_server(self, member: ServerState, completions: int) -> None:
-        """So many completions of a server are done, or given up."""
+        """Release so many completions of a server that are done or cancelled."""
         member.busy -= completions
         self.restore_server(member)
 
     def restore_server(self, member: ServerState) -> None:
-        """A server has less to do than before, or has come back."""
+        """Offer a server that is less busy than before, or has come back."""
         self._offer(member)
         self.deal()
 
     def release(self) -> None:
-        """Hold no longer. The servers may have another room than before."""
+        """Stop holding. The servers' room may have changed."""
         self.holding = False
         self._renew()
         self.deal()
 
     def deal(self) -> None:
-        """Give what can be given; where no server is left and none may come back, an error."""
+        """Assign servers to waiting requests. They fail if no server is left or may come back."""
         while self._waiting and not self.holding:
             completions, place = self._waiting[0]
-            if not place.done():  # else it was given up
+            if not place.done():  # else it was cancelled
                 member = self._best()
                 if member is None or not _has_room(member, completions):
                     break
@@ -94,7 +94,7 @@ class LoadBalancer:
                     place.set_exception(error)
 
     async def somebody(self) -> None:
-        """Wait until a server is in. Raises NoServers."""
+        """Wait until some server has no fault. Raises NoServers."""
         while all(member.fault is not None for member in self._members):
             if (error := self._nobody()) is not None:
                 raise error
@@ -109,7 +109,7 @@ class LoadBalancer:
         return NoServers(f"no vLLM server is left: {faults}")
 
     def _best(self) -> ServerState | None:
-        """The server with the least to do, None where all have a fault."""
+        """The least busy server; None if all have a fault."""
         while self._free:
             key, _, member = self._free[0]
             if member.fault is None and key == _key(member):
@@ -118,7 +118,7 @@ class LoadBalancer:
         return None
 
     def _offer(self, member: ServerState) -> None:
-        if len(self._free) > 4 * len(self._members):  # most are outdated
+        if len(self._free) > 4 * len(self._members):  # most entries are outdated
             self._renew()
         heappush(self._free, (_key(member), next(self._number), member))
 

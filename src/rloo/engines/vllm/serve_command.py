@@ -1,4 +1,4 @@
-"""`rloo vllm-serve`."""
+"""The command `rloo vllm-serve`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rloo.data.tasks import EMBEDDED_FILE
 
 
 def serve(arguments: list[str], signals: Any) -> int:
-    """Become a server of vLLM as a run with these options needs it."""
-    # A run of `rloo launch` has servers of what its file comes to.
+    """Replace this process by a vLLM server for a run with these options."""
+    # `rloo launch` passes a config file. The defaults below that file must be those of the run.
     of_run = "config" in given_names(arguments)
     config = parse_command_line(arguments, str(EMBEDDED_FILE) if of_run else None)
     if config.model is None:
@@ -19,4 +19,4 @@ def serve(arguments: list[str], signals: Any) -> int:
         from rloo.engines.vllm import from_options
 
     from_options.serve(config, config.model, named="vllm_server_host" in given_names(arguments))
-    return 0  # it has become the server
+    return 0  # not reached: the process has become the server

@@ -1,4 +1,4 @@
-"""What must be true of a server before it is sampled from: examined before the first step."""
+"""Checks a server before the first step: it must be able to serve the run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TEXT = 'Ein Zebra zählt: 1, 22, 333 - 4,444 = ?\n\n\tif x: "réponse" 東京 �
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server says of itself: the longest prompt and completion together, in tokens, how many
-    completions it computes at once, the route by which it samples, and whether it takes weights
-    over NCCL."""
+    """A server's description of itself: the longest prompt and completion together, in tokens, its
+    dtype, how many completions it computes at once, the sampling route, and whether it `receives`
+    weights over NCCL."""
 
     max_model_length: int
     dtype: str
@@ -35,10 +35,10 @@ class ServerInfo:
 async def examine(
     client: VLLMClient, wanted: ServerConfig, tokenizer: PreTrainedTokenizerBase, *, needed: int
 ) -> ServerInfo:
-    """Raise ValueError, with the line that would start the right one, for a server that cannot be
-    used: another program, without the routes for weights, with other log-probs, precision or
-    tokenizer, too short for `needed` tokens, or without adapters. ServerError for one that does not
-    answer."""
+    """Check a server and return its `ServerInfo`. Raises ValueError, with the command line of a
+    correct server, for another program, missing routes for weights, other log-probs, precision or
+    tokenizer, a context too short for `needed` tokens, or missing adapters. Raises ServerError if
+    the server does not answer."""
 
     def refuse(fact: str) -> ValueError:
         place = urlsplit(client.url)
@@ -123,12 +123,12 @@ async def _require_routes(client: VLLMClient, wanted: ServerConfig, refuse: Any)
 async def _require_tokenizer(
     client: VLLMClient, tokenizer: PreTrainedTokenizerBase, refuse: Any
 ) -> None:
-    """Token ids travel without text; if they meant other texts, nothing else would notice."""
+    """Compare tokenizers: only token ids are sent, so nothing else would detect a difference."""
     body = {"prompt": _TEXT, "add_special_tokens": False}
     try:
         found = await client.post("/tokenize", body, phase=_PHASE, seconds=_SECONDS)
     except ServerError as error:
-        if error.is_refusal:  # a server of tokens alone has no tokenizer
+        if error.is_refusal:  # a server for token ids only has no tokenizer
             return
         raise
     theirs = found.get("tokens") if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""The servers of a run: what they shall have loaded, who is in, and what happens to one that fails.
+"""The servers of a run: loading weights, sampling, detecting failures and recovering from them.
 
 All of it runs in one event loop. Nothing here waits without a deadline.
 """
@@ -27,18 +27,19 @@ from rloo.engines.vllm.server_state import (
 )
 from rloo.types import Completion, Prompt, Sampling
 
-# Seconds between two looks at a server that computes, and how many may fail.
+# Seconds between two health checks of a server that computes, and the failures that lose it.
 LOOK_EVERY, LOOKS = 5.0, 3
-# Seconds before a server that was lost is tried again: so many more at every time.
+# Seconds by which the delay before each further attempt to recover a server grows.
 PATIENCE = 1.0
 PROBE_TOKENS = 16
 
 
 @dataclass(slots=True)
 class ServerPool:
-    """All servers. `deadline` is that of a request and of loading weights, `start_deadline` that of
-    a server's start, in seconds; a server is tried again `budget` times at most in a run. With
-    `adapters` weights are LoRA adapters. `tolerance`: see `LogprobProbe.difference`."""
+    """All servers of a run. `deadline` is the time limit of a request and of loading weights,
+    `start_deadline` that of a server's start, in seconds. A server is recovered at most `budget`
+    times in a run. With `adapters` weights are LoRA adapters. `tolerance` is the largest accepted
+    `LogprobProbe.difference`."""
 
     members: list[ServerState]
     deadline: float
@@ -50,16 +51,16 @@ class ServerPool:
     say: Callable[[str], None]
     examine: Callable[[ServerState], Coroutine[Any, Any, None]]
     vocabulary: int
-    # What our servers are started with, where that is not the newest version.
+    # The model that our servers are started with, if it is not the newest version.
     base: Path | None = None
     # See `rloo.engines.vllm.vllm_engine.VLLMSettings`.
     sleep_level: int | None = None
-    # Whether completions under way go on with new weights, or are waited for.
+    # Whether running completions continue with new weights; else loading waits for them.
     partial: bool = False
     weights: ServerWeights | None = None
-    # The versions by the names under which servers have loaded them.
+    # The versions by the labels under which servers have loaded them.
     labels: dict[str, int] = field(default_factory=dict)
-    # While completions go on: who sampled the last turn of each, and has it in its cache.
+    # With prefix caching: the server that sampled each completion's last turn, and caches it.
     homes: dict[tuple[int, int], ServerState] | None = None
     closed: bool = False
     sampling: int = 0
@@ -75,14 +76,14 @@ class ServerPool:
 
     @property
     def live(self) -> list[ServerState]:
-        """The servers that are sampled from."""
+        """The servers without a fault."""
         return [member for member in self.members if member.fault is None]
 
     # -- weights ---------------------------------------------------------------------------------
 
     async def bring(self, weights: ServerWeights) -> dict[str, LogprobProbe]:
-        """Have every server load a version; what each then says to the probe prompt. One that
-        fails is out. Raises NoServers where none is left."""
+        """Load a version into every server; return each server's result on the probe prompt. A
+        server that fails is lost. Raises NoServers if none is left."""
         self.weights, self.places.holding = weights, True
         oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
         kept = {label: v for label, v in self.labels.items() if v >= oldest}
@@ -103,12 +104,12 @@ class ServerPool:
             asked = self.live
             await asyncio.gather(*map(one, asked))
             if len(refusals) >= len(asked) and not found:
-                raise refusals[0]  # all are well, and do not take it: they would not another time
+                raise refusals[0]  # all are healthy and refuse it: another attempt would not help
         return found
 
     async def verify_others(self, verified: Iterable[str]) -> None:
-        """Compare what the other servers that are in say with what is expected: they came back
-        while it was not known yet."""
+        """Verify the other live servers: they came back before the expected log-probs were
+        known."""
 
         async def one(member: ServerState) -> None:
             assert self.weights is not None
@@ -118,7 +119,7 @@ class ServerPool:
         await self._each(one, [member for member in self.live if member.url not in known])
 
     async def release(self) -> None:
-        """All servers that are in have been verified."""
+        """Assign requests again: all live servers have been verified."""
         self.places.release()
 
     async def _load(self, member: ServerState, weights: ServerWeights) -> None:
@@ -144,11 +145,11 @@ class ServerPool:
             raise ServerError("reading the version back", client.url, fact)
         member.label = weights.label
         if self.adapters and before and before != weights.label:
-            with suppress(ServerError):  # an older adapter, which nobody asks for
+            with suppress(ServerError):  # an older adapter, which no request uses
                 await client.unload_adapter(before, seconds=seconds)
 
     async def probe(self, member: ServerState) -> LogprobProbe:
-        """The tokens that a server finds the most likely now, and their log-probs."""
+        """Sample greedily on the probe prompt: the tokens and their log-probs."""
         how = greedy(Sampling(PROBE_TOKENS, ()), PROBE_TOKENS)
         request = CompletionRequest(Prompt(0, self.prompt, ""), range(1), how, 0)
         (completion,) = await self._ask(member, request)
@@ -165,8 +166,8 @@ class ServerPool:
     # -- sampling --------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[CompletionRequest]) -> list[list[Completion]]:
-        """The completions of every request. Those of a server that fails go to the others. Servers
-        that sleep do so before and after."""
+        """The completions of every request. Requests of a server that fails go to the others. With
+        a `sleep_level` servers sleep before and after."""
         tasks: list[asyncio.Task[Any]] = []
         answers: dict[int, ServerReply] = {}
         try:
@@ -184,7 +185,7 @@ class ServerPool:
             await self.end()
 
     async def begin(self) -> None:
-        """One more samples, until `end`: the first wakes the servers, and has them looked after."""
+        """Count a caller that samples, until `end`. The first wakes and monitors the servers."""
         self.sampling += 1
         if self.sampling == 1:
             self.watch.start()
@@ -192,7 +193,7 @@ class ServerPool:
             await self._each(self._wake)
 
     async def end(self) -> None:
-        """One fewer samples: after the last one they may sleep."""
+        """Count a caller that has finished. After the last one the servers may sleep."""
         self.sampling -= 1
         if self.sampling == 0:
             self.watch.stop()
@@ -200,11 +201,11 @@ class ServerPool:
             await self._each(self._sleep)
 
     async def _confirmed(self, answers: Iterable[ServerReply]) -> list[ServerReply]:
-        """Those whose server had the weights that it should have. One that was started again
-        behind our back, and said nothing, is out."""
+        """The answers of servers that had the right weights. A server that was restarted by others
+        meanwhile is lost."""
         answers = list(answers)
         for member in {id(a.member): a.member for a in answers}.values():
-            # One that loads now has finished what it was asked for, and is verified afterwards.
+            # A server that loads weights now has answered its requests, and is verified afterwards.
             asked = not member.tells and member.fault is None and not self.places.holding
             if asked and not await self._is_well(member) and not self.places.holding:
                 fact = f"has lost {member.label} while it sampled"
@@ -216,7 +217,7 @@ class ServerPool:
         do: Callable[[ServerState], Coroutine[Any, Any, None]],
         members: Sequence[ServerState] | None = None,
     ) -> None:
-        """Do something with all servers that are in, or with `members`; one that fails is out."""
+        """Call `do` for all live servers, or for `members`. A server that fails is lost."""
 
         async def one(member: ServerState) -> None:
             try:
@@ -269,23 +270,23 @@ class ServerPool:
         known = {label: self.labels[label]}
         body = request.body(route, model=label if self.adapters else None, salt=label)
         answer = await client.post(route, body, phase="sampling", seconds=self.deadline)
-        if self.partial:  # from where it was begun on
+        if self.partial:  # newer versions may have continued it
             known |= {name: v for name, v in self.labels.items() if v > known[label]}
         return read_answer(
             answer, request, url=client.url, versions=known, vocabulary=self.vocabulary
         )
 
     async def _is_well(self, member: ServerState) -> bool:
-        """Whether a server has the weights that it should have; one that was started again behind
-        our back has not."""
+        """Whether a server has the weights that it should have. A server that was restarted by
+        others has not."""
         try:
             return await member.client.weight_version(seconds=LOOK_SECONDS) == member.label
         except ServerError:
             return False
 
     async def _look(self, member: ServerState) -> None:
-        """Look after a server until this is cancelled: one that hangs keeps its requests for long,
-        and one whose process is gone need not be waited for."""
+        """Monitor a server's health until this is cancelled. A server that hangs, or whose process
+        is gone, is lost before its requests reach their deadline."""
         missed = 0
         while True:
             await asyncio.sleep(LOOK_EVERY if missed == 0 else 1.0)
@@ -303,7 +304,7 @@ class ServerPool:
     # -- failures --------------------------------------------------------------------------------
 
     def lose(self, url: str, fact: str) -> None:
-        """Take out the server `url`, of which something was found out."""
+        """Mark the server `url` as lost, for the reason `fact`."""
         for member in self.members:
             if member.url == url:
                 self._lose(member, ServerError("verifying", url, fact))
@@ -321,8 +322,8 @@ class ServerPool:
         self.say(f"{error}; it is out, and what it had not finished goes to the others")
 
     async def _recover(self, member: ServerState) -> None:
-        """Have a server back, with the newest weights: ours started again, a given one when it
-        answers. Its fault stays where the budget does not reach."""
+        """Recover a server with the newest weights: ours is restarted, a given one is awaited. If
+        the budget is exhausted, its fault stays."""
         member.reads = None
         while member.tries < self.budget:
             member.tries += 1
@@ -331,12 +332,12 @@ class ServerPool:
                 await self._restart(member)
                 await self.examine(member)
                 weights = None
-                while weights is not self.weights:  # there may be newer ones by now
+                while weights is not self.weights:  # newer weights may have been published
                     assert self.weights is not None
                     weights = self.weights
                     await self._load(member, weights)
                     self._compare(member, await self.probe(member), weights)
-            # Whatever it is: what is not caught here would be seen by nobody.
+            # All errors: nothing else would report an error of this task.
             except (OSError, ValueError, RuntimeError) as error:
                 member.fault, member.reads = str(error), None
                 continue
@@ -349,12 +350,12 @@ class ServerPool:
             return
 
     async def _restart(self, member: ServerState) -> None:
-        member.label, member.asleep, member.transfer = "", False, None  # its group is gone
+        member.label, member.asleep, member.transfer = "", False, None  # its NCCL group is gone
         assert self.weights is not None
         if member.own is None:
             await found_again(member.client, self.start_deadline)
             if self.adapters:
-                with suppress(ServerError):  # it may have loaded it after all
+                with suppress(ServerError):  # it may have the adapter loaded
                     label = self.weights.label
                     await member.client.unload_adapter(label, seconds=self.deadline)
             return
@@ -372,8 +373,7 @@ class ServerPool:
     # -- the end ---------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Give up what is under way and servers that were to come back, and close the connections.
-        Our servers run on."""
+        """Cancel requests and recoveries, and close the connections. Our servers keep running."""
         self.closed = True
         await _cancel([call for member in self.members for call in member.calls])
         await _cancel([m.recovery for m in self.members if m.recovery is not None])

@@ -1,4 +1,4 @@
-"""How a vLLM server is started for us, and the servers that we start and own."""
+"""The command line of a vLLM server, and the server processes that a run starts."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from rloo.config.optional_packages import install
 from rloo.distributed.child_process import ChildProcess, last_lines
 from rloo.engines.vllm.client import ServerError, VLLMClient
 
-# The routes for weights, pauses and sleep, and those for adapters, exist only with these.
+# vLLM has routes for weights, pauses and sleep, and for adapters, only with these variables.
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 HERE, KEY = "127.0.0.1", "VLLM_API_KEY"
-# Begin the names of what launchers say of our processes. (torchrun also sets OMP_NUM_THREADS to 1,
-# unless somebody else has set it.)
+# Prefixes of the variables that launchers set for our processes. (torchrun also sets
+# OMP_NUM_THREADS to 1, unless it is set.)
 OURS = (
     "TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-# What vLLM takes for its --max-lora-rank.
+# The values that vLLM accepts for --max-lora-rank.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Both adapters of a change, so that one is in use while the other is loaded.
+# Two adapters, so that one is in use while its successor is loaded.
 ADAPTERS = 2
 SHOWN_LINES = 15
 _POLL_SECONDS = 0.2
 CONFIGURATION = '{"backend": "nccl"}'
-# For one look at a server, and between two at one that is to come back.
+# The time limit of a health check, and the pause between two of a server that is awaited.
 LOOK_SECONDS, LOOK_PAUSE = 10.0, 1.0
 _STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What a server of `model`, a folder or hub id, must be started with. `lora_rank` is that of
-    the adapters that it will be given, None for none; `tied` says that on a CPU the two embeddings
-    must be taken apart, `tells` that it must say which weights sampled a token, `transfers` that it
-    takes them over NCCL; `arguments` are further ones of vLLM's."""
+    """The command line settings of a server of `model`, a folder or hub id. `lora_rank` is that of
+    the adapters that it will load (None: no adapters). `tied`: on a CPU the tied embeddings must be
+    untied. `tells`: answers must name the weights that sampled each token. `transfers`: weights
+    come over NCCL. `arguments` are further arguments of vLLM."""
 
     model: str
     dtype: str = "float32"
@@ -67,9 +67,9 @@ class ServerConfig:
         """The command line, without `SWITCHES`, of a server that listens on `host`."""
         options = {
             "--host": host, "--port": port, "--dtype": self.dtype,
-            # Log-probs of what is sampled from, not of the model at temperature 1.
+            # Log-probs of the sampled distribution, not of the model at temperature 1.
             "--logprobs-mode": "processed_logprobs",
-            # The model's own defaults would be others for whatever a request leaves out.
+            # vLLM's defaults, not the model's, for settings that a request leaves out.
             "--generation-config": "vllm",
             "--max-model-len": self.max_model_length,
             "--tensor-parallel-size": self.tensor_parallel_size,
@@ -91,7 +91,7 @@ class ServerConfig:
         return [*command, *self.arguments]
 
     def require_program(self) -> None:
-        """Raise ValueError where the program does not exist."""
+        """Raise ValueError if the program does not exist."""
         if shutil.which(self.executable[0]) is None:
             raise ValueError(
                 f"there is no program {self.executable[0]}; vLLM is installed by "
@@ -100,20 +100,20 @@ class ServerConfig:
             )
 
     def line(self, host: str = HERE, port: int = 8000) -> str:
-        """The command line as one types it, environment included."""
+        """The command line for a shell, including the environment variables."""
         switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
         return f"{switches} {shlex.join(self.command(host, port))}"
 
     def guarded(self) -> ServerConfig:
-        """The same with `guarded_environment`: without routes that no run uses, and with
-        VLLM_API_KEY it asks for that key on all but those that tell of its health."""
-        return replace(self, arguments=("--middleware", "rloo_guard.Guard", *self.arguments))
+        """This configuration with the route guard, to start with `guarded_environment`: no routes
+        that no run uses, and with VLLM_API_KEY all routes except health checks need that key."""
+        return replace(self, arguments=("--middleware", "rloo_guard.RouteGuard", *self.arguments))
 
 
 @dataclass(slots=True)
 class LocalServer:
-    """A server that we start, on the `devices` that it may see (None: no choice), and stop. What it
-    prints is added to `log`."""
+    """A server that the run starts and stops. `devices` is its CUDA_VISIBLE_DEVICES (None: the
+    run's). Its output is appended to `log`."""
 
     serving: ServerConfig
     log: Path
@@ -123,8 +123,8 @@ class LocalServer:
     _process: ChildProcess | None = None
 
     def start(self, model: str | None = None) -> None:
-        """Start it, with the weights of the folder `model` where one is given; it is not ready
-        yet. Raises ValueError where the program does not exist."""
+        """Start the server, with the weights of the folder `model` if given. It is not ready yet:
+        see `wait`. Raises ValueError if the program does not exist."""
         self.stop()
         self.serving.require_program()
         port = free_port("127.0.0.1")
@@ -132,19 +132,19 @@ class LocalServer:
         environment = {**os.environ, **SWITCHES}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
-        # What a launcher says of our processes is not of theirs.
+        # A launcher's variables for our processes are wrong for the server's processes.
         environment = {n: v for n, v in environment.items() if not n.startswith(OURS)}
-        # By a guard: the thread that starts a server may end before it. Whatever way this process
-        # goes, no server stays behind and keeps the devices' memory.
+        # A guard process is the parent, because the thread that starts a server may end before it.
+        # However this process ends, no server stays behind and occupies device memory.
         command = serving.command("127.0.0.1", port)
         self._process = ChildProcess(command, "guard", environment=environment, log=self.log)
         self.url = f"http://127.0.0.1:{port}"
-        if self.over:  # stopped for good while another thread was here
+        if self.over:  # another thread has stopped the server for good meanwhile
             self.stop()
 
     async def wait(self, seconds: float) -> VLLMClient:
-        """A client of the server, once it answers. Raises ServerError, with the end of its log,
-        where it ends before, or does not answer within so many seconds."""
+        """Wait until the server answers, and return a client. Raises ServerError, with the end of
+        its log, if it ends before, or does not answer within so many seconds."""
         client, end = VLLMClient(self.url), time.monotonic() + seconds
         while True:
             if not self.is_alive():
@@ -158,37 +158,37 @@ class LocalServer:
             await asyncio.sleep(_POLL_SECONDS)
 
     def is_alive(self) -> bool:
-        """Whether its process runs."""
+        """Whether the server's process runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def was_killed(self) -> bool:
-        """Whether it was ended by kill -9, as by a system that lacks memory."""
+        """Whether it was ended by SIGKILL, as by a system that is out of memory."""
         status = None if self._process is None else self._process.poll()
         return status in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
     def stop(self) -> None:
-        """End it, its engines and workers too, if it runs."""
+        """End the server with its engine and worker processes, if it runs."""
         process, self._process = self._process, None
         if process is not None:
             process.end(_STOP_SECONDS, group=True)
 
     def last_words(self) -> str:
-        """The end of its log, for a message."""
+        """The end of the server's log, for a message."""
         tail = last_lines(self.log, SHOWN_LINES)
         return f"the end of its log {self.log}:{tail}" if tail else f"its log {self.log} is empty"
 
 
 def guarded_environment() -> dict[str, str]:
-    """The variables of a server that is started as `ServerConfig.guarded` says."""
+    """The environment variables of a server with `ServerConfig.guarded`."""
     guard = str(Path(__file__).parent / "server_plugin")
     paths = [guard, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**SWITCHES, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def require_key(host: str) -> None:
-    """Raise ValueError for a server that others could reach without a key."""
-    with suppress(ValueError):  # a name
+    """Raise ValueError if other machines could reach a server on `host` without a key."""
+    with suppress(ValueError):  # a host name, not an address
         if ip_address(host).is_loopback:
             return
     if host != "localhost" and not os.environ.get(KEY):
@@ -201,7 +201,7 @@ def require_key(host: str) -> None:
 
 
 def free_port(host: str = "") -> int:
-    """A port of this machine that nothing listens on (of this address, "" for all)."""
+    """A free port of this machine, on this address ("" for all addresses)."""
     with socket.socket() as held:
         held.bind((host, 0))
         return int(held.getsockname()[1])
@@ -210,8 +210,9 @@ def free_port(host: str = "") -> int:
 async def start_all(
     owns: Iterable[LocalServer], model: str, seconds: float
 ) -> list[tuple[LocalServer, VLLMClient]]:
-    """Start servers with the weights of `model`, all at once. Raises ServerError for one that does
-    not come, and stops the others; one that was killed is started once more."""
+    """Start servers with the weights of `model`, all at once, and return their clients. A server
+    that was killed is started once more. If one does not start, stops all and raises
+    ServerError."""
     servers = list(owns)
     try:
         for server in servers:
@@ -237,18 +238,18 @@ async def _ready(server: LocalServer, model: str, seconds: float) -> VLLMClient:
 
 
 async def reached(client: VLLMClient, seconds: float, say: Callable[[str], None]) -> None:
-    """Wait for a server that is still being started, as TRL's client does."""
+    """Wait for a given server that may still be starting, as TRL's client does."""
     try:
         await client.get("/health", phase="looking for it", seconds=LOOK_SECONDS)
     except ServerError as error:
         if error.status is not None:
-            return  # it answers, and will be examined
+            return  # the server answers, and will be examined
         say(f"waiting up to {seconds:g} s for {client.url} (vllm_server_timeout)")
         await found_again(client, seconds)
 
 
 async def found_again(client: VLLMClient, seconds: float) -> None:
-    """Wait until a given server answers, as long as one of ours may take to start."""
+    """Wait until a given server answers. Raises ServerError after so many seconds."""
     end = time.monotonic() + seconds
     while True:
         try:

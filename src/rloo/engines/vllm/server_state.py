@@ -1,4 +1,4 @@
-"""A server in a run: what it should have, what it says, what is known of it."""
+"""The state of a server in a run, its weights, its probes and its replies."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from rloo.types import Completion
 
 
 class WeightSender(Protocol):
-    """Gives a server weights in another way than by the folder that it reads."""
+    """Sends weights to a server that does not read them from a folder."""
 
     async def sent(self, folder: Path) -> None:
-        """Send what is in the folder of a version."""
+        """Send the tensors in the folder of a version."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobProbe:
-    """Tokens that a server found the most likely after `prompt`, and their log-probs (T,), at
-    temperature 1."""
+    """Tokens that a server sampled greedily after `prompt`, and their log-probs (T,) at temperature
+    1."""
 
     prompt: list[int]
     tokens: list[int]
     logprobs: list[float]
 
     def difference(self, other: LogprobProbe) -> float:
-        """The mean difference of log-probs over the tokens that both begin with; infinite where
-        there are none."""
+        """The mean absolute difference of log-probs over the common prefix of tokens; infinite if
+        the first tokens differ."""
         pairs = enumerate(zip(self.tokens, other.tokens, strict=False))
         shortest = min(len(self.tokens), len(other.tokens))
         same = next((place for place, (mine, theirs) in pairs if mine != theirs), shortest)
@@ -43,14 +43,14 @@ class LogprobProbe:
 
 
 def mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
-    """The mean of the differences, without their signs, of as many numbers."""
+    """The mean absolute difference of two sequences of equal length."""
     return sum(abs(a - b) for a, b in zip(some, others, strict=True)) / max(len(some), 1)
 
 
 @dataclass(slots=True)
 class ServerWeights:
-    """A version of the weights: its folder, the name by which servers know it, and, of each server
-    with which it has been verified, what that says."""
+    """A version of the weights: its folder, its label at the servers, and the trainer's log-probs
+    of tokens that verified servers have sampled (`expected`)."""
 
     version: int
     folder: Path
@@ -60,12 +60,12 @@ class ServerWeights:
 
 @dataclass(slots=True)
 class ServerState:
-    """A server, and what is known of it. One with a `fault` is not sampled from."""
+    """A server and its state. A server with a `fault` is not used for sampling."""
 
     client: VLLMClient
     own: LocalServer | None = None
     route: str = ROUTE
-    # Completions that may be asked of it at once, and that are: more would only wait there.
+    # The most completions to request at once (more would wait at the server), and those running.
     room: int = 256
     busy: int = 0
     label: str = ""
@@ -73,29 +73,29 @@ class ServerState:
     fault: str | None = None
     tries: int = 0
     losses: int = 0
-    # The version whose folder it may be reading, None before the first one.
+    # The version whose folder it may be reading; None if it reads none.
     reads: int | None = None
-    # Whether it takes weights over NCCL, and what sends them, where that is to be.
+    # Whether the server receives weights over NCCL, and the sender if NCCL is used.
     receives: bool = False
     transfer: WeightSender | None = None
-    # What is asked of it, and the version that it had then.
+    # The running requests, and the version that the server had when each was sent.
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)
     recovery: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The server's URL."""
         return self.client.url
 
     @property
     def tells(self) -> bool:
-        """Whether its answers themselves say which weights sampled them."""
+        """Whether the server's answers name the weights that sampled them."""
         return self.route == TOKENS_ROUTE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerReply:
-    """Completions, the server that sampled them, and how often it had been lost before."""
+    """Completions, the server that sampled them, and how often it had been lost by then."""
 
     member: ServerState
     losses: int
@@ -103,8 +103,8 @@ class ServerReply:
 
 
 async def answered(member: ServerState, seconds: float) -> None:
-    """Wait until nothing is asked of a server: its pause might overtake what is on its way, which
-    other weights would then sample. Raises ServerError after so many seconds."""
+    """Wait until a server has no running requests. A pause could otherwise overtake a request on
+    its way, which new weights would then sample. Raises ServerError after so many seconds."""
     end = time.monotonic() + seconds
     while member.busy and member.fault is None:
         if time.monotonic() > end:
@@ -115,20 +115,20 @@ async def answered(member: ServerState, seconds: float) -> None:
 
 @dataclass(slots=True)
 class WaitClock:
-    """For how long it has run so far."""
+    """A stopwatch: the seconds during which it has run."""
 
     before: float = 0.0
     since: float | None = None
 
     def start(self) -> None:
-        """Run from now on."""
+        """Start the stopwatch."""
         self.since = time.monotonic()
 
     def stop(self) -> None:
-        """Run no more."""
+        """Stop the stopwatch."""
         self.before, self.since = self.seconds, None
 
     @property
     def seconds(self) -> float:
-        """All together."""
+        """The total seconds so far."""
         return self.before + (time.monotonic() - self.since if self.since is not None else 0.0)

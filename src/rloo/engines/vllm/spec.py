@@ -1,4 +1,4 @@
-"""vLLM as an engine: on servers that a run starts, or is given."""
+"""The specs of the vLLM engines: on servers that a run starts, or that the user gives."""
 
 from __future__ import annotations
 

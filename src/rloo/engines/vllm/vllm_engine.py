@@ -1,4 +1,4 @@
-"""The engine whose completions vLLM samples, on servers of ours or given ones."""
+"""The engine that samples on vLLM servers, started by the run or given by the user."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ from rloo.types import Weights as Named
 
 T = TypeVar("T")
 _PROBE_TEXT = "A train leaves at nine and is at the coast by noon. How long does it take? It takes"
-# A perturbed adapter must move log-probs by so many times what counts as equal.
+# A perturbed adapter must change log-probs by so many times the tolerance.
 _MOVED = 5.0
 _SCALES = (0.05, 0.2, 0.8, 3.2)
 
 
 class WeightPublisher(Protocol):
-    """The policy, as an engine in other processes needs it. Every method but `describe` is a
-    collective of all processes of the run."""
+    """Exports the policy to an engine in other processes. Every method is a collective of all
+    processes of the run."""
 
     world: World
-    # Whether what changes is an adapter that travels alone; its rank then.
+    # The rank of the adapter if only an adapter is sent, else None.
     adapter_rank: int | None
     tokenizer: PreTrainedTokenizerBase
-    # How many tokens the model embeds.
+    # The number of tokens that the model embeds.
     vocabulary: int
 
     def write(self, folder: Path | None) -> None:
-        """Write the weights that change, in the main process (None in the others)."""
+        """Write the trained weights in the main process; other ranks pass None."""
 
     def write_base(self, folder: Path | None) -> None:
-        """Write the model that an adapter is for."""
+        """Write the adapter's base model."""
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-        """Of a completion's tokens, at temperature 1."""
+        """The log-probs of a completion's tokens at temperature 1."""
 
     def perturbed(self, scale: float) -> AbstractContextManager[None]:
-        """Inside, the adapter is another one, the farther away the larger `scale`."""
+        """Inside, the adapter is changed; a larger `scale` changes it more."""
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """How servers are found, and for how long they are waited for, in seconds. `urls` are of given
-    ones; without them `devices` are those of ours, one entry a server. `needed`: the longest prompt
-    and completion together, in tokens, as far as it is known. With `partial`, completions
-    under way go on while weights are loaded. At a `sleep_level` (vLLM's: 1 keeps the weights in the
-    host's memory, 2 drops them) servers sleep while nothing is sampled."""
+    """The servers of a run, and their deadlines in seconds. `urls` are those of given servers;
+    without them the run starts one server per entry of `devices`. `needed` is the least context
+    length of a server, in tokens. With `partial`, running completions continue with new weights.
+    With a `sleep_level` (vLLM's: 1 keeps the weights in host memory, 2 drops them) servers sleep
+    while nothing is sampled."""
 
     server: ServerConfig
     urls: tuple[str, ...] = ()
@@ -82,10 +82,10 @@ class VLLMSettings:
 
 
 class VLLMEngine:
-    """Samples on vLLM's servers, to which it gives the weights as versions of a folder. The main
-    process alone speaks to them. After each load every server must say the version, and agree with
-    the trainer about the log-probs of what it generates. Close it to stop our servers, and to
-    remove the folder; the end of the process does the same."""
+    """Samples on vLLM servers, which load weights from a `WeightStore`. Only the main process calls
+    them. After each load every server must report the version, and its log-probs of the tokens that
+    it generates must match the trainer's. `close`, or the end of the process, stops our servers and
+    removes the store."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class VLLMEngine:
         )
         self.version = -1
         self._settings, self._source, self._say = settings, source, say
-        # Other runs on the same servers, and this one once it is resumed, count from 0 as well.
+        # Distinguishes this run's versions: other runs, and a resumed run, also count from 0.
         self._token = secrets.token_hex(4)
         self._begun: list[Future[list[Completion]]] = []
-        self._wanted: ServerWeights | None = None  # published, and not brought to the servers yet
+        self._wanted: ServerWeights | None = None  # published, but not loaded by the servers yet
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
         self._open = _Open()
@@ -118,10 +118,10 @@ class VLLMEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     def load(self, weights: Named, version: int) -> None:
-        """Publish the weights as a new version, and have every server load it, unless it is the one
-        that they have; those that sleep load it when they are sampled from, but for the first,
-        after which what is free of a GPU is what an update will find. Raises NoServers where none
-        is left that has it."""
+        """Publish the weights as a new version, and load it into every server, unless it is loaded
+        already. Sleeping servers load it before they next sample. They load the first one at once,
+        so that the free GPU memory is then what an update will have. Raises NoServers if no server
+        could load it."""
         version = self._source.world.broadcast_object(version)
         if version == self.version:
             return
@@ -138,21 +138,21 @@ class VLLMEngine:
         if self._settings.sleep_level is None:
             self._bring()
         elif first:
-            with self.prefix_caching():  # and then they sleep
+            with self.prefix_caching():  # the servers load it, and sleep afterwards
                 pass
 
     def _bring(self) -> None:
-        """Have the servers load what was published last, and verify that they have."""
+        """Load the version published last into the servers, and verify it."""
         sleep = self._settings.sleep_level is not None
         if sleep and self._source.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # of which the trainer has no use, and those that wake have
+            torch.cuda.empty_cache()  # servers that wake up need the memory
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return
         self._start()
         try:
             while not self._verify(wanted, probes := self._brought(wanted)):
-                pass  # until one has passed, or all have used up their tries: NoServers
+                pass  # until one server has passed, or all budgets are exhausted: NoServers
             if self._open.fleet and self._open.versions:
                 self._run(self._open.fleet.verify_others(probes))
                 self._open.versions.drop_older(self._open.fleet.oldest_in_use())
@@ -161,15 +161,15 @@ class VLLMEngine:
                 self._run(self._open.fleet.release())
 
     def _brought(self, wanted: ServerWeights) -> dict[str, LogprobProbe]:
-        """Have the servers load a version; what each says then, in all processes."""
+        """Load a version into the servers; return each server's probe, in all processes."""
         found = self._run(self._open.fleet.bring(wanted)) if self._open.fleet else {}
         said = {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
         shared: dict[str, Any] = self._source.world.broadcast_object(said)
         return {url: LogprobProbe(self._prompt, *values) for url, values in shared.items()}
 
     def _verify(self, wanted: ServerWeights, probes: dict[str, LogprobProbe]) -> bool:
-        """Compare what each server says of its own tokens with what the trainer says of them.
-        Whether one has passed."""
+        """Compare each server's log-probs of its tokens with the trainer's. Return whether a server
+        has passed."""
         known: dict[tuple[int, ...], list[float]] = {}
         for url, probe in probes.items():
             tokens = tuple(probe.tokens)
@@ -178,7 +178,7 @@ class VLLMEngine:
             ours = replace(probe, logprobs=known[tokens])
             apart = probe.difference(ours)
             if apart <= self._settings.tolerance:
-                if ours not in wanted.expected:  # most servers say the same
+                if ours not in wanted.expected:  # most servers give the same tokens
                     wanted.expected.append(ours)
             elif self._open.fleet:
                 fact = f"gives log-probs {apart:.3g} away from the trainer's after loading"
@@ -188,8 +188,8 @@ class VLLMEngine:
         return self._source.world.broadcast_object(bool(wanted.expected))
 
     def _require_adapters(self) -> None:
-        """Raise ValueError for servers on which another adapter does not count: some serve the base
-        in silence where they do not know an adapter's names."""
+        """Raise ValueError for servers that ignore an adapter: some silently serve the base if they
+        do not know the names in an adapter."""
         source = self._source
         tokens = self._prompt[-8:]
         base, enough = source.logprobs(self._prompt, tokens), _MOVED * self._settings.tolerance
@@ -216,7 +216,7 @@ class VLLMEngine:
                 )
 
     def _write(self, name: int | str, write: Callable[[Path | None], None]) -> Path:
-        """Write a version or another folder; in other processes than the main one take part."""
+        """Write a version or another folder. Other ranks take part in the collective."""
         if self._open.versions is None:
             write(None)
             return Path()
@@ -230,7 +230,7 @@ class VLLMEngine:
     # -- servers ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Connect to the servers, ours started with what has been written, once."""
+        """Connect to the servers, once. Ours are started with the weights written last."""
         settings = self._settings
         if self._open.versions is None or self._open.fleet is not None:
             return
@@ -261,7 +261,7 @@ class VLLMEngine:
         if settings.urls:
             return [ServerState(VLLMClient(url)) for url in settings.urls]
         logs = settings.log_folder
-        if logs is None or not logs.parent.is_dir():  # there is no run, and no folder of it
+        if logs is None or not logs.parent.is_dir():  # there is no run folder
             logs = Path(model).parent
         owns = [
             LocalServer(settings.server, logs / f"vllm-{number}.log", devices)
@@ -287,12 +287,12 @@ class VLLMEngine:
     async def _examine_one(self, member: ServerState) -> None:
         settings, tokenizer = self._settings, self._source.tokenizer
         facts = await examine(member.client, settings.server, tokenizer, needed=settings.needed)
-        # A few more than it computes at once wait there, so that none of its places is empty.
+        # Some more requests than the server computes at once wait there, to keep its batch full.
         member.route, member.room = facts.route, facts.sequences * 3 // 2
         member.receives = facts.receives
 
     def _connect(self, member: ServerState) -> None:
-        """Have weights sent to a server over NCCL, where that is to be and it takes them."""
+        """Set up sending weights to a server over NCCL, if enabled and supported there."""
         settings, device = self._settings, self._source.world.device
         if settings.server.transfers and member.receives:
             member.transfer = NCCLTransfer(member.client, device, settings.deadline)
@@ -305,7 +305,7 @@ class VLLMEngine:
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`. Raises ValueError for sampling that vLLM does otherwise."""
+        """See `rloo.types.Engine`. Raises ValueError for settings that vLLM does not support."""
         numbers = sample_indices(samples, prompts)
         requests = requests_of(prompts, numbers, sampling, noise)
         self._bring()
@@ -316,8 +316,8 @@ class VLLMEngine:
 
     @contextmanager
     def prefix_caching(self) -> Iterator[None]:
-        """See `rloo.types.PrefixCaching`: servers keep what they have computed. Inside they do not
-        sleep, and what one has begun goes on there."""
+        """See `rloo.types.PrefixCaching`: servers keep their prefix caches. Inside they do not
+        sleep, and a completion continues on the server that has its prefix."""
         self._bring()
         fleet = self._open.fleet
         try:
@@ -333,8 +333,8 @@ class VLLMEngine:
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """As `sample`, in the main process, and does not wait for it: of each prompt its
-        completions, to come."""
+        """`sample` without waiting, in the main process: return a future of the completions of each
+        prompt."""
         requests = requests_of(prompts, sample_indices(count, prompts), sampling, noise)
         fleet = self._open.fleet
         assert fleet is not None, "load comes first"
@@ -348,17 +348,17 @@ class VLLMEngine:
         return begun
 
     def cancel_pending(self) -> None:
-        """Give up what was begun."""
+        """Cancel all submitted requests."""
         for future in self._begun:
             future.cancel()
         self._begun = []
 
     def busy_seconds(self) -> float:
-        """For how long it has sampled so far."""
+        """The seconds that the engine has been sampling so far."""
         return self._open.fleet.watch.seconds if self._open.fleet else 0.0
 
     def stats(self) -> dict[str, float]:
-        """How often a server was lost and came back, and a group was asked for again, so far."""
+        """How often servers were lost and came back, and requests were repeated, so far."""
         return dict(self._open.fleet.counts) if self._open.fleet else {}
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -374,8 +374,8 @@ class VLLMEngine:
 
 @dataclass(slots=True)
 class _Open:
-    """What is to be closed, whatever becomes of the engine: in the main process, once there is
-    something to load."""
+    """The resources to close when the engine ends. Empty outside of the main process, and before
+    the first load."""
 
     versions: WeightStore | None = None
     fleet: ServerPool | None = None

@@ -1,4 +1,4 @@
-"""How a policy learns under DeepSpeed's ZeRO."""
+"""The policy's optimizer under DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rloo.model.training_state import require_same_shapes
 
 
 class ZeroOptimizer(PolicyOptimizer):
-    """See `PolicyOptimizer`. Gradients and the optimizer's state are in flat tensors of
-    DeepSpeed's: callbacks see no `grad` of a parameter, and what the optimizer holds has no names.
-    Checkpoints have both by parameter, as without it."""
+    """A `PolicyOptimizer` for DeepSpeed. Gradients and optimizer state are in DeepSpeed's flat
+    tensors: callbacks find no `grad` on a parameter, and the optimizer's tensors have no parameter
+    names. Checkpoints store the state by parameter, as without DeepSpeed."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class ZeroOptimizer(PolicyOptimizer):
         self.zero.backward(loss, last=last)
 
     def sum_gradients(self) -> None:
-        """They are summed as they come."""
+        """Do nothing: DeepSpeed sums gradients in the backward."""
 
     def _clip(self) -> float:
         norm = self.zero.norm()
@@ -52,7 +52,7 @@ class ZeroOptimizer(PolicyOptimizer):
         return norm.item()
 
     def _gradients_are_finite(self) -> bool:
-        return True  # their norm is
+        return True  # `step` has checked that their norm is finite
 
     def _move(self) -> None:
         self.zero.step(self._factor)
@@ -62,7 +62,7 @@ class ZeroOptimizer(PolicyOptimizer):
         self.zero.clear()
 
     def fill(self) -> None:
-        """DeepSpeed makes room for them itself."""
+        """Do nothing: DeepSpeed allocates gradients itself."""
 
     def _moments(self) -> Iterable[tuple[str, Tensor]]:
         return self.zero.moments()

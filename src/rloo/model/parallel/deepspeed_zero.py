@@ -1,11 +1,10 @@
-"""DeepSpeed's ZeRO under a loop of our own: optimizer state (1), gradients too (2) and weights too
-(3) are divided among the processes.
+"""DeepSpeed's ZeRO under this package's training loop: optimizer state (stage 1), gradients too (2)
+and weights too (3) are sharded over the processes.
 
-DeepSpeed is made for its own loop, whose gradient is a mean over processes and micro-batches, and
-whose norm, clipping and step are one call. Here gradients are sums, the norm is known before the
-step, and the optimizer's state is whole tensors by name, whatever number of processes wrote it.
-What of DeepSpeed is used beyond its documents is in this module alone; `rloo[deepspeed]` names the
-versions that it was tried with.
+DeepSpeed's loop averages gradients over processes and micro-batches, and computes norm, clipping
+and step in one call. Here gradients are sums, the norm is known before the step, and the saved
+optimizer state is full tensors by name, whatever number of processes wrote it. Only this module
+uses undocumented parts of DeepSpeed; `rloo[deepspeed]` names the versions it was tested with.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from rloo.distributed import World
 from rloo.distributed.sharded_tensor import shape_of, sharding
 from rloo.model.forward import LogprobModel, OutputHead
 
-# Set by us: micro-batches, clipping and schedule are the run's, and any optimizer that treats each
-# number alone will do. With "memory_efficient_linear", F.linear is replaced in the whole process.
+# Settings that this package fixes. The run handles micro-batches, clipping and schedule, and any
+# elementwise optimizer works. ("memory_efficient_linear", off below, would replace F.linear in the
+# whole process.)
 _OURS: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
     "gradient_accumulation_steps": 1,
@@ -41,8 +41,8 @@ _OURS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Fragment:
-    """The numbers of a parameter that this process updates: `count` from `start` on, of all in a
-    row, and from `offset` of `flat`, which the optimizer steps."""
+    """The shard of a parameter that this process updates: `count` elements, from `start` of the
+    flattened parameter, and from `offset` of `flat`, the tensor that the optimizer steps."""
 
     flat: Tensor
     offset: int
@@ -50,7 +50,7 @@ class _Fragment:
     count: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """These numbers in a tensor of the form of `flat`."""
+        """The shard's elements in a tensor laid out as `self.flat`."""
         return flat.detach().view(-1).narrow(0, self.offset, self.count)
 
 
@@ -89,29 +89,29 @@ class ZeroModel:
             assert found is not None
             return _Fragment(self._flats[group], offset, found.start, len(found.piece))
         mapping = parameter._hp_mapping
-        if mapping is None:  # all of it is updated by others
+        if mapping is None:  # other processes update all of it
             return _Fragment(self._flats[0], 0, 0, 0)
         here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
         flat = self._flats[mapping.param_group_index]
         return _Fragment(flat, there.start, here.start, here.numel)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`. All processes call it equally often, with `last` for the
-        same one of a step's."""
+        """Add the gradients of `loss`. A collective: all processes call it equally often, and pass
+        `last` in the same call of a step."""
         self._engine.set_gradient_accumulation_boundary(last)
-        # It counts the micro-batches of a step, which a call of the engine would have done.
+        # The flag counts a step's micro-batches. A call of the engine's forward would clear it.
         self._inner.clear_backward_seen_flag()
         self._engine.backward(loss * self._size, scale_wrt_gas=False)  # it takes the mean
 
     def _gradients(self) -> list[Tensor]:
-        """This process's parts of the summed gradients, after the last backward."""
+        """This process's shards of the summed gradients, after the last backward."""
         if self._on_host:
             return [flat.grad for flat in self._flats if flat.grad is not None]
         return [g for group in self._inner.averaged_gradients.values() for g in group or ()]
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Of the whole gradient, on the host; not finite where a gradient is not."""
+        """The norm of the full gradient, on the host; not finite if a gradient is not."""
         device = self._engine.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for gradient in self._gradients():
@@ -123,9 +123,9 @@ class ZeroModel:
 
     @torch.no_grad()
     def step(self, factor: float) -> None:
-        """The optimizer's step on `factor` times the gradient, which must be finite."""
+        """Take the optimizer's step on `factor` times the gradient, which must be finite."""
         for name, fragment in self._fragments.items():
-            # DeepSpeed steps a copy of the weights, which may have been changed since.
+            # DeepSpeed steps a float32 copy, and the weights may have been changed since the last.
             parameter = self._named[name]
             found = sharding(parameter)
             whole = parameter.detach().view(-1) if found is None else found.piece
@@ -137,7 +137,7 @@ class ZeroModel:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the gradients, also those of a step that was left in its midst."""
+        """Drop the gradients, including those of a step that was interrupted."""
         inner = self._inner
         for name in ("_backward_active_depth", "_remaining_grad_acc_hooks"):
             setattr(inner, name, 0)
@@ -151,11 +151,11 @@ class ZeroModel:
             else type(reduced)([False] * len(reduced))
         )
         for parameter in self._named.values():
-            parameter.grad = None  # stage 3's own zero_grad fails with those of a CPU
+            parameter.grad = None  # stage 3's zero_grad fails with gradients on a CPU
         inner.zero_grad()
         if self._stage == 3:
             inner._partition_all_parameters()
-            # Or what gets no gradient has the last step's.
+            # Otherwise a parameter without a gradient would reuse that of the last step.
             inner.grad_partitions_flat_buffer.zero_()
             inner.averaged_gradients = {}
         else:
@@ -171,14 +171,14 @@ class ZeroModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, every process has all weights and computes with them by itself; without
+        """Inside, every process has all weights and can compute with them independently, without
         gradients."""
         if self._stage < 3:
             yield
             return
         offload = self._inner.parameter_offload
         with imported().zero.GatheredParameters(list(self._named.values())):
-            offload._remove_module_hooks()  # they would let go of the weights of each layer
+            offload._remove_module_hooks()  # the hooks would free each layer's weights
             for parameter in self._named.values():
                 parameter.ds_active_sub_modules.clear()
             offload.forward_hooks, offload.backward_hooks = [], []
@@ -190,15 +190,15 @@ class ZeroModel:
     # The optimizer's state
 
     def moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of what the optimizer keeps, as far as it is here."""
+        """Names and values of this process's shards of the optimizer's state."""
         for name, fragment in self._fragments.items():
             for key, value in self._state_of(fragment).items():
                 if _alike(value, fragment):
                     yield f"{name}/{key}", fragment.of(value)
 
     def state(self, name: str, *, keep: bool) -> dict[str, Any]:
-        """The state of a trained parameter; its tensors whole and on the host where the caller is
-        to `keep` them, else empty. There is none before the first step."""
+        """The optimizer's state of a trained parameter. With `keep` its tensors are full and on the
+        host, else empty. Before the first step there is no state."""
         fragment = self._fragments[name]
         return {
             key: self._gathered(fragment, value, shape_of(self._named[name]), keep=keep)
@@ -219,7 +219,7 @@ class ZeroModel:
 
     @torch.no_grad()
     def load_state(self, name: str, saved: Mapping[str, Any]) -> None:
-        """Take on whole tensors as `state` has returned them, to whatever number of processes."""
+        """Load full tensors that `state` returned; the number of processes may differ."""
         fragment = self._fragments[name]
         state = self._inner.optimizer.state[fragment.flat]
         for key, value in saved.items():
@@ -239,14 +239,14 @@ class ZeroModel:
 def divide(
     scorer: LogprobModel, *, settings: Mapping[str, Any], device: torch.device, frozen: bool = False
 ) -> None:
-    """Divide the weights of a module (stage 3), in place, one after the other. What is `frozen` can
-    compute then; what is to be trained, once `ZeroModel` has it."""
+    """Shard the weights of a module (stage 3), in place, one at a time. A `frozen` module can
+    compute afterwards; a trained one can once `ZeroModel` has it."""
     complete = _complete(settings)
     imported().zero.Init(module=scorer, config_dict_or_path=complete)
     for buffer in scorer.buffers():
         buffer.data = buffer.data.to(device)
-    # The head computes in chunks, of which processes have unequal numbers: its weight is gathered
-    # once, as one of the scorer's, not at each call of its module.
+    # The head computes in chunks, and their number differs between processes. Its weight is
+    # therefore gathered once, with the scorer's, not at each call of the head's module.
     scorer.head = OutputHead(scorer.model, direct=True)
     if frozen:
         complete["zero_optimization"].pop("offload_optimizer", None)
@@ -254,21 +254,22 @@ def divide(
 
 
 def prepare(world: World) -> None:
-    """Have DeepSpeed use the lines of the run, whose waits end; before all else of it."""
+    """Make DeepSpeed use the run's process group, whose collectives have a timeout. Call this
+    before other functions of DeepSpeed."""
     deepspeed = imported()
     from deepspeed.utils import groups
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it would write to stdout
-    renamed = r"`torch\.distributed\.\w+_tensor` is deprecated"  # which DeepSpeed calls
+    renamed = r"`torch\.distributed\.\w+_tensor` is deprecated"  # DeepSpeed calls such functions
     warnings.filterwarnings("ignore", renamed, FutureWarning)
-    # An all-reduce for inference, which a compiler would be started for on a CPU.
+    # An all-reduce for inference. On a CPU, DeepSpeed would start a compiler to build it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     groups._WORLD_GROUP = world.mesh().get_group()
-    os.environ.setdefault("LOCAL_RANK", "0")  # read at every exchange
+    os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it at every collective
 
 
 def imported() -> Any:
-    """The module `deepspeed`. Raises ValueError without it."""
+    """Return the module `deepspeed`. Raises ValueError if it is not installed."""
     try:
         import deepspeed
     except ImportError as error:

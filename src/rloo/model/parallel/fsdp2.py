@@ -1,8 +1,8 @@
-"""Weights that are divided among the processes of a run: torch's FSDP2 (`fully_shard`).
+"""Weights sharded over the processes of a run by torch's FSDP2 (`fully_shard`).
 
-Every weight, its gradient and its optimizer state are divided by rows (DTensors). A layer's weights
-are gathered before it computes and freed afterwards, in the backward again, whose gradients are
-summed into the parts. Outside of a forward, a parameter is the part that a process has.
+Every weight, its gradient and its optimizer state are sharded by rows (DTensors). A layer's weights
+are gathered before its forward and freed afterwards, and again for its backward. Gradients are
+summed into the shards. Outside of a forward, a parameter is this process's shard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rloo.distributed.sharded_tensor import is_sharded
 
 
 def check(model: PreTrainedModel, parallel: str) -> None:
-    """Raise ValueError for a model whose weights cannot be divided."""
+    """Raise ValueError for a model whose weights cannot be sharded."""
     name = type(model).__name__
     if is_vision_config(model.config):
         raise ValueError(
@@ -41,10 +41,10 @@ def check(model: PreTrainedModel, parallel: str) -> None:
 
 
 def shard(module: nn.Module, world: World, *, on_host: bool = False) -> None:
-    """Divide the weights of `module`, which must be called as a whole from now on, layer by layer,
-    in place; its parameters become others. What is not a floating-point number (a base of few
-    bits) stays whole in every process. Weights are gathered in their own precision; `on_host`: from
-    host memory, where gradients and the optimizer's state are, too."""
+    """Shard the weights of `module` layer by layer, in place. Its parameters are replaced, and from
+    now on only `module` itself may be called, not a part of it. Weights that are not floating-point
+    (a quantised base) stay replicated. Weights are gathered in the precision that they have. With
+    `on_host` shards, gradients and optimizer state are in host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     few_bits = {p for p in module.parameters() if not p.is_floating_point()}
@@ -55,20 +55,21 @@ def shard(module: nn.Module, world: World, *, on_host: bool = False) -> None:
         "ignored_params": few_bits,
         "offload_policy": policy,
     }
-    # The rest (embeddings, head) as well, so that outside of a forward every parameter is a part.
+    # Embeddings and head are sharded too: outside of a forward every parameter is a shard.
     for part in (*reversed(_layers(module)), module):
         fully_shard(part, reshard_after_forward=True, **options)
     for part in _divided(module):
-        # The loss has its divisor: gradients are summed, by what gloo can do as well.
+        # The loss is normalized already, so gradients are summed. gloo supports the sum as well.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager
 def whole(module: nn.Module, *, layers: bool = True) -> Iterator[None]:
-    """Inside, every process has all weights of `module`, and computes with them by itself; without
-    gradients. Without `layers` it has those outside of layers, which are gathered as they compute:
-    in all processes alike. A collective at its start; where nothing is divided it does nothing."""
+    """Inside, every process has all weights of `module` and can compute with them independently,
+    without gradients. Without `layers` only weights outside of layers are gathered; layers are
+    gathered as they compute, so all processes must compute alike. A collective at its start. Does
+    nothing if no weight is sharded."""
     parts = _divided(module)
     if not layers:
         parts = [part for part in parts if part is module]

@@ -1,5 +1,5 @@
-"""Tensors to whose files every process writes its part, and that other numbers of processes read:
-torch.distributed.checkpoint on safetensors (its own storage's index is a pickle)."""
+"""Sharded checkpoints: each process writes its shards, and any number of processes can read them.
+Uses torch.distributed.checkpoint on safetensors (its default storage has a pickle as index)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 from rloo.distributed import World
 from rloo.distributed.sharded_tensor import is_sharded
 
-# Their folder in a checkpoint.
+# The folder of the shards in a checkpoint.
 PARTS = "parts"
 
 
 def has_parts(checkpoint: str | Path) -> bool:
-    """Whether a checkpoint's tensors are in parts."""
+    """Whether a checkpoint is sharded."""
     return Path(checkpoint, PARTS).is_dir()
 
 
 def write_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Write `tensors`, of divided ones the part that is here; a collective. The folder must be one
-    that all processes see."""
+    """Write `tensors`: of sharded ones this process's shard. A collective. All processes must have
+    access to the folder."""
     import torch.distributed.checkpoint as dcp
 
     writer = dcp.HuggingFaceStorageWriter(str(Path(checkpoint, PARTS)), save_distributed=True)
@@ -36,8 +36,8 @@ def write_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: Wo
 
 
 def read_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Fill `tensors` in place, whole or divided, with those of the same names; where some are
-    divided a collective. Raises ValueError for one that the checkpoint does not have."""
+    """Fill `tensors`, sharded or not, in place with those of the same names. A collective if any is
+    sharded. Raises ValueError for a tensor that the checkpoint does not have."""
     import torch.distributed.checkpoint as dcp
 
     if missing := [name for name in tensors if name not in listed_parts(checkpoint)]:
@@ -50,7 +50,7 @@ def read_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: Wor
 
 
 def listed_parts(checkpoint: str | Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor by name."""
+    """Shape and dtype of every tensor in a sharded checkpoint, by name."""
     import torch.distributed.checkpoint as dcp
 
     reader = dcp.HuggingFaceStorageReader(str(Path(checkpoint, PARTS)))
@@ -61,6 +61,6 @@ def listed_parts(checkpoint: str | Path) -> dict[str, tuple[torch.Size, torch.dt
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        # That a single process reads is meant.
+        # It is intended that a single process reads.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,1 +1,1 @@
-"""The reward `code`: what the model wrote is run, behind a wall, and judged by tests."""
+"""The reward `code`: runs the model's program in a sandbox and scores it with tests."""

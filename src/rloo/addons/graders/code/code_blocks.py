@@ -1,5 +1,5 @@
-"""The blocks of code in a completion, as Markdown has them. Which of them is the program is decided
-behind the wall, where they are read as Python (`inside.source`)."""
+"""The Markdown code blocks of a completion. The sandbox parses them as Python and chooses the
+program among them (`guest.program_source`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 
 from rloo.addons.graders.code.guest.program_source import UNSEEN
 
-# A fence may stand in a list or a quotation, or behind a sentence where a language follows. What
-# closes a block is at least as long, and may stand behind the last line or before a tag.
+# A fence may stand in a list or a quotation, or after a sentence if a language follows it. The
+# closing fence is at least as long; it may follow the last line, or precede a tag.
 _OPENS = re.compile(
     r"^(?P<indent>[ \t]*(?:(?:[-*+>]|\d+[.)])[ \t]+)*)(?:"
     r"(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)|[^`]*[^`\s](?P<glued>`{3,})(?P<language>[\w+#.-]+))$"
 )
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
-_DEEPEST = 3  # how much deeper than what has opened a block its end may stand
-_BEHIND = "<[(|*_.,;:!?)]}"  # what may stand behind an end: a tag, and the end of a sentence
-# Between these stands a program, too, where no fence is: as prompts ask for it.
+_DEEPEST = 3  # how much deeper than its opening fence a closing fence may be indented
+_BEHIND = "<[(|*_.,;:!?)]}"  # may follow a closing fence: a tag, or the end of a sentence
+# Without fences, a program may stand between these tags, as some prompts ask.
 _TAGS = re.compile(
     r"^[ \t]*(?:<pre>)?(?:<(?P<tag>answer|code|solution|python|final_answer)\b[^>\n]*>"
     r"|\[(?P<word>BEGIN|PYTHON|CODE|ANSWER|SOLUTION)\])(?P<body>.*?)"
@@ -26,14 +26,14 @@ _TAGS = re.compile(
 
 
 def said_in(text: str) -> str:
-    """What a completion says after a model's thoughts; these, where nothing follows."""
+    """The completion after the model's reasoning, or all of it if nothing follows that."""
     _, _, said = text.rpartition("</think>")
     return said if said.strip() else text
 
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
-    """The languages (in lower case, empty where none is said) and texts of the blocks; the last one
-    may lack its end. Without a fence, the text between tags."""
+    """The (language, text) of each code block. The language is in lower case, or "" without one.
+    The last block may lack its end. Without a fence, the text between tags."""
     found, lines, at = [], text.split("\n"), 0
     while at < len(lines):
         opened = _OPENS.match(lines[at].rstrip("\r"))
@@ -57,7 +57,7 @@ def blocks_of(text: str) -> list[tuple[str, str]]:
 
 
 def _closes(line: str, fence: str, indent: int) -> str | None:
-    """The text before the end of a block in a line; None where that is not its end."""
+    """The text before a closing fence in a line; None if the line does not close the block."""
     bare = line.translate(UNSEEN).strip().lstrip(">").strip()
     deep = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip())
     if bare.startswith(fence):
@@ -74,7 +74,7 @@ def _unquoted(line: str) -> str:
 
 
 def _without(line: str, indent: int) -> str:
-    """A line without as much of the white space before it as its block has."""
+    """A line without the indentation of its block."""
     expanded = line[: len(line) - len(line.lstrip())].expandtabs(4) if indent else ""
     rest = line.lstrip() if indent else line
     return expanded[indent:] + rest

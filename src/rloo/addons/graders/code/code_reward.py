@@ -1,4 +1,4 @@
-"""The reward `code`: the share, or the whole, of a row's tests that a program passes."""
+"""The reward `code`: the share of a row's tests that a program passes, or 1.0 only for all."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def make_code(
     packages: Sequence[str] = (),
     **limits: Any,
 ) -> CodeReward:
-    """A `CodeReward`. `partial`: the share of the tests that pass; else 1.0 where all do. Programs
-    in another language are run by `command` and, before it, once by `build`, in a folder where the
-    program's text is `file`: `command="node main.js", file="main.js"`. `wall`: `bwrap` or
-    `landlock`; else the first that holds. `workers` is how many work side by side, one a processor
-    if it is not given. `packages` are what programs and tests may import beside the standard
-    library: `packages=["numpy"]`. `limits` are those of
+    """A `CodeReward`. `partial` gives the share of the tests that pass; the default is 1.0 only if
+    all pass. For programs in another language, `command` runs them, after `build` once, in a folder
+    where the program's text is `file`: `command="node main.js", file="main.js"`. `wall` is `bwrap`
+    or `landlock`; the default is the first that works. `workers` run in parallel; the default is
+    one a processor. Programs and tests may import the `packages` and the standard library:
+    `packages=["numpy"]`. `limits` are those of
     `rloo.addons.graders.code.sandbox_pool.ResourceLimits`."""
     if not sys.platform.startswith("linux"):
         raise ValueError("the reward 'code' needs Linux")
@@ -77,17 +77,17 @@ def make_code(
 
 
 class CodeReward:
-    """Runs the program that a completion ends with behind a wall, and has tests judge it.
+    """Runs the program at the end of a completion in a sandbox and scores it with tests.
 
-    The program is a fenced block of Python (of any language where `command` is given): the last one
-    that defines what the tests ask for, or else the whole text. A row has `tests` (a list of
-    Python's statements, or one text), `inputs` and `outputs` (what a whole program reads, and what
-    it is to write), or `function` and `cases` (pairs of the list of arguments and the value), or
-    the columns of a published dataset (`rloo.addons.graders.code.problem_formats`). Lists may be
-    JSON's text.
+    The program is a fenced block of Python (of any language with `command`): the last one that
+    defines the names which the tests use, or else the whole text. A row has `tests` (a list of
+    Python statements, or one text), `inputs` and `outputs` (the standard input and output of a
+    program), or `function` and `cases` (pairs of the list of arguments and the result), or the
+    columns of a published dataset (`rloo.addons.graders.code.problem_formats`). Lists may be JSON
+    text.
 
-    The reward is None where the row has no tests, the tests themselves cannot be run, and where the
-    sandbox has failed: the metric `rewards/code_reward/unjudged` is the share of the latter two.
+    The reward is None if the row has no tests, if the tests cannot run, and if the sandbox failed:
+    the metric `rewards/code_reward/unjudged` is the share of the latter two.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CodeReward:
         self._staff: SandboxPool | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise ValueError where the dataset has no tests, or no wall holds on this machine."""
+        """Raise ValueError if the dataset has no tests, or no sandbox works on this machine."""
         known = set(columns)
         found = problem_formats.format_of(known)
         if found is None:
@@ -115,7 +115,7 @@ class CodeReward:
         self._wall = choose_isolation(self._wall)
 
     def taken_for(self, columns: Iterable[str]) -> str:
-        """What rows with these columns are taken for, in words."""
+        """A sentence on the format that rows with these columns have."""
         found = problem_formats.format_of(columns)
         if found is None:
             return "the reward code finds no tests in the dataset's columns"
@@ -128,7 +128,7 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The rewards. Workers judge side by side, in processes of their own."""
+        """The rewards. Worker processes judge in parallel."""
         staff = self._begin_staff()
         begun: dict[str, Future[dict[str, Any]]] = {}
         keys: list[str | None] = []
@@ -153,7 +153,7 @@ class CodeReward:
         try:
             rewards = {key: self._result(future) for key, future in begun.items()}
         finally:
-            staff.cancel_pending()  # after Ctrl-C or a deadline nothing goes on
+            staff.cancel_pending()  # stops the workers after Ctrl-C or a deadline
         found = [None if key is None else rewards[key] for key in keys]
         if log_metric is not None and completions:
             unjudged = unreadable + sum(key is not None and rewards[key] is None for key in keys)
@@ -168,7 +168,7 @@ class CodeReward:
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the workers' outermost processes."""
+        """The process ids of the workers' outermost processes."""
         return [] if self._staff is None else self._staff.pids
 
     def _begin_staff(self) -> SandboxPool:
@@ -183,7 +183,7 @@ class CodeReward:
         return self._staff
 
     def _of_row(self, row: dict[str, Any]) -> dict[str, Any] | None:
-        """What is asked of the workers about a row, None where it has no tests."""
+        """The request to the workers for a row; None if the row has no tests."""
         found = problem_formats.read(row)
         if found is None or found[1] is None:
             return None
@@ -192,9 +192,9 @@ class CodeReward:
     def _result(self, future: Future[dict[str, Any]]) -> float | None:
         try:
             answer = wait_result(future)
-        except WorkerDied:  # again and again
+        except WorkerDied:  # several times
             return None
-        except Exception as error:  # the judge's own: no fault of the program's
+        except Exception as error:  # an error of the judge, not of the program
             if not any("in another process" in note for note in getattr(error, "__notes__", ())):
                 raise
             warnings.warn(f"a program could not be judged: {error!r}", stacklevel=3)
@@ -208,7 +208,7 @@ class CodeReward:
 
 
 def program_of(text: str) -> dict[str, Any]:
-    """The part of a request that tells of the program: blocks of a completion, or the whole."""
+    """The program's part of a request: the blocks of a completion, or its whole text."""
     said = said_in(text)
     blocks = blocks_of(said)
     return {"blocks": blocks} if blocks else {"program": said}

@@ -1,9 +1,9 @@
-"""The two walls behind which programs run, how each is begun, and whether it holds here.
+"""The two sandboxes for programs, how each is started, and whether it works on this machine.
 
-`bwrap`: bubblewrap with setpriv and prlimit: namespaces without network and without files but the
-interpreter's, and for every program new ones within. `landlock`: Landlock, of Linux 6.12, without
-namespaces: a folder for every program. Both: a seccomp filter and limits (`guest/program.py`).
-A wall that does not hold in `probe` is not used, and there is no third.
+`bwrap`: bubblewrap with setpriv and prlimit. It uses namespaces without network and with only the
+interpreter's files, and nested ones for every program. `landlock`: Landlock of Linux 6.12 without
+namespaces, and a folder for every program. Both have a seccomp filter and limits
+(`guest/program.py`). A sandbox that fails the probe is not used, and there is no third.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ ISOLATION_BACKENDS = ("bwrap", "landlock")
 _TOOLS = ("bwrap", "setpriv", "prlimit")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
-# None that can be mapped: what is shared of /dev/zero is memory that no process need hold.
+# No device that can be mapped: shared memory of /dev/zero belongs to no process.
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _FLAGS = ("-s", "-S", "-B", "-X", "utf8")
-# Nothing of ours is read from files: they may be hidden from the user that the wall runs as.
+# Our code is not read from files: the sandbox's user may have no access to them.
 _BOOT = """
 import json, os, struct, sys, types
 def read(count):
@@ -67,8 +67,8 @@ class IsolationUnavailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class IsolatedProcess:
-    """A process behind a wall, before it was told anything. `told` is what it must be told of the
-    wall; `folder`, if any, goes when it has ended."""
+    """A sandboxed process before its first message. `told` is the sandbox's part of that message.
+    `folder`, if any, is removed when the process has ended."""
 
     process: ChildProcess
     told: dict[str, Any]
@@ -76,8 +76,8 @@ class IsolatedProcess:
     user: int | None = None
 
     def remove_folder(self, seconds: float = 5.0) -> None:
-        """Remove the folder, which the worker's forks empty when it has ended; after so long, by
-        force, with no more rights than theirs."""
+        """Remove the folder once the worker's forks have emptied it. After `seconds`, remove it by
+        force, with the rights of its user."""
         if self.folder is None:
             return
         end = time.monotonic() + seconds
@@ -94,7 +94,7 @@ class IsolatedProcess:
 
 @dataclass(frozen=True, slots=True)
 class Interpreter:
-    """An interpreter that the wall's user can read."""
+    """A Python interpreter that the sandbox's user can read."""
 
     path: str
     folders: list[str] = field(default_factory=list)
@@ -103,9 +103,8 @@ class Interpreter:
 def start(
     wall: str, channel: socket.socket, library: Sequence[str] = (), processor: int | None = None
 ) -> IsolatedProcess:
-    """Begin a process behind a wall, with its end of a channel; it can read the folders `library`,
-    and its programs run on `processor` (None: the first one). Raises IsolationUnavailable,
-    OSError."""
+    """Start a sandboxed process with its end of a channel. It can read the folders `library`, and
+    its programs run on `processor` (None: the first one). Raises IsolationUnavailable, OSError."""
     user = _user()
     python = find_python(user)
     inner = [python.path, *_FLAGS, "-c", _BOOT]
@@ -114,14 +113,14 @@ def start(
     told["processor"] = min(os.sched_getaffinity(0)) if processor is None else processor
     told["socket"] = _socket_bytes()
     if wall == "bwrap":
-        # Elsewhere than here: programs have a /tmp of their own.
+        # Mounted elsewhere: programs have a private /tmp.
         told["library"] = [f"/library/{number}" for number in range(len(library))]
         places = dict(zip(told["library"], library, strict=True))
         command = _bubblewrap(user, python, places, inner)
         return IsolatedProcess(ChildProcess(command, "channel", **given), told)
     folder = tempfile.mkdtemp(prefix="rloo-code-")
     if user is not None:
-        # Its processes can be told from all others by their user alone.
+        # Only its user distinguishes the sandbox's processes from others.
         os.chown(folder, user, user)
         given["user"] = user
     told |= {
@@ -135,17 +134,17 @@ def start(
 
 
 def _socket_bytes() -> int:
-    """What a socket holds at most of what was sent to it and not read."""
+    """The most bytes that a socket holds unread."""
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
             return int(file.read())
     except (OSError, ValueError):
-        return 212_992  # Linux's own
+        return 212_992  # Linux's default
 
 
 def _environment(folder: str) -> dict[str, str]:
     home = {"HOME": folder, "TMPDIR": folder, "PATH": _PATH, "LANG": "C.UTF-8"}
-    # Equal programs do equal things, and threads take few addresses.
+    # A fixed hash seed makes runs reproducible; fewer arenas need less address space.
     return {**home, "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
 
 
@@ -177,19 +176,19 @@ def _bubblewrap(
 
 
 def _user() -> int | None:
-    """The user that a worker becomes: one that nobody else is, where this one is root."""
+    """The user of a new worker: an unused one if this process is root, else None (no change)."""
     if os.getuid() != 0:
         return None
     with open("/proc/self/uid_map") as file:
         most = max(int(first) + int(count) for first, _, count in map(str.split, file))
-    # As many as there are numbers of processes, from which they are told apart.
+    # Derived from the process id, so concurrent processes use different users.
     base = 2_000_000_000 if most > 2_010_000_000 else 40_000
     number = os.getpid() * 64 + next(_begun) % 64
     return base + number % (20_000 if base == 40_000 else 10_000_000)
 
 
 def find_python(user: int | None) -> Interpreter:
-    """This interpreter without its environment, or else the system's, as far as `user` can run it.
+    """This interpreter outside its virtual environment, or else the system's, if `user` can run it.
     Raises IsolationUnavailable."""
     return _find_python(user is not None)
 
@@ -217,9 +216,9 @@ def _find_python(other_user: bool) -> Interpreter:
     )
 
 
-# -- whether a wall holds --------------------------------------------------------------------------
+# -- the probe of a sandbox ------------------------------------------------------------------------
 
-# Everything that must fail fails, and what programs need works. It prints what is not so.
+# Forbidden actions must fail, and allowed ones must work. The probe prints each exception.
 PROBE = """
 import ctypes, os, signal, socket, subprocess, sys, threading
 def must_fail(what, work):
@@ -260,13 +259,13 @@ print("probed")
 
 
 def write_probe(folder: str, address: tuple[str, int]) -> str:
-    """The program that tries a wall: what it prints beside `probed` does not hold."""
+    """The program that tests a sandbox. Each line that it prints except `probed` is a fault."""
     secret = os.path.join(folder, "secret")
     with open(secret, "w") as file:
         file.write("secret")
     os.chmod(folder, 0o777)
     os.chmod(secret, 0o666)
-    names = set(os.environ) - {*_environment(""), "PWD"}  # which bubblewrap sets itself
+    names = set(os.environ) - {*_environment(""), "PWD"}  # bubblewrap sets PWD
     known: Mapping[str, Any] = {
         "secret": secret, "folder": folder, "pid": os.getpid(), "address": address, "names": names,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Packages that programs may import beside the standard library: those of this interpreter."""
+"""Installed packages that programs may import besides the standard library."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rloo.distributed.worker_pool import wait_result
 
 
 def library_of(modules: Sequence[str], reward: str) -> AllowedModules:
-    """Modules as this interpreter would import them, with the folders of what they need. Raises
-    ValueError where one is not installed, or hidden from the user that programs run as."""
+    """Modules as this interpreter imports them, and the folders that they need. Raises ValueError
+    if a module is not installed, or not readable by the user that programs run as."""
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     for module in reversed(modules):
@@ -27,7 +27,7 @@ def library_of(modules: Sequence[str], reward: str) -> AllowedModules:
             )
         place = Path(spec.origin)
         own = str(place.parent.parent if place.name == "__init__.py" else place.parent)
-        if os.getuid() == 0 and not is_open_to_all(own):  # behind a wall it is another user
+        if os.getuid() == 0 and not is_open_to_all(own):  # the sandbox runs as another user
             raise ValueError(
                 f"{module} is in {own}, which no user but root can read, and behind the wall of "
                 f"the reward {reward!r} programs run as another one; install it elsewhere (reward)"
@@ -39,15 +39,15 @@ def library_of(modules: Sequence[str], reward: str) -> AllowedModules:
 
 
 def is_open_to_all(folder: str) -> bool:
-    """Whether every user can read a folder: itself, and those that it is in."""
+    """Whether every user can read a folder and enter its parents."""
     path = Path(folder).resolve()
     modes = [place.stat().st_mode for place in (path, *path.parents)] if path.is_dir() else [0]
     return all(mode & 0o001 for mode in modes) and bool(modes[0] & 0o004)
 
 
 def fault_of(staff: SandboxPool, request: dict[str, Any], expected: str) -> str | None:
-    """What is wrong where the staff's program for `request` does not write `expected`, which also
-    closes the staff; None where it does."""
+    """A description of the fault if a program's output is not `expected`, or None. A fault also
+    closes the pool."""
     answer = wait_result(staff.submit(request))
     if answer.get("output") == expected:
         return None
@@ -58,7 +58,7 @@ def fault_of(staff: SandboxPool, request: dict[str, Any], expected: str) -> str 
 
 
 def check_packages(staff: SandboxPool, packages: Sequence[str], wall: str) -> None:
-    """Raise ValueError where a program cannot import these, and close the staff."""
+    """Raise ValueError and close the pool if a program cannot import these packages."""
     program = "".join(f"import {name}\n" for name in packages) + "print('loaded')"
     fault = fault_of(staff, {"kind": "run", "program": program, "given": ""}, "loaded\n")
     if fault is not None:

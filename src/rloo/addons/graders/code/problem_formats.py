@@ -1,7 +1,7 @@
-"""Rows of datasets of programming problems, as they are published, and what is asked about them.
+"""Published formats of programming problems, and the judge's request for a row.
 
-A format is recognised by its columns. Each reader gives what the judge is asked (`inside.judge`),
-with the rule by which the format compares by convention; None for a row without tests.
+The columns identify a format. Each reader returns the request (`guest.judge`), with the format's
+usual comparison rule; None for a row without tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rloo.distributed import value_codec as codec
 
 Row = Mapping[str, Any]
 Asked = dict[str, Any]
-# Graders of contests compare floats to 1e-5, and words without the white space between them.
+# Contest graders compare floats to 1e-5, and ignore white space between words.
 _CONTEST: Asked = {"tolerance": 1e-5, "tokens": True, "implied": True, "json": True}
 _MOST_BYTES = 1 << 28
 _PLAIN_PICKLE = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "UNICODE",
@@ -29,36 +29,35 @@ _PLAIN_PICKLE = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE
 
 
 class UnreadableRow(ValueError):
-    """A published row's tests are not what its format has."""
+    """The tests of a published row do not have their format."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemFormat:
-    """Rows with these `columns` (and, if any, one of `some`), which `read` makes a request of."""
+    """A format with these `columns` (and one of `some`, if any); `read` makes a row's request."""
 
     name: str
     columns: tuple[str, ...]
     read: Callable[[Row], Asked | None]
     some: tuple[str, ...] = ()
-    # Whether users write such rows for this reward: then one that cannot be read is an error.
+    # Whether users write such rows for this reward; an unreadable row is then an error.
     own: bool = False
 
     def fits(self, columns: Iterable[str]) -> bool:
-        """Whether rows with these columns may have it."""
+        """Whether rows with these columns may have this format."""
         known = set(columns)
         return known.issuperset(self.columns) and (not self.some or bool(known & {*self.some}))
 
 
 def format_of(columns: Iterable[str]) -> ProblemFormat | None:
-    """The format of rows with these columns."""
+    """The format of rows with these columns, or None."""
     columns = set(columns)
     return next((known for known in FORMATS if known.fits(columns)), None)
 
 
 def read(row: Row) -> tuple[ProblemFormat, Asked | None] | None:
-    """The format of a row by its columns that are not None, and what is asked about it; None where
-    it has no format. Raises ValueError for what is no test, which is Unreadable in a published
-    row."""
+    """(format, request) of a row by its columns that are not None; None without a format. Raises
+    ValueError for invalid tests, as UnreadableRow if the format is a published one."""
     known = format_of(name for name, value in row.items() if value is not None)
     if known is None:
         return None
@@ -103,7 +102,7 @@ def _own_tests(row: Row) -> Asked | None:
 
 
 def _listed(row: Row, name: str) -> list[Any]:
-    """A column's list, which may be the text of one in JSON."""
+    """A column's list, which may be JSON text."""
     value = row[name]
     if isinstance(value, str):
         value = _from_json(value, [value] if name == "tests" else value)
@@ -123,7 +122,7 @@ def _texts(row: Row, name: str) -> list[str]:
 
 
 def _case(case: Any) -> Any:
-    """A case as workers read it."""
+    """A case, encoded for the workers."""
     if not (_is_list(case) and len(case) == 2 and _is_list(case[0])):
         raise ValueError(
             f"a case is {case!r:.80}; it is the list of arguments and the value (reward code)"
@@ -134,7 +133,7 @@ def _case(case: Any) -> Any:
         raise ValueError(f"a case is {case!r:.80}; {error} (reward code)") from error
 
 
-# -- published ones --------------------------------------------------------------------------------
+# -- published formats -----------------------------------------------------------------------------
 
 
 def _apps(row: Row) -> Asked | None:
@@ -159,14 +158,14 @@ def _code_contests(row: Row) -> Asked | None:
         if isinstance(tests, Mapping):
             inputs += list(tests.get("input", ()))
             outputs += list(tests.get("output", ()))
-        elif _is_list(tests):  # one at a time
+        elif _is_list(tests):  # a mapping per test
             inputs += [test["input"] for test in tests]
             outputs += [test["output"] for test in tests]
     return _whole_programs(inputs, outputs)
 
 
 def _mbpp(row: Row) -> Asked | None:
-    """MBPP; MBPP+ has all that is tested in one text."""
+    """MBPP, and MBPP+, which has all its tests in one text."""
     setup = [str(row.get("test_setup_code") or ""), *map(str, row.get("test_imports") or ())]
     tests = [*row["test_list"], *(row.get("challenge_test_list") or ())]
     if isinstance(row.get("test"), str) and row["test"].strip():
@@ -175,8 +174,8 @@ def _mbpp(row: Row) -> Asked | None:
 
 
 def _checked(row: Row) -> Asked | None:
-    """HumanEval and LeetCodeDataset: `check(candidate)` in `test`, and what `entry_point` names;
-    the prompt has what both use."""
+    """HumanEval and LeetCodeDataset: `check(candidate)` in `test` is called with `entry_point`; the
+    prompt has definitions for both."""
     entry, test = str(row["entry_point"]), str(row["test"])
     prompt = str(row.get("prompt") or "")
     tree = _tree_in(prompt)
@@ -225,14 +224,14 @@ FORMATS = (
 )  # fmt: skip
 
 
-# -- what they have in common ----------------------------------------------------------------------
+# -- shared parts ----------------------------------------------------------------------------------
 
 
 def _payload(given: Any, row: Row) -> Asked | None:
-    """Tests as they are packed, perhaps as the text of JSON: a mapping of `inputs` and `outputs`,
-    a list of mappings with an `input` and an `output` each, or Python's statements."""
+    """A request for packed tests, perhaps in JSON text: a mapping of `inputs` and `outputs`, a list
+    of mappings with an `input` and an `output` each, or Python statements."""
     given = _from_json(given, given)
-    if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):  # as Python writes it
+    if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):  # a Python literal
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             given = ast.literal_eval(given.strip())
     if given is None or (isinstance(given, str) and not given.strip()):
@@ -266,7 +265,7 @@ def _listed_cases(cases: Sequence[Row], row: Row) -> Asked | None:
     kinds = {str(case.get("testtype") or case.get("type") or "").lower() for case in cases}
     name = _name_in(first) or _name_in(row)
     inputs, outputs = ([case[key] for case in cases] for key in ("input", "output"))
-    if "functional" in kinds and name:  # each argument is a line of JSON, and the value is JSON
+    if "functional" in kinds and name:  # each argument is a line of JSON, and the result is JSON
         arguments = [[json.loads(line) for line in text.strip().split("\n")] for text in inputs]
         wanted = [json.loads(text) if isinstance(text, str) else text for text in outputs]
         return _calls(name, arguments, wanted, unwrap=False)
@@ -275,7 +274,7 @@ def _listed_cases(cases: Sequence[Row], row: Row) -> Asked | None:
 
 
 def _name_in(given: Row) -> str:
-    """The name of the function that is called, where there is one."""
+    """The name of the called function, or ""."""
     places = [given, _from_json(given.get("metadata"), given.get("metadata"))]
     for place in places:
         for key in ("fn_name", "func_name", "function_name"):
@@ -299,7 +298,7 @@ def _whole_programs(inputs: Any, outputs: Any) -> Asked | None:
 
 
 def _lines_of_json(text: str) -> list[Any]:
-    """Arguments that are a line of JSON each; else a text is the only one."""
+    """The arguments, one per line of JSON; other text is the only argument."""
     try:
         return [json.loads(line) for line in text.strip().split("\n")]
     except ValueError:
@@ -307,7 +306,7 @@ def _lines_of_json(text: str) -> list[Any]:
 
 
 def _joined(text: Any) -> str:
-    """What is read or written, of which some rows have the lines."""
+    """An input or output text; some rows have a list of its lines."""
     return "\n".join(map(str, text)) if _is_list(text) else str(text)
 
 
@@ -325,14 +324,14 @@ def _statements(tests: Sequence[Any], setup: str = "") -> Asked:
 
 
 def _before(tree: ast.Module, entry: str) -> str:
-    """What a prompt that is Python defines beside the function that is to be completed."""
+    """The definitions in a Python prompt except the function to complete."""
     name = entry.replace("()", "").partition(".")[0]
     kept = [node for node in tree.body if getattr(node, "name", None) != name]
     return "\n".join(ast.unparse(node) for node in kept if not isinstance(node, ast.Expr))
 
 
 def _tree_in(prompt: str) -> ast.Module | None:
-    """The Python that a prompt ends with: the whole, or from some line on that may begin it."""
+    """The Python at the end of a prompt: all of it, or from a line on that may begin a program."""
     lines = prompt.replace("```python", "").replace("```", "").split("\n")
     begins = ("import ", "from ", "def ", "class ", "@")
     for at, line in enumerate(lines):
@@ -345,8 +344,8 @@ def _tree_in(prompt: str) -> ast.Module | None:
 
 
 def _unpacked(text: str) -> list[Any]:
-    """LiveCodeBench's hidden tests: JSON in a pickled text, compressed, in base 64. A pickle that
-    is anything but a text is refused, and none is run."""
+    """LiveCodeBench's hidden tests: base64 of a compressed pickle of JSON text. The pickle is never
+    executed, and refused if it holds anything but text."""
     try:
         packed = zlib.decompressobj().decompress(base64.b64decode(text), _MOST_BYTES)
         found = ""
@@ -361,7 +360,7 @@ def _unpacked(text: str) -> list[Any]:
 
 
 def _from_json(value: Any, other: Any) -> Any:
-    """What a text of JSON stands for; `other` where it is none."""
+    """The value of JSON text; `other` if the text is not JSON."""
     if not isinstance(value, str):
         return value if value is not None else other
     try:

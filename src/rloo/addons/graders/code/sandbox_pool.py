@@ -1,5 +1,5 @@
-"""Workers behind a wall, and what they are asked. What a request means is the handler's: a module
-of `guest` with a function `answer(request, stage)`, which is sent to them with those it needs."""
+"""Pools of sandboxed workers and their requests. A handler answers a request: a module of `guest`
+with a function `answer(request, stage)`, which is sent to the workers with the modules it needs."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """Of one program: seconds of one run or case, and of all: of a processor, of all its processes
-    together, and those in which none of them wants one (by the clock at most `wall_seconds`); bytes
-    that all its processes hold, also in the kernel (and of addresses in each that runs our
-    interpreter); processes and threads; bytes that it writes for us in one run or value; bytes and
-    number of its files."""
+    """The limits of one program. `seconds` (one run or case) and `total_seconds` count CPU time of
+    all its processes, and time in which none wants a processor (wall-clock at most `wall_seconds`).
+    `memory`: bytes of all its processes, also in the kernel, and of address space in each process
+    with our interpreter. `processes`: processes and threads. `output`: bytes of one run or value.
+    `disk` and `files`: bytes and number of its files."""
 
     seconds: float = 5.0
     total_seconds: float = 30.0
@@ -71,15 +71,15 @@ class ResourceLimits:
 
 @dataclass(frozen=True, slots=True)
 class AllowedModules:
-    """What programs may import besides the standard library: the folders that it is in, and the
-    modules that a worker loads before it forks, as far as they can be loaded."""
+    """The modules that programs may import besides the standard library: their folders, and the
+    modules that a worker imports before it forks, if they can be imported."""
 
     folders: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
 
 
 class SandboxWorker(Worker):
-    """A process behind a wall, with forks of its own for what it is asked. It ends with us."""
+    """A sandboxed process that forks for each request. It ends with this process."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class SandboxWorker(Worker):
         library: AllowedModules,
         processor: int | None,
     ) -> None:
-        """`modules` of `guest`, in an order in which they can be loaded; the last one answers. Its
-        programs run on `processor`. Raises IsolationUnavailable."""
+        """`modules` of `guest` are given in loading order; the last one is the handler. Programs
+        run on `processor`. Raises IsolationUnavailable."""
         self.processor = processor
         ours, theirs = socket.socketpair()
         with theirs:
@@ -112,12 +112,12 @@ class SandboxWorker(Worker):
 
     @property
     def is_alive(self) -> bool:
-        """See `Worker`; of its outermost process."""
+        """See `Worker`; refers to the outermost process."""
         return self._started.process.poll() is None
 
     @property
     def pid(self) -> int:
-        """The number of the outermost process."""
+        """The process id of the outermost process."""
         return self._started.process.pid
 
     def kill(self) -> None:
@@ -136,8 +136,8 @@ class SandboxWorker(Worker):
 
 
 class SandboxPool:
-    """So many workers behind a wall, which answer requests in their order; where one is lost, its
-    request is answered by another. Close it to end them; the end of this process does the same."""
+    """`size` sandboxed workers that answer requests in order. If one is lost, another answers its
+    request. The workers end when the pool is closed or this process ends."""
 
     def __init__(
         self,
@@ -162,8 +162,8 @@ class SandboxPool:
         self.close = weakref.finalize(self, _end, self._crew, made)
 
     def submit(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Have a request answered. The future raises WorkerDied where the sandbox failed, again
-        and again, and what the handler raised."""
+        """Submit a request. The future raises WorkerDied if the sandbox failed several times, and
+        the handler's exceptions."""
         message = json.dumps(request).encode()
 
         def job(worker: Worker) -> dict[str, Any]:
@@ -174,21 +174,21 @@ class SandboxPool:
 
     @property
     def pids(self) -> list[int]:
-        """The numbers of the outermost processes."""
+        """The process ids of the outermost processes."""
         return self._crew.pids
 
     @property
     def lost(self) -> int:
-        """How many workers were lost so far."""
+        """The number of workers lost so far."""
         return self._crew.lost
 
     def cancel_pending(self) -> None:
-        """Give up what was begun and waits."""
+        """Cancel running and waiting requests."""
         self._crew.cancel_pending()
 
 
 def _choose_processor(taken: Sequence[int | None]) -> int | None:
-    """One that the fewest of the living workers have; which comes first differs among processes."""
+    """The processor with the fewest living workers; ties are broken differently per process."""
     mine = sorted(os.sched_getaffinity(0))
     first = os.getpid() % len(mine)
     return min(mine[first:] + mine[:first], key=taken.count)
@@ -196,20 +196,20 @@ def _choose_processor(taken: Sequence[int | None]) -> int | None:
 
 def _end(crew: WorkerPool, made: Sequence[Worker]) -> None:
     crew.close()
-    for worker in made:  # the crew's threads end them, too, but nobody waits for these
+    for worker in made:  # the pool's threads also end them, but are not waited for
         worker.end()
 
 
 @cache
 def _text(name: str) -> str:
-    """The source of a module of the package."""
+    """The source text of a module of the package."""
     path = Path(rloo.__file__).parent.joinpath(*name.split(".")[1:])
     return path.with_suffix(".py").read_text(encoding="utf-8")
 
 
 @cache
 def unavailable_reason(wall: str) -> str | None:
-    """Why a wall does not hold here; None where it does. A program tries it, once in a process."""
+    """Why a sandbox does not work here, or None. The probe runs once per process."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         program = isolation.write_probe(folder, server.getsockname())
         staff = SandboxPool(wall, 1, ResourceLimits())
@@ -226,7 +226,7 @@ def unavailable_reason(wall: str) -> str | None:
 
 
 def choose_isolation(asked: str | None = None) -> str:
-    """The wall that was asked for, or else the first that holds. Raises ValueError."""
+    """The sandbox `asked` for, or else the first that works. Raises ValueError if none does."""
     reasons = {}
     for wall in (asked,) if asked else isolation.ISOLATION_BACKENDS:
         if (reason := unavailable_reason(wall)) is None:

@@ -1,1 +1,1 @@
-"""Whether a mathematical answer is the reference."""
+"""The reward `math`: decides whether a mathematical answer equals the reference."""

@@ -1,5 +1,5 @@
-"""Whether an answer is the reference: numbers, words, choices, bases and remainders are compared
-here, other forms are only admitted to be judged."""
+"""Compares an answer with the reference. Numbers, words, choices, bases and remainders are compared
+here; other forms are only checked for their form and left to math-verify."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _NOTHING_READ = (None,) * 6
 
 
 class ReferenceAnswer:
-    """A reference answer, and the marks (percent, degree) that its question asks for."""
+    """A reference answer, with the marks (percent, degree) that its question asks for."""
 
     def __init__(self, text: str, question: str = "") -> None:
         cleaned = clean(text) if len(text) <= MAX_CHARACTERS else ""
@@ -81,8 +81,8 @@ class ReferenceAnswer:
                 self.is_readable = False
 
     def judge(self, answer: str) -> bool | tuple[str, str]:
-        """Whether `answer` is this reference; the LaTeX of both where only its form is known to be
-        right."""
+        """Whether `answer` equals this reference. If only its form could be checked, the LaTeX of
+        both, for math-verify."""
         cleaned = clean(answer)
         if self._numeral is not None:
             return self._is_number(cleaned)
@@ -98,7 +98,7 @@ class ReferenceAnswer:
 
     def _is_form(self, answer: str) -> bool | tuple[str, str]:
         assert self._form is not None
-        # Without the name that it is given, as in `x = ...`, unless the reference has one.
+        # Drops a label, as in `x = ...`, unless the reference has one.
         latex = _LABEL.sub(self._without_label, as_tuples(answer, self._names).replace("%", "\\%"))
         if any(part.startswith("relation") for part in self._form.parts):
             return self._is_one_form(latex)
@@ -106,7 +106,7 @@ class ReferenceAnswer:
         verdict = self._is_one_form(value_side(latex, self._asked) or latex)
         if not sign or not verdict:
             return verdict
-        # A name and its decimals, as of pi, are no result.
+        # A symbol and its decimals, as of pi, are no result.
         if self._form.lists or _SYMBOL.fullmatch(self._text) or not read_numeral(decimals):
             return False
         texts = verdict if isinstance(verdict, tuple) else (f"${self._text}$",) * 2
@@ -138,13 +138,13 @@ class ReferenceAnswer:
         return texts[0].replace(" ", "") == texts[1].replace(" ", "") or texts
 
     def _is_rounded_alike(self, latex: str) -> bool:
-        """Whether both end with the same decimals, which a judge does not look at."""
+        """Whether both end with the same decimals, which math-verify ignores."""
         ends = [text.rpartition(_APPROXIMATELY)[2] for text in (latex, self._text)]
         return read_numeral(ends[0]) == read_numeral(ends[1])
 
     def _alike(self, latex: str) -> tuple[ExpressionForm, ExpressionForm, str, str]:
-        """The forms and texts of an answer and the reference, both as intervals where one has these
-        and the other inequalities."""
+        """The forms and texts of the answer and the reference. If one has intervals and the other
+        inequalities, both become intervals."""
         assert self._form is not None
         reference, form = self._text.replace("%", "\\%"), parse_form(latex)
         intervals = [as_intervals(text) for text in (latex, reference)]
@@ -173,7 +173,7 @@ class ReferenceAnswer:
             return False
         if answer.mark not in ("", wanted.mark) and not asks_for(answer.mark, self._question):
             return False
-        if wanted.mark == "%" and answer.mark == "":  # 50% is 50, if it says so, and 1/2
+        if wanted.mark == "%" and answer.mark == "":  # for 50%, both 50 and 1/2 are right
             return answer.value in (wanted.value, wanted.value / 100)
         return answer.value == wanted.value
 
@@ -205,8 +205,8 @@ class ReferenceAnswer:
 
 
 def _is_named(equation: str) -> bool:
-    """Whether the left side of an equation is the name of the right one: `y`, `f(x)`, `|AB|`, but
-    not `x+y`, an equation of unknowns."""
+    """Whether an equation's left side names its right side (`y`, `f(x)`, `|AB|`). In an equation of
+    unknowns, `x+y` is no name."""
     has_name = value_side(equation) is not None and not re.search(
         "[a-z]", _COMMAND.sub("", equation.partition("=")[0])
     )
@@ -214,22 +214,22 @@ def _is_named(equation: str) -> bool:
 
 
 def _for_judge(latex: str, form: ExpressionForm, brackets: str) -> str:
-    """An expression as math-verify reads it best: without units, and with an i that it knows."""
+    """An expression prepared for math-verify: without units, and with a recognised i."""
     latex = _UNIT.sub(lambda unit: "" if is_unit(unit[1]) else unit[0], latex)
     latex = re.sub(r"(?<=[0-9])i(?![A-Za-z])", " i", latex.replace(r"^\circ", ""))
-    # A bare list is a set for a judge, without order.
+    # math-verify reads a bare list as a set, without order.
     return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
 
 
 def references_of(given: Any) -> list[str]:
-    """The texts that a value of the column `answer` accepts: one, or each of a list."""
+    """The accepted texts of a value of the column `answer`: one, or each of a list."""
     if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)):
         return [str(one) for one in given if one is not None]
     return [] if given is None else [str(given)]
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text is nothing but an answer: a number, a choice, an expression, without words."""
+    """Whether a text is only an answer, without words: a number, a choice, an expression."""
     if len(text) > MAX_CHARACTERS:
         return False
     cleaned = clean(text)
@@ -246,7 +246,7 @@ def is_plain(text: str) -> bool:
 
 
 def _numbers_of(text: str, asked: str) -> Counter[Number] | None:
-    """The numbers of a bare list, each as often as it stands there; None if it has others."""
+    """The numbers of a bare list with their counts; None if another item is in it."""
     read = [read_numeral(item, asked) for item in _ITEMS.split(text) if item.strip()]
     numbers = [number for number in read if number is not None and not number.mark]
     return Counter(numbers) if len(numbers) == len(read) else None

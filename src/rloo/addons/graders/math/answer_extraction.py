@@ -1,17 +1,17 @@
-r"""Where the answer of a completion is: the one reader of the rewards that judge it.
+r"""Finds the answer in a completion, for all rewards that judge it.
 
-An answer ends where its tags, its line or its box end. After `</think>` is what is read, where an
-answer is there; of that the content of the last `<answer>...</answer>`, if it has one. In it the
-answer is, in this order,
+An answer ends with its tags, its line or its box. The text after `</think>` is searched if it has
+an answer, and in it the content of the last `<answer>...</answer>`, if there is one. The answer is
+the first of these that exists:
 
-1. the last `\boxed{...}`, the line of the last `####`, or what "the final answer is" behind a
-   box, whichever comes last,
+1. the last `\boxed{...}`, the line of the last `####`, or the text after "the final answer is"
+   that follows a box: whichever comes last,
 2. the sentence after the last "answer is" or "answer:",
-3. all of the text, or its last line, where that is nothing but an answer,
+3. the whole text, or its last line, if it is only an answer,
 4. the last formula or the last number, whichever ends later; in tags, a number that is all that the
    last line states.
 
-Boxes that `and`, `or` or a comma join are one answer of several parts. A denied one is no answer.
+Boxes joined by `and`, `or` or a comma are one answer with several parts. A denied answer is none.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _OR_AFTER = re.compile(
     r"[\s$\\).,(]*or (?:(?:possibly|maybe|perhaps|even|else) )*[\s$\\(]*(-?[0-9][0-9.,/]*(?:\\?%)?)"
 )
 _CUT = re.compile(r"\$|\n|\\[)\]]")
-_CLAUSE_END = re.compile(r"[,.;:(\n][^,.;:(\n]*$")  # of what denies the next box
+_CLAUSE_END = re.compile(r"[,.;:(\n][^,.;:(\n]*$")  # the clause that denies the next box
 _DATE = re.compile(
     r"(?:[a-z]+day,? )?(?:(?:the )?[0-9]{1,2}(?:st|nd|rd|th)? )?(?:of )?"
     r"(?:january|february|march|april|may|june|july|august|september|october|november|december)"
@@ -116,16 +116,16 @@ _CORRECTING = word_set(
 
 @dataclass(frozen=True, slots=True)
 class ExtractedAnswer:
-    """What a text gives as its answer: empty where it takes it back. `parts` are those of several
-    boxes that are joined."""
+    """The answer of a text, empty if the text takes it back. `parts` are the contents of joined
+    boxes."""
 
     text: str
     parts: tuple[str, ...] = ()
 
 
 def read_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
-    """The answer that a completion gives; None where there is none. `asked` is what the question
-    asks (`wording.asked_in`)."""
+    """The answer of a completion, or None. `asked` are the question's asking sentences
+    (`wording.asked_in`)."""
     text = _CALCULATION.sub("", _own_turn(text))
     *_, start = (0, *(found.end() for found in _THOUGHT.finditer(text)))
     found = _read(text[start:], asked)
@@ -133,8 +133,8 @@ def read_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
 
 
 def _own_turn(text: str) -> str:
-    """A text up to where a model that does not stop ends its turn, or asks itself the next question
-    behind an answer."""
+    """The text up to its end-of-turn token, or up to the next question that a model that does not
+    stop asks itself after an answer."""
     end = _END_OF_TURN.search(text)
     text = text if end is None or not text[: end.start()].strip() else text[: end.start()]
     answer = _MARKED.search(text)
@@ -143,8 +143,8 @@ def _own_turn(text: str) -> str:
 
 
 def tagged(text: str) -> tuple[str, str, str] | None:
-    """What is before, in and after the last `<answer>`, which ends at `</answer>` or with the text;
-    None without one."""
+    """The text before, in and after the last `<answer>`, which ends at `</answer>` or at the end of
+    the text; None without one."""
     *_, opening = (None, *_OPENING.finditer(text))
     if opening is None:
         return None
@@ -156,8 +156,8 @@ def tagged(text: str) -> tuple[str, str, str] | None:
 
 
 def boxed_answer(text: str) -> ExtractedAnswer | None:
-    r"""The content of the last `\boxed{...}`, or of the last ones that are joined; None without a
-    box, and empty where it is not closed or the words around it say that it is no answer."""
+    r"""The content of the last `\boxed{...}`, or of the last joined boxes. None without a box;
+    empty if the box is not closed or the words around it deny it."""
     boxes = _boxes_of(text)
     if not boxes:
         return None
@@ -179,7 +179,7 @@ def boxed_answer(text: str) -> ExtractedAnswer | None:
 
 
 def _has_alternative(before: str, content: str, after: str) -> bool:
-    """Whether `or` and another number stand before or after a number in a box."""
+    """Whether `or` joins a different number to the number in a box."""
     number = read_numeral(content)
     found = [_OR_BEFORE.search(before[-60:]), _OR_AFTER.match(after)]
     others = [read_numeral(one[1].rstrip(".,/")) for one in found if one is not None]
@@ -200,7 +200,7 @@ def _read(text: str, asked: str) -> ExtractedAnswer | None:
 
 
 def explicit_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
-    """What a text marks as its answer: by a box, `####` or "answer is"; None where it does not."""
+    """The answer that a text marks by a box, `####` or "answer is"; None without a mark."""
     boxed, marked = boxed_answer(text), _marked(text)
     if boxed is not None and marked is not None:
         line, start = marked
@@ -214,8 +214,8 @@ def explicit_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
 
 
 def answer_of_reference(text: str) -> str:
-    """The text that a reference marks as its answer, else all of it; with a percent sign that
-    follows its box."""
+    """The marked answer of a reference, or its whole text. A percent sign after the box is
+    included."""
     explicit = explicit_answer(text)
     boxes = _boxes_of(text)
     is_percent = bool(boxes) and _PERCENT.match(text[boxes[-1][2] :]) is not None
@@ -223,14 +223,14 @@ def answer_of_reference(text: str) -> str:
 
 
 def _boxes_of(text: str) -> list[tuple[int, str, int]]:
-    """Where each of the last boxes begins, what is in it, and where it ends."""
+    """The start, content and end of each of the last boxes."""
     boxes: list[tuple[int, str, int]] = []
     for found in list(_BOX.finditer(text))[-_MOST_BOXES:]:
         if found[1] is None:
             boxes.append((found.start(), found[2], found.end()))
             continue
         end = closing(text, found.end() - 1)
-        # A formula or a line that ends before the box does is a slip; a text that ends was cut.
+        # The box of a formula or line that ends first is repaired; at the text's end it was cut.
         cut = _CUT.search(text, found.end())
         stop = cut.start() if end is None and cut is not None else end
         content = "" if stop is None else text[found.end() : stop]
@@ -253,8 +253,8 @@ def _are_joined(between: str) -> bool:
 
 
 def _marked(text: str) -> tuple[str, int] | None:
-    """The line after the last `####`, with lines of numbers that follow it, and where the mark is;
-    None where there is none or it marks a heading."""
+    """(the line after the last `####` with lines of numbers that follow it, place of the mark).
+    None if there is no mark or it marks a heading."""
     before, mark, after = text.rpartition(MARK)
     if not mark:
         return None
@@ -272,12 +272,12 @@ def _marked(text: str) -> tuple[str, int] | None:
 
 
 def _named(text: str, asked: str) -> ExtractedAnswer | None:
-    """What follows the last "answer is" or the like."""
+    """The answer after the last "answer is" or a similar phrase."""
     *_, found = (None, *_ANSWER_IS.finditer(text))
     if found is None:
         return None
     after = text[found.end() :].lstrip(" :\uff1a*_\n\t")[: 2 * MAX_CHARACTERS]
-    # A formula may go on in the next line; a sentence ends with it.
+    # A formula may continue in the next line; a sentence does not.
     after = _FORMULA.sub(lambda formula: " ".join(formula[0].split()), after)
     sentence, end, follows = split_sentence(after)
     if found["colon"] and is_statement(sentence):
@@ -288,7 +288,7 @@ def _named(text: str, asked: str) -> ExtractedAnswer | None:
 
 
 def _in_sentence(sentence: str, asked: str) -> str:
-    """The number or the one formula that a sentence states; the sentence if it is neither."""
+    """The number or the single formula that a sentence states, or else the sentence."""
     stated = _REASON.split(without_emphasis(sentence[:MAX_CHARACTERS]))[0]
     bare = last_side(stated.strip(" *_"))
     if read_numeral(bare, asked) is not None or read_choice(clean(bare)) or _DATE.fullmatch(bare):
@@ -305,8 +305,8 @@ def _in_sentence(sentence: str, asked: str) -> str:
 
 
 def _in_lines(text: str, asked: str) -> str:
-    """What is in tags: all of it where it is nothing but an answer, or lines that are; otherwise
-    what its last line states."""
+    """The answer in tags: all of the text if it or each of its lines is only an answer, or else
+    what the last line states."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines or is_plain(text):
         return last_side(text.strip())
@@ -343,7 +343,7 @@ def _content(formula: re.Match[str]) -> str:
 
 
 def _listed(text: str) -> ExtractedAnswer | None:
-    """The values with which a text ends, if they are several and no other names."""
+    """The several values at the end of a text, unless they have different names."""
     found = _ITEMS.search(text[-400:])
     if found is None or denies_before(text[-400:][: found.start()]):
         return None
@@ -357,7 +357,7 @@ def _listed(text: str) -> ExtractedAnswer | None:
 
 
 def _chosen(whole: str, line: str) -> ExtractedAnswer | None:
-    """The choice that a whole text is, or that its last sentence names."""
+    """The choice that the whole text is, or that its last sentence names."""
     choice = read_choice(clean(whole)) if len(whole) <= MAX_CHARACTERS else None
     if choice is not None and choice[1] and re.match(r"\W*[A-J]\s*[.)]", whole):
         is_alone = is_plain(choice[1]) or not any(map(str.isdecimal, choice[1]))

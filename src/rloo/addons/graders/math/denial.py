@@ -1,9 +1,9 @@
-"""Whether the words around an answer deny it, read as a sentence has them.
+"""Detects whether the words around an answer deny it, from the structure of the sentence.
 
-A denial counts where the answer is its predicate (`it cannot be 42`), and not where a finite verb
-or a relation stands between (`the number that did not pass is 42`). After the answer it counts
-where it speaks of the answer (`42 is wrong`, `42. No, it is not.`) and not of something else (`42.
-No other solutions exist.`).
+A denial before the answer counts if the answer is its predicate (`it cannot be 42`), but not if a
+finite verb or a relation stands between (`the number that did not pass is 42`). A denial after the
+answer counts if it refers to the answer (`42 is wrong`, `42. No, it is not.`) and not to something
+else (`42. No other solutions exist.`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _PHRASE = re.compile(
     r"|(?<!\bno )(?<!\bnot )(?:doubt|deny)(?: that)? (?:it|this|that|the answer) (?:is|equals)"
     r"|(?:reject|discard|dismiss|exclude)(?: the (?:answer|value|solution))?)$"
 )
-# Finite verbs: what stands before them is no part of what is said by the answer.
+# Finite verbs. Words before one say nothing about the answer.
 _FINITE = word_set(
     """is are was were equals gives yields has makes means becomes leaves shows implies gets costs
     contains totals comes produces remains reads says earns pays sells had gave got made became
     left came took takes"""
 )
-# Verbs that are finite where a subject stands before them.
+# Verbs that are finite after a subject.
 _BASE = word_set(
     """be have get obtain find equal give yield make conclude deduce see know need do can may might
     must will would could should answer box write report"""
@@ -43,7 +43,7 @@ _TOKEN = re.compile(
     r"(?P<relation>=|:|;|\u2014|\u2192|\\(?:to|in|equiv|approx|implies|iff|r?rightarrow)\b)"
     r"|(?P<comma>,)|(?P<word>[a-z]+)"
 )
-# Is not, does not equal; is wrong, is not right.
+# Chinese: is not, does not equal; is wrong, is not right.
 _CHINESE_BEFORE = re.compile(
     r"(?:\u4e0d\u662f|\u4e0d\u7b49\u4e8e|\u4e0d\u4e3a|\u5e76\u975e)[\s$\\(:\uff1a]*$"
 )
@@ -52,7 +52,7 @@ _CHINESE_AFTER = re.compile(
     r"(?:\u9519\u8bef?\u7684?|\u4e0d\u5bf9|\u4e0d\u6b63\u786e|\u4e0d\u6210\u7acb|\u9519)"
 )
 _UNEQUAL = re.compile(r"(?:\\neq?(?![A-Za-z])|\u2260|!=|\\not\s*=)[\s${\\([]*$")
-# These deny a clause, whatever verb is in it.
+# These deny a clause, whatever its verb.
 _CLAUSE = re.compile(
     rf"\b(?:{_DENIAL}|nobody) (?:\w+ )?(?:true|the case|correct|right|possible|likely|think"
     r"|believe|say|claim|agree|suppose|mean)\b(?! to\b)(?P<clause>[^,;:]*)$"
@@ -61,10 +61,10 @@ _CLAUSE = re.compile(
     r"(?P<other>[^,;:]*)$"
 )
 
-# What is said of an answer, in words among which `#` is a formula or a number.
+# Statements about an answer; `#` stands for a formula or a number.
 _VERB = r"(?:is|was|are|were|be|seems|looks|(?:would|must|may|might|could|can|should) be)"
 _ADVERBS = r"(?:(?:clearly|certainly|definitely|probably|just|simply|quite|really|also) )*"
-# What follows shows that something else is spoken of: it is wrong to, not possible that.
+# The words that follow refer to something else: wrong to, not possible that.
 _OF_ELSE = r"(?! (?:to|for|that|if|when|with|in|otherwise)\b)"
 _BAD = (
     r"(?:wrong|incorrect|false|invalid|impossible|untrue|mistaken|a mistake|an error|nonsense|a lie"
@@ -104,7 +104,7 @@ _SPLIT = re.compile(r"[,;:()\u2014]|\b(?:but|because|since|as|while|whereas|so|a
 
 
 def denies_before(text: str) -> bool:
-    """Whether the end of the last sentence of `text` denies what comes next."""
+    """Whether the last sentence of `text` denies what follows it."""
     if _UNEQUAL.search(text[-40:]) or _CHINESE_BEFORE.search(text[-40:]):
         return True
     sentence = _SENTENCE.split(text[-_LOOKED_AT:])[-1].lower()
@@ -118,7 +118,7 @@ def denies_before(text: str) -> bool:
 
 
 def _is_predicate(sentence: str) -> bool:
-    """Whether a denial stands before the end without a finite verb or a relation between."""
+    """Whether a denial precedes the end without a finite verb or a relation between."""
     has_verb = False
     for token in reversed(list(_TOKEN.finditer(sentence))):
         word = token["word"]
@@ -133,7 +133,7 @@ def _is_predicate(sentence: str) -> bool:
 
 
 def denies_after(text: str) -> bool:
-    """Whether what follows an answer takes it back, in the rest of its sentence or in the next."""
+    """Whether the rest of an answer's sentence, or the next one, takes the answer back."""
     if _CHINESE_AFTER.match(text[:40]):
         return True
     rest, *others = _SENTENCE.split(text[: 2 * _LOOKED_AT])
@@ -146,7 +146,7 @@ def denies_after(text: str) -> bool:
 
 
 def retracts(text: str) -> bool:
-    """Whether a text begins by taking back what is before it."""
+    """Whether a text begins by taking back what precedes it."""
     said = _START.sub("", _bare(text[:_LOOKED_AT]), count=1)
     first = re.split(r"[,;:.!?\n\u2014]", _plain(said), maxsplit=1)[0].strip()
     spoken = _SPEAKING.match(first)

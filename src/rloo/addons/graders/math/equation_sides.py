@@ -1,6 +1,6 @@
 r"""The sides of an answer that is an equation: `m+n = 42`, `6 \cdot 7 = 42`, `V = r^2 h = 12`.
 
-Beside an answer stands its name; in a sentence, also the way to it.
+An answer may be preceded by its name; in a sentence, also by the steps to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _OTHER = re.compile(
 _OPERATION = re.compile(r"(?<=.)[-+*/^!(]|\\[a-z]+")
 _LONG = re.compile(r"(?<![A-Za-z\\])[a-z]{2,}")
 _INNER = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}")
-# A number that is an index, an exponent or an argument is no coefficient.
+# A number in an index, an exponent or an argument is no coefficient.
 _INDEX = re.compile(r"[_^]\s*(?:\{[^{}]*\}|-?\w)|(?<=[A-Za-z}])\([^()]*\)")
 _GREEK = re.compile(
     r"\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|varphi|omega)(?![A-Za-z])"
@@ -30,15 +30,15 @@ _MARKS = re.compile(
 
 
 def value_side(text: str, asked: str = "") -> str | None:
-    """The right side of `m+n = 42`, whose left one names what is stated, with words or letters or
-    as the question does (`asked`); None for any other text: in `2x = 42`, x is another number."""
+    """The right side of `m+n = 42`, if the left side names the stated value: by words, letters, or
+    the question's words (`asked`). None for other texts: in `2x = 42`, x is another number."""
     name, _, value = text.partition("=")
     return value.strip() if value.strip() and "=" not in value and _is_name(name, asked) else None
 
 
 def last_side(text: str, asked: str = "") -> str:
-    """The last side of a chain in a sentence, as `A = 6 \\cdot 7 = 42`, whose others are a name and
-    the way to it; `text` where it is none."""
+    """The last side of a chain such as `A = 6 \\cdot 7 = 42`, whose other sides are a name and
+    steps; `text` if it is no such chain."""
     *sides, last = clean(text).split("=")
     if not sides or not last.strip():
         return text
@@ -56,7 +56,7 @@ def last_side(text: str, asked: str = "") -> str:
 
 
 def _is_name(side: str, asked: str) -> bool:
-    """Whether a side names what the other one is: with words, letters, or as the question does."""
+    """Whether a side names the other side: by words, letters, or the question's words."""
     words = _TEXT.sub(r" \1 ", side).strip()
     if _WORDS.fullmatch(words) and not _names_of(words):
         return not changes_value(f"{words} is")

@@ -1,8 +1,8 @@
-r"""Which operations an answer leaves to be done, found by parsing it, plain or LaTeX.
+r"""Finds the operations that an answer leaves undone, by parsing it (plain text or LaTeX).
 
-An answer may have the form of its reference, and be further worked out, but leave no more to do:
-where the reference is $2\sqrt2$, $\sqrt{8}$ is an answer and $\sqrt{4+4}$ is not, nor is an
-integral, a maximum, a chain or a condition.
+An answer may have the form of its reference or be more worked out, but may leave no more to do. For
+the reference $2\sqrt2$, $\sqrt{8}$ is an answer and $\sqrt{4+4}$ is not, nor is an integral, a
+maximum, a chain or a condition.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KNOWN_FUNCTIONS = {f"\\{name}" for name in f"{_FUNCTIONS} max min".split()} | _
 _KNOWN_FUNCTIONS |= {"\\sum", "\\prod", "\\int", "\\lim"}
 _SAME = {"\\lt": "<", "\\gt": ">", "\\lvert": "|", "\\rvert": "|"}
 _PLAIN = str.maketrans("", "", "{}() ")
-# An exponent that takes a root.
+# An exponent that stands for a root.
 _BROKEN = re.compile(r"-?(?:[0-9]+/[0-9]+|[0-9]*\.[0-9]+|\\frac[0-9]{2,})")
 
 
@@ -60,7 +60,7 @@ def parse_form(text: str) -> ExpressionForm:
         if kind == "number" and len(match.group()) > _MAX_DIGITS:
             raise UnparsableExpression("a number of so many digits")
         if kind == "number" and len(match.group().partition(".")[2]) > _MAX_DECIMALS:
-            form.parts.add("decimals")  # math-verify takes six of them for a root or a third
+            form.parts.add("decimals")  # math-verify accepts six decimals for a root or a third
         if kind == "word" and f"\\{match.group()}" not in _KNOWN_FUNCTIONS | {"\\pi", "\\sqrt"}:
             tokens += [("name", letter) for letter in match.group()]
         elif kind == "word":
@@ -78,7 +78,7 @@ def parse_form(text: str) -> ExpressionForm:
 
 
 class _Operand(NamedTuple):
-    """What was read, and its core: empty for a rational number, the same for what is alike."""
+    """A parsed operand. Its core is "" for a rational number, and equal for like terms."""
 
     core: str
     text: str = ""
@@ -94,19 +94,19 @@ def _is_numeral(operands: list[_Operand], operation: str) -> bool:
 
 
 def _base_of(core: str) -> str:
-    """What a factor is a power of; a sum in brackets may stand there twice."""
+    """The base of a power. Empty for a sum in brackets, which may occur twice."""
     return "" if core.startswith("(") else core.partition("^")[0]
 
 
 class _Parser:
-    """Recursive descent; what a method returns is the core of what it has read."""
+    """A recursive descent parser; its methods return the core of what they parse."""
 
     def __init__(self, tokens: list[tuple[str, str]], form: ExpressionForm) -> None:
         self._tokens = [*tokens, ("end", "")]
         self._at = 0
         self._depth = 0
-        self._inside = 0  # roots and functions
-        self.size = 1  # of a list in brackets that is all there is
+        self._inside = 0  # depth in roots and functions
+        self.size = 1  # of a list in brackets that is the whole expression
         self.form = form
 
     @property
@@ -122,7 +122,7 @@ class _Parser:
         return self._tokens[self._at - 1][1]
 
     def read_list(self) -> _Operand:
-        """Expressions and relations, divided by commas or by words for them."""
+        """Parse expressions and relations, separated by commas or by connectives."""
         start, core, count = self._at, self._read_relation(), 1
         while self.token in (",", ";", "&", "\\\\") or self._is_connective():
             self._take()
@@ -140,7 +140,7 @@ class _Parser:
         return "".join(token for _, token in self._tokens[start : self._at])
 
     def _irrational(self, start: int) -> str:
-        """The core of what no operation is looked for in: its text, without braces."""
+        """The core of a part whose operations are not checked: its text without braces."""
         return self._text(start).translate(_PLAIN)
 
     def _is_connective(self) -> bool:
@@ -195,7 +195,7 @@ class _Parser:
         return "*".join(sorted(self._combine(operands, operation)))
 
     def _divides_coefficient(self, operands: list[_Operand]) -> bool:
-        """Whether the last operand is the denominator of the one whole factor, as in 2x/3."""
+        """Whether the last operand divides the only integer factor, as in 2x/3."""
         whole = [o.text for o in operands[:-1] if not o.core]
         under = operands[-1].text
         if len(whole) != 1 or not (whole[0].isdecimal() and under.isdecimal()):
@@ -210,7 +210,7 @@ class _Parser:
         return _Operand(core, self._text(start))
 
     def _combine(self, operands: list[_Operand], operation: str) -> list[str]:
-        """The cores of the operands, after a look for what could be done with them."""
+        """The cores of the operands; adds the operation to `pending` if it could be done."""
         cores = [operand.core for operand in operands if operand.core]
         alike = cores if operation == "sum" else [base for base in map(_base_of, cores) if base]
         idle = {"0"} if operation == "sum" else {"0", "1"}
@@ -223,7 +223,7 @@ class _Parser:
         return cores
 
     def _look_at_fraction(self, over: str, under: str) -> None:
-        """A whole number is no fraction; in a root or a function, it must be in lowest terms."""
+        """Mark an integer written as a fraction; in a root or function, also a reducible one."""
         divisor = gcd(int(over), int(under))
         if divisor == int(under) or (self._inside and divisor > 1):
             self.form.pending.add("quotient")
@@ -281,7 +281,7 @@ class _Parser:
         return core
 
     def _read_group(self) -> str:
-        """The argument of a command: a group in braces, or one token."""
+        """Parse the argument of a command: a group in braces, or one token."""
         if self.token == "{":
             return self._read_bracket("{", "}")
         if self.kind == "number" and len(self.token) > 1:  # \frac12: one digit each
@@ -359,7 +359,7 @@ class _Parser:
         else:
             self._read_arguments(command)
         self._inside -= 1
-        return self._irrational(start).replace("^", "**")  # no power of what stands before it
+        return self._irrational(start).replace("^", "**")  # so it is not split as a power
 
     def _read_fraction(self) -> str:
         over, under = (self._read_operand(self._read_group) for _ in range(2))

@@ -24,14 +24,14 @@ def gsm8k_reward(
 ) -> list[float | None]:
     r"""1.0 if the completion's final number equals the reference, else 0.0.
 
-    The final number is the answer as `rloo.addons.graders.math.answer_extraction` finds it: in
+    The final number is the answer that `rloo.addons.graders.math.answer_extraction` finds: in
     `<answer>` tags, in the last `\boxed{}` or on the line of the last `####`, in the sentence after
-    the last "answer is", or the last number of the text. There must be nothing but the number, as
-    `rloo.addons.graders.math.numbers` reads it; in a sentence no word or sign beside it may say
-    that the answer is another one. A percent sign counts where the reference has one or the
-    question asks for a percentage. Numbers are compared exactly. A reference that is a list accepts
-    each of it. The reward is None where the reference is None. Raises ValueError for a reference
-    that is no number after its `####` (or, without that mark, in its whole text)."""
+    the last "answer is", or the last number of the text. The answer must be only a number, as
+    `rloo.addons.graders.math.numbers` reads it; in a sentence, no word or sign next to it may
+    change it. A percent sign counts if the reference has one or the question asks for a percentage.
+    Numbers are compared exactly. A reference list accepts each of its items. The reward is None for
+    a reference None. Raises ValueError for a reference without a number after its `####` (or,
+    without that mark, in its whole text)."""
     wanted = [_read_references(given, row) for row, given in enumerate(answer)]
     questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
     return [
@@ -62,7 +62,7 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
 
 
 def _final_number(text: str, asked: str) -> Number | None:
-    """The number that a text gives as its answer: that of all its boxes, if some are joined."""
+    """The number of the answer; joined boxes must all have the same one."""
     answer = read_answer(text, asked)
     if answer is None:
         return None
@@ -71,7 +71,7 @@ def _final_number(text: str, asked: str) -> Number | None:
 
 
 def _read_references(given: Any, row: int | None = None) -> list[tuple[Number, str]]:
-    """The numbers that are accepted, and how they are written."""
+    """The accepted numbers, and their texts."""
     read, where = [], "" if row is None else f" of row {row}"
     for reference in references_of(given):
         written = reference.rpartition(MARK)[2]

@@ -1,8 +1,7 @@
-r"""The reward of mathematical equivalence.
+r"""The reward for mathematical equivalence.
 
-This module decides which part of a completion is the answer and whether it has the form of one.
-Numbers it compares itself, exactly; other forms are judged by math-verify in processes that may
-hang, crash and need too much memory.
+This module extracts the answer and checks its form. It compares numbers exactly. math-verify judges
+other forms, in processes that may hang, crash and run out of memory.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from rloo.types import Text
 
 _MAX_WORKERS = 8
 _SECONDS_PER_ANSWER = 0.1
-# What a busy machine may add on the clock to the time of a judge's processor.
+# How much longer than the CPU time budget a call may take on a busy machine.
 _MOST_TIMES, _MOST_SECONDS = 9.0, 120.0
-# To start, of the processor and on the clock, which a busy machine takes most of.
+# CPU and wall-clock limits of the start, and the time for a reply.
 _START_PROCESSOR, _START_SECONDS, _REPLY_SECONDS = 60.0, 1800.0, 1.0
 _WORKER = "rloo.addons.graders.math.math_worker:serve"
 _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or 'solution'"
 
 
 def make_math(*, seconds: float = 5.0) -> MathReward:
-    """A `MathReward` that gives each judge about `seconds` of its processor for a call."""
+    """A `MathReward` that gives each math-verify process about `seconds` of CPU time per call."""
     if not 0 < seconds <= 3600:
         raise ValueError(
             f"seconds is {seconds}; the time of a call needs to be above 0 and at most 3600 "
@@ -50,17 +49,16 @@ class MathReward:
     The answer is the last `\boxed{...}`, of at most 1,000 characters; without a box, the last LaTeX
     formula or the last number, whichever ends later, within the last 1,000 characters.
 
-    It must be a number or a closed form of the kind that the reference is (docs/rewards.md). Two
-    numbers are compared exactly; other forms are equal where math-verify finds them so, by up to
-    `os.cpu_count()` judges (at most 8) side by side. Each has `seconds` of its processor for the
-    whole call and 0.1 s more for each answer; on the clock, where a machine is busy, a call takes
-    at most ten times that, and at most 120 s more. An expression that takes a judge more than 0.5 s
-    of processor time (0.25 s at first, the rest when all others are judged and time is left), or
-    too much memory, scores 0.
+    It must be a number or a closed form of the reference's kind (docs/rewards.md). Two numbers are
+    compared exactly. For other forms math-verify decides, in up to `os.cpu_count()` parallel judges
+    (at most 8). Each has `seconds` of CPU time for the whole call and 0.1 s more for each answer.
+    On a busy machine, a call takes at most ten times that in wall-clock time, and at most 120 s
+    more. An expression scores 0 if it takes a judge more than 0.5 s of CPU time (0.25 s at first,
+    the rest after all others if time is left), or too much memory.
 
-    The reward is None where the reference is None or cannot be read, and where a judge was killed,
-    stopped, or out of time before it had its share; the metric `rewards/math_reward/unjudged` is
-    the share of these.
+    The reward is None if the reference is None or unreadable, and if a judge was killed, stopped,
+    or out of time before its share. The metric `rewards/math_reward/unjudged` is the share of
+    these.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -118,7 +116,7 @@ class MathReward:
             pool.close()
 
     def _judge(self, pairs: list[tuple[str, str]]) -> list[bool | None]:
-        """The verdicts on pairs; all are missing where the worker was lost."""
+        """The verdicts on pairs; all are None if the worker was lost."""
         if not pairs:
             return []
         workers = min(os.cpu_count() or 1, _MAX_WORKERS)
@@ -128,7 +126,7 @@ class MathReward:
         if self._pool is None:
             self._pool = WorkerPool(1, _start_worker)
         message = json.dumps(request).encode()
-        # Not again: what has taken the time of one call would take it once more.
+        # No second try: what took the time of one call would take it again.
         future = self._pool.submit(
             lambda worker: worker.call(message, limit + _REPLY_SECONDS), tries=1
         )
@@ -136,13 +134,13 @@ class MathReward:
             return list(json.loads(wait_result(future)))
         except WorkerDied:
             return [None] * len(pairs)
-        except BaseException:  # Ctrl-C: the next call does not wait for this one
+        except BaseException:  # Ctrl-C: the next call must not wait for this one
             self.close()
             raise
 
 
 def _start_worker() -> Worker:
-    """A worker that has imported math-verify. Raises RuntimeError where it cannot."""
+    """A worker that has imported math-verify. Raises RuntimeError if it cannot."""
     seconds = str(_START_PROCESSOR).encode()
     worker = LocalWorker("of the reward 'math'", _WORKER, seconds, group=True)
     try:
@@ -161,8 +159,8 @@ def _any(verdicts: list[bool | None]) -> bool | None:
 
 
 def _compare(text: str, given: Any, question: str) -> bool | list[tuple[str, str]] | None:
-    """Whether the answer is right, None if no reference can be read, or the LaTeX of both for a
-    judge, for each reference that may be met."""
+    """Whether the answer is right; None if no reference is readable; or (reference, answer) LaTeX
+    for math-verify, for each reference that may match."""
     references = read_references(tuple(references_of(given)), question)
     if not references:
         return None
@@ -183,7 +181,7 @@ def _compare(text: str, given: Any, question: str) -> bool | list[tuple[str, str
 
 @lru_cache(maxsize=1024)
 def read_references(texts: tuple[str, ...], question: str) -> list[ReferenceAnswer]:
-    """The references that can be read of those that are accepted."""
+    """The readable ones of the accepted references."""
     read = []
     for text in texts:
         reference = ReferenceAnswer(answer_of_reference(text), question)

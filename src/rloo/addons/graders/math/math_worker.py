@@ -1,15 +1,15 @@
-"""The process in which math-verify reads hostile text, so that a hang or crash costs only this one.
+"""Runs math-verify on hostile text in a separate process, so that a hang or crash costs only that.
 
 It is a worker (`rloo.distributed.worker_process`). A call is JSON,
 `{"budget": seconds, "limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and the
 reply is a list with a verdict on each pair: true, false, null.
 
-It imports math-verify once, within the seconds of the processor that its setup says, and forks
-judges, who work side by side. Time is measured as processor time of a judge: the kernel ends the
-judge (SIGPROF) whatever it does, and a busy machine takes nothing from it: `budget` is that of each
-judge for all pairs, `limit` is on the clock. An answer that is not judged in that time or needs too
-much memory is false; null is what is no fault of the answer: a reference that cannot be read, a
-judge that died otherwise or was stopped, and pairs that the budget did not reach.
+The worker imports math-verify once, within the CPU seconds of its setup, and forks parallel judges.
+A judge's time is CPU time, so a busy machine takes nothing from it, and the kernel ends the judge
+(SIGPROF) whatever it does. `budget` is each judge's time for all pairs; `limit` is wall-clock time.
+An answer that takes too long or too much memory is false. The verdict is null if the answer is not
+to blame: the reference is unreadable, a judge died otherwise or was stopped, or the budget did not
+reach the pair.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _MEMORY_BYTES = 2 << 30
-# Of processor time. Right answers take 0.02 to 0.15 s; what has not ended at the first try is tried
-# again when all others are done.
+# CPU seconds. Right answers take 0.02 to 0.15 s. A pair that is not done at the first try gets a
+# second one after all others.
 _FIRST_SECONDS, _SECOND_SECONDS = 0.25, 0.5
-# How near numbers are that are equal, of their size: by their digits, and with decimals in them.
+# Relative tolerances of equal numbers: of exact ones (with so many digits), and of decimals.
 _DIGITS, _EXACT, _ROUNDED = 80, 1e-70, 1e-3
 _ROUNDED_TO = r"\approx"
 _FORK = multiprocessing.get_context("fork")
-# One of every kind, so that all that is loaded when it is needed is there before the first fork.
+# One example of each kind, so that everything is imported before the first fork.
 _EXAMPLES = (
     (r"2\sqrt{2}+\frac{\pi}{4}", r"\sqrt{8}+0.25\pi"),
     (r"x^2+2x\sin(x)+\log_2 3", r"(x+1)^2-\ln 5"),
@@ -66,13 +66,13 @@ class MathWorker:
         self.at_answer = False
 
     def give(self, index: int, pair: list[str], seconds: float) -> None:
-        """Begin with a pair, which may take `seconds` of processor time."""
+        """Start on a pair, with at most `seconds` of CPU time."""
         self.index, self.seconds, self.at_answer = index, seconds, False
         _send(self.connection, [seconds, *pair])
 
     def hear(self) -> str | bool | None:
-        """What the judge has to say: the verdict, "answer" where the reference was read, or "slow"
-        where the pair has taken its time. Then `spent` is the processor time that it took."""
+        """The judge's next message: a verdict, "answer" (the reference was read), or "slow" (the
+        pair took too long); None if the judge died. `spent` is then the pair's CPU time."""
         try:
             message, self.spent = _receive(self.connection)
         except (EOFError, OSError):
@@ -83,7 +83,7 @@ class MathWorker:
         return message
 
     def end(self) -> None:
-        """Kill the process, if it is not dead."""
+        """Kill the process if it is alive."""
         self.process.kill()
         self.process.join()
         self.connection.close()
@@ -97,14 +97,14 @@ def judge_pairs(
     verifier: Verifier,
     judges: list[MathWorker],
 ) -> Iterator[tuple[int, bool | None]]:
-    """Yield (index, verdict) of each pair that is decided before `budget` seconds of each judge's
-    processor, or `limit` on the clock, are over. `judges` are those of earlier calls; it is left
-    with those of this one that live."""
+    """Yield (index, verdict) of each pair decided within `budget` CPU seconds of each judge and
+    `limit` wall-clock seconds. `judges` are those of earlier calls; afterwards it has the living
+    judges of this call."""
     end = time.monotonic() + limit
     workers = min(workers, len(pairs))
     left = budget * workers
     waiting = deque((index, _FIRST_SECONDS) for index in range(len(pairs)))
-    slow: dict[int, bool | None] = {}  # once; the verdict if nothing better is found
+    slow: dict[int, bool | None] = {}  # slow at least once; the verdict without a better one
     while (waiting and left > 0) or any(judge.index is not None for judge in judges):
         for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
             judge.end()
@@ -149,14 +149,14 @@ def _receive(connection: Connection) -> Any:
 
 
 class Verifier:
-    """math-verify, imported and warm: its first parse takes as long as 50 others."""
+    """math-verify, imported and warmed up: its first parse takes as long as 50 others."""
 
     def __init__(self) -> None:
         import math_verify
         import sympy
 
-        # LaTeX only: math-verify evaluates plain expressions with sympy's parse_expr: eval.
-        # It takes letters at the end for a unit (2t is 2), so that units are taken away before.
+        # Only LaTeX: math-verify passes plain expressions to sympy's parse_expr, which uses eval.
+        # Its units are off, since it reads final letters as units (2t is 2); we remove them before.
         plain = math_verify.LatexExtractionConfig(boxed_match_priority=0)
         letters = replace(plain.normalization_config, units=False)
         self._latex = [replace(plain, normalization_config=letters)]
@@ -167,8 +167,8 @@ class Verifier:
             self.is_equal(self._read_gold(f"${gold}$"), f"${answer}$")
 
     def is_equal(self, gold: list[Any], answer: str) -> bool:
-        """Whether an answer equals a reference that was read, in each of its lines; one with a sign
-        of approximation is what the reference is rounded to."""
+        """Whether each line of an answer equals a reference that was read. A line with a sign of
+        approximation is compared with the rounded reference."""
         return all(
             self._is_rounded(gold, line.removeprefix(_ROUNDED_TO))
             if line.startswith(_ROUNDED_TO)
@@ -185,11 +185,11 @@ class Verifier:
 
     def _is_one_equal(self, gold: list[Any], answer: str) -> bool:
         read = self._read(answer)
-        # Its difference of two numbers is rounded to 15 digits behind the point: 1/2006! is 0.
+        # math-verify rounds differences of numbers to 15 decimals: it takes 1/2006! for 0.
         return bool(self._verify(gold, read, timeout_seconds=None)) and self._is_near(gold, read)
 
     def _is_near(self, gold: list[Any], answer: list[Any]) -> bool:
-        """Whether the numbers in two equal answers are near each other by their own size."""
+        """Whether the numbers in two equal answers are relatively near each other."""
         one, other = gold[0], answer[0]
         named = [side for side in (one, other) if isinstance(side, self._sympy.Eq)]
         if len({side.lhs for side in named}) > 1:  # the same equation, solved or scaled
@@ -203,7 +203,7 @@ class Verifier:
 
     def _read_gold(self, text: str) -> list[Any]:
         gold = self._read(text)
-        # Most is done when it is compared: what is too hard then is no fault of an answer.
+        # Compared once here: a reference that is too hard to compare is no fault of an answer.
         self._verify(gold, self._zero, timeout_seconds=None)
         return gold
 
@@ -231,9 +231,9 @@ def _are_near(sympy: Any, one: Any, other: Any) -> bool:
 
 
 def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Connection]) -> None:
-    """What a judge does until its pipe is closed."""
-    # Else a pipe would stay open, and its judge alive, when the process that serves is gone, and
-    # the channel to that process's own parent when it was killed.
+    """Judge pairs until the pipe is closed."""
+    # Inherited pipes would keep other judges alive when the serving process is gone, and its
+    # parent's channel open when it was killed.
     for other in inherited:
         other.close()
     number = connection.fileno()
@@ -247,7 +247,7 @@ def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Conne
             return
         signal.setitimer(signal.ITIMER_PROF, seconds)
         started = time.process_time()
-        # Too little memory and too deep a recursion are false for math-verify, too.
+        # math-verify returns False if memory or recursion depth is exceeded.
         gold, verdict = verifier.read_gold(reference), None
         if gold:
             _send(connection, ["answer", 0.0])
@@ -257,7 +257,8 @@ def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Conne
 
 
 def serve(setup: bytes) -> Callable[[bytes], bytes]:
-    """What answers calls, once math-verify is imported; see `rloo.distributed.worker_main`."""
+    """The function that answers calls, after importing math-verify; see
+    `rloo.distributed.worker_main`."""
     logging.disable(logging.CRITICAL)
     signal.setitimer(signal.ITIMER_PROF, float(setup))  # to start
     _limit_memory()
@@ -269,7 +270,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
     judges: list[MathWorker] = []
 
     def answer(message: bytes) -> bytes:
-        if not message:  # it was asked whether it is ready
+        if not message:  # the parent only checks that it is ready
             return b""
         request = json.loads(message)
         verdicts: list[bool | None] = [None] * len(request["pairs"])

@@ -1,5 +1,5 @@
-r"""One normal form of the text of an answer, plain or LaTeX: what only concerns its looks (white
-space, sizes, fonts, delimiters, environments, emphasis, other spellings) is written in one way."""
+r"""The normal form of an answer's text, plain or LaTeX. It unifies what only concerns the looks:
+white space, sizes, fonts, delimiters, environments, emphasis, spellings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNICODE = str.maketrans({
 })  # fmt: skip
 _RAISED = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
 _LOWERED = str.maketrans(_RAISED, "0123456789-")
-# Ticks and the like, with which a completion says that it is done. A cross is none of them.
+# Ticks and similar signs with which a completion says that it is done. A cross is no such sign.
 _DONE = "\ufe0f\u2713\u2714\u2611\u2705\u220e\u25a0\u25a1\U0001f389\U0001f44d\U0001f4af"
 
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|det|gcd|lcm"
@@ -145,7 +145,7 @@ _TURNED = re.compile(
 
 
 def clean(text: str) -> str:
-    """`text` in its normal form, without the brackets, boxes and marks that wrap all of it."""
+    """The normal form of `text`, without brackets, boxes and marks around all of it."""
     text = _without_looks(text.translate(_UNICODE))
     for pattern, written in _REWRITES:
         text = pattern.sub(written, text)
@@ -164,7 +164,7 @@ def clean(text: str) -> str:
 
 
 def without_emphasis(text: str) -> str:
-    """Prose without Markdown's emphasis, and with thousands as they are written in plain text."""
+    """Prose without Markdown emphasis, and with LaTeX thousands separators as plain commas."""
     text = re.sub(r"(?<=[0-9])(?:\{,\}|\\,|,\\!)(?=[0-9]{3}(?![0-9]))", ",", text)
     text = re.sub(r"(?m)^[ \t]*[-*\u2022][ \t]+(?=\*\*|__)", "", text)
     for _ in range(2):
@@ -173,7 +173,7 @@ def without_emphasis(text: str) -> str:
 
 
 def is_balanced(text: str) -> bool:
-    """Whether every brace and round bracket that is closed was opened, and the other way round."""
+    """Whether all braces and round brackets are opened and closed in order."""
     depth = 0
     for character in text:
         depth += (character in "{(") - (character in "})")
@@ -183,7 +183,7 @@ def is_balanced(text: str) -> bool:
 
 
 def closing(text: str, start: int) -> int | None:
-    """Where the brace or bracket at `start` is closed; None where it is not."""
+    """The position where the brace or bracket at `start` is closed, or None."""
     opening, depth = text[start], 0
     closes = {"{": "}", "(": ")", "[": "]"}[opening]
     for position in range(start, len(text)):
@@ -194,7 +194,7 @@ def closing(text: str, start: int) -> int | None:
 
 
 def _without_looks(text: str) -> str:
-    """Without colours and underlines, and without fonts around what has commands or digits."""
+    """The text without colours and underlines, and without fonts around commands or numbers."""
     start = 0
     while (found := _LOOKS.search(text, start)) is not None:
         end = closing(text, found.end())

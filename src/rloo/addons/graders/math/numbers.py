@@ -1,4 +1,4 @@
-r"""Reading a number that is given as an answer: exactly, and nothing but a number.
+r"""Reads a number given as an answer: exactly, and only if the text is nothing but a number.
 
 The grammar, of plain text and LaTeX alike, is
 
@@ -8,8 +8,8 @@ The grammar, of plain text and LaTeX alike, is
              | 10^{3} | 0.\overline{3}, and behind a fraction \approx with what it is rounded to
     unit    := [currency] [% | ^\circ | '] | up to five words: eggs, \text{ m}^2, miles/hour
 
-No word of a label or a unit may change the value (not, about, at least, twice, thousand, ...),
-as `rloo.addons.graders.math.wording` has them.
+No word of a label or a unit may change the value (not, about, at least, twice, thousand, ...);
+`rloo.addons.graders.math.wording` has these words.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _JOINED_AFTER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number and how it is decorated: with nothing, `%`, `^\\circ` or `'`."""
+    """A number and its mark: "", `%`, `^\\circ` or `'`."""
 
     value: Fraction
     mark: str
@@ -94,7 +94,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class NumberSpan:
-    """A number in a text, how it is written, and where it ends."""
+    """A number in a text, its spelling, and its end."""
 
     numeral: Number
     text: str
@@ -102,9 +102,9 @@ class NumberSpan:
 
 
 def read_numeral(text: str, asked: str = "", is_reference: bool = False) -> Number | None:
-    """The number that `text` is; None if it is anything else. Every unit is allowed that names
-    something, or multiplies as the question wants it (`asked`, of `wording.asked_in`); whether the
-    mark is asked for is the caller's concern. A reference is no equation's right side."""
+    """The number that `text` is, or None. A unit must name something, or multiply as the question
+    wants (`asked`, from `wording.asked_in`). The caller checks whether the mark is wanted. In a
+    reference, the right side of an equation is no number."""
     if len(text) > MAX_CHARACTERS:
         return None
     cleaned = clean(text)
@@ -139,8 +139,8 @@ def _rounds_to(value: Fraction, other: Fraction, decimals: int) -> bool:
 
 
 def last_numeral_said(text: str, asked: str = "", only: bool = False) -> NumberSpan | None:
-    """The last number of a text; None if there is none or what stands beside it says that the
-    answer is another one. With `only`, the number is all that its sentence states."""
+    """The last number of a text; None without one, or if the words or signs next to it change the
+    answer. With `only`, the number must be all that its sentence states."""
     matches = list(_SAID.finditer(text))
     if not matches:
         return None
@@ -170,7 +170,7 @@ def last_numeral_said(text: str, asked: str = "", only: bool = False) -> NumberS
 
 
 def split_sentence(text: str) -> tuple[str, str, str]:
-    """A text's first sentence, the mark that ends it, and what follows."""
+    """The first sentence of a text, its end mark, and the rest."""
     end = _SENTENCE_END.search(text)
     if end is None:
         return text, "", ""

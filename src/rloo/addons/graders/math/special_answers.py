@@ -1,5 +1,5 @@
-"""Answers that are no expression: words, dates and times, one of several choices, numbers in
-another base, remainders. What these functions are given is in its normal form."""
+"""Answers that are no expression: words, dates and times, choices, numbers in another base,
+remainders. All functions take text in its normal form."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _OR = re.compile(r"\\text\s*\{\s*or\s*\}|\\cup|\\vee|\\lor")
 
 
 def read_words(text: str) -> str | None:
-    r"""The words that an answer is, in lower case: one letter (a name), `\text{...}`, whole words,
-    a date or a time of day."""
+    r"""The words of an answer in lower case: one letter (a name), `\text{...}`, words, a date or a
+    time of day."""
     plain = _TEXT.sub(r"\1", text).strip(" .")
     if _CHINESE.fullmatch(plain):
         return plain
@@ -79,7 +79,7 @@ def _read_date(plain: str) -> str | None:
 
 
 def read_choice(text: str) -> tuple[str, str] | None:
-    """The letter of a choice in capitals, and what stands behind it, which names no other one."""
+    """The letter of a choice in capitals, and the text after it; that may name no other choice."""
     plain = _TEXT.sub(r" \1 ", text).strip(" *")
     found = _CHOICE.fullmatch(plain)
     if found is None:
@@ -102,7 +102,7 @@ def read_letters(text: str) -> frozenset[str] | None:
 
 
 def read_based(text: str) -> tuple[str, int] | None:
-    """The digits of a number whose base is said, and the base."""
+    """The digits and the base of a number with a stated base."""
     found = _BASED.fullmatch(_TEXT.sub(r"\1", text).strip())
     if found is None:
         return None
@@ -113,7 +113,7 @@ def read_based(text: str) -> tuple[str, int] | None:
 
 
 def read_remainder(text: str) -> tuple[int, frozenset[int]] | None:
-    r"""The modulus and the remainders of `x \\equiv 3 \\pmod{7}`; None where one is not reduced."""
+    r"""The modulus and the remainders of `x \\equiv 3 \\pmod{7}`; None if one is not reduced."""
     found = _REMAINDER.fullmatch(_TEXT.sub(r"\1", text).strip())
     if found is None or not (modulus := int(found[3])):
         return None
@@ -129,8 +129,8 @@ def is_conjunction(text: str) -> bool:
 
 
 def as_intervals(text: str) -> str | None:
-    r"""The intervals that inequalities of one variable are, as `(-\infty,2]` for `x \le 2`; None
-    for anything else."""
+    r"""The intervals of inequalities of one variable, as `(-\infty,2]` for `x \le 2`; None for
+    anything else."""
     other = _OTHER_THAN.fullmatch(text)
     if other is not None:
         value = other["value"] or other["item"]
@@ -152,7 +152,7 @@ def _as_interval(text: str) -> tuple[str, str] | None:
     signs = _RELATION.findall(text)
     if "," in text or not all(sides) or len(signs) not in (1, 2):
         return None
-    if signs[0] in _TURNED:  # from the greatest to the least
+    if signs[0] in _TURNED:  # descending order
         sides, signs = sides[::-1], [_TURNED.get(sign, "") for sign in signs[::-1]]
     if not all(sign in ("<", "\\le") for sign in signs):
         return None
@@ -168,7 +168,7 @@ def _as_interval(text: str) -> tuple[str, str] | None:
 
 
 def _intersection(one: str, other: str, name: str) -> tuple[str, str] | None:
-    """A half line that ends and one that begins, together."""
+    """The intersection of a half line with an upper bound and one with a lower bound."""
     low = [text for text in (one, other) if text.endswith(r",\infty)")]
     high = [text for text in (one, other) if text.startswith(r"(-\infty,")]
     if len(low) != 1 or len(high) != 1 or low == high:
@@ -177,13 +177,13 @@ def _intersection(one: str, other: str, name: str) -> tuple[str, str] | None:
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """The names of the values that a text gives by name, in their order; () where it does not."""
+    """The names of a text's named values in order; () if it has none."""
     return tuple(_named_values(text)[0])
 
 
 def as_tuples(text: str, names: tuple[str, ...] = ()) -> str:
-    """Values that are given by name, `y = 3, x = -1`, as tuples in the order of `names`, or of the
-    alphabet where these are others; `text` where one has no name or comes twice in a group."""
+    """Named values, `y = 3, x = -1`, as tuples in the order of `names`, or of the alphabet if the
+    names differ. `text` itself if a value has no name or a name is repeated in a group."""
     groups = _named_values(text)
     order = names if set(names) == set(groups[0]) else sorted(groups[0])
     tuples = [f"({','.join(group[name] for name in order)})" for group in groups]
@@ -191,7 +191,7 @@ def as_tuples(text: str, names: tuple[str, ...] = ()) -> str:
 
 
 def _named_values(text: str) -> list[dict[str, str]]:
-    """The groups of values by name that a text is; one empty group where it is none."""
+    """The groups of named values in a text; one empty group if there are none."""
     together = _NAMED_TUPLE.fullmatch(text)
     if together is not None and is_balanced(together[2]):
         names, values = together[1].split(","), split_items(together[2])
@@ -210,7 +210,7 @@ def _named_values(text: str) -> list[dict[str, str]]:
 
 
 def split_items(text: str) -> list[str]:
-    """The items of a list, by its commas, semicolons and words outside of brackets."""
+    """The items of a list, split at commas, semicolons and `and` outside brackets."""
     items, depth = [""], 0
     for part in re.split(r"(\\text\s*\{\s*and\s*\}|\\[{}]|[,;(){}\[\]])", text):
         depth += part in ("(", "{", "[", "\\{")

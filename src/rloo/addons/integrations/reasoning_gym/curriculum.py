@@ -1,5 +1,5 @@
-"""Draws problems by the pass rates of earlier steps: most where about half of the completions pass,
-which is where a group's rewards differ most, and a harder level once the one below is passed."""
+"""Samples problems by the pass rates of earlier steps. It prefers those that about half of the
+completions pass, since rewards then differ most, and opens a harder level once one is passed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.sampler import Draw, EpochSampler
 from rloo.types import Group
 
-# A level opens where at least this share of the one below passes, of so many completions.
+# A level opens when this share of at least so many completions of the level below passes.
 OPENS_AT, OPENS_AFTER = 0.7, 32
-# What is mastered, or never solved, is still drawn this much as often as what passes half the time:
-# its pass rate would not be known otherwise.
+# Lowest relative probability of a level that is mastered or never solved: its pass rate must stay
+# known.
 LEAST_SIGNAL = 0.05
 # Completions of a task and level after which an earlier one counts half: the policy changes.
 HALF_LIFE = 128
@@ -30,8 +30,8 @@ HALF_LIFE = 128
 
 @dataclass(slots=True)
 class _Cell:
-    """A task at a level: the indices of its prompts, the order in which they come, how many of the
-    last completions passed, and of how many that were scored."""
+    """A task at a level: the indices of its prompts, their order, and decayed counts of completions
+    that passed and that were scored."""
 
     name: TaskLevel
     indices: list[int]
@@ -42,16 +42,16 @@ class _Cell:
 
     @property
     def pass_rate(self) -> float:
-        """Smoothed by one completion that passed and one that did not: 0.5 where none is known."""
+        """The pass rate, smoothed by one pass and one failure: 0.5 without completions."""
         return (self.passed + 1.0) / (self.scored + 2.0)
 
     @property
     def signal(self) -> float:
-        """The variance of passing over the largest that it can be, 0.25."""
+        """The variance of passing relative to its maximum of 0.25, at least LEAST_SIGNAL."""
         return max(4.0 * self.pass_rate * (1.0 - self.pass_rate), LEAST_SIGNAL)
 
     def add(self, passed: int, scored: int) -> None:
-        """Count completions, and those before them for less."""
+        """Count new completions, and decay the earlier ones."""
         kept = 0.5 ** (scored / HALF_LIFE)
         self.passed = kept * self.passed + passed
         self.scored = kept * self.scored + scored
@@ -59,14 +59,14 @@ class _Cell:
 
 @dataclass(slots=True)
 class Curriculum:
-    """An order of prompts (`rloo.data.sampler.PromptSampler`), of which each is of one of `cells`,
-    by index.
+    """A prompt sampler (`rloo.data.sampler.PromptSampler`); `cells` has the task and level of each
+    prompt.
 
-    A task and level is drawn with a probability in proportion to weight / open levels of the task *
-    max(4 p (1 - p), 0.05), p being the share of its completions that pass; within it, prompts come
-    in passes, each in a random order. A draw is a function of (seed, how many were drawn before,
-    the pass rates): every process draws the same, and so does a run that goes on. A completion
-    passes if its first reward is at least `threshold`; one without a score counts for nothing.
+    The probability of a task and level is proportional to weight / open levels of the task *
+    max(4 p (1 - p), 0.05), where p is its pass rate. Its prompts come in passes, each in a random
+    order. A draw is a function of (seed, number of earlier draws, pass rates), so it is the same in
+    every process and in a resumed run. A completion passes if its first reward is at least
+    `threshold`; completions without a score do not count.
     """
 
     cells: Sequence[TaskLevel]
@@ -87,7 +87,7 @@ class Curriculum:
             self._cells.append(_Cell(cell, indices, order, cell == lowest[cell.task]))
 
     def next(self, num: int) -> list[Draw]:
-        """Draw `num` prompts."""
+        """Sample `num` prompts."""
         opened = [cell for cell in self._cells if cell.is_open]
         bounds = list(accumulate(self.chances().values()))
         places = []
@@ -100,7 +100,7 @@ class Curriculum:
         return places
 
     def chances(self) -> dict[TaskLevel, float]:
-        """The probability that the next prompt is of a task and level, of those that are open."""
+        """The probability of each open task and level for the next prompt."""
         opened = [cell for cell in self._cells if cell.is_open]
         levels = Counter(cell.name.task for cell in opened)
         parts = {
@@ -111,7 +111,7 @@ class Curriculum:
         return {name: part / total for name, part in parts.items()}
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Count the completions of prompts that were drawn, and open levels."""
+        """Count the completions of sampled prompts, and open levels."""
         for cell in self._cells:
             found = [g for g in groups if _cell_of(g) == cell.name]
             scores = [s for g in found for s in next(iter(g.scores.values())) if s is not None]
@@ -122,7 +122,7 @@ class Curriculum:
                 cell.is_open = cell.is_open or passes
 
     def state_dict(self) -> dict[str, Any]:
-        """How many were drawn, of each task and level too, and what is known of it."""
+        """The numbers of draws, in all and by task and level, with the pass counts."""
         cells = [
             [*cell.name, cell.order.drawn, cell.passed, cell.scored, cell.is_open]
             for cell in self._cells
@@ -130,7 +130,7 @@ class Curriculum:
         return {"drawn": self.drawn, "cells": cells}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. Raises ValueError for a position of other tasks and levels, or of a run
+        """Resume from `state`. Raises ValueError if it has other tasks and levels, or is of a run
         without a curriculum."""
         saved = state.get("cells", [])
         if [tuple(values[:2]) for values in saved] != [cell.name for cell in self._cells]:
@@ -146,8 +146,8 @@ class Curriculum:
 
 
 def with_curriculum(source: Prompts, config: RLOOConfig) -> Prompts:
-    """The same prompts, drawn by a curriculum where `dataset_kwargs.curriculum` asks for it.
-    Raises ValueError for prompts that are not of `gym:NAME`."""
+    """The same prompts, sampled by a curriculum if `dataset_kwargs.curriculum` is true. Raises
+    ValueError for prompts that are not of `gym:NAME`."""
     if not config.dataset_options.curriculum:
         return source
     if not isinstance(source, PromptDataset):
@@ -178,10 +178,10 @@ def _place(cell: TaskLevel) -> tuple[str, int]:
 
 
 def _number(*words: Any) -> int:
-    """A number of 64 bits that is a function of the words."""
+    """A hash of the words as a 64-bit number."""
     return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "little")
 
 
 def _uniform(seed: int, position: int) -> float:
-    """A number from 0 to 1, 1 excluded, that is a function of the seed and the position."""
+    """A number in [0, 1) that is a function of the seed and the position."""
     return (_number(seed, "draw", position) >> 11) / 2**53

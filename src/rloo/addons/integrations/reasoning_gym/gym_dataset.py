@@ -1,4 +1,4 @@
-"""From `gym:NAME[,NAME:weight...]` to rows, which are the same in every process and session."""
+"""Rows of `gym:NAME[,NAME:weight...]`, equal in every process and session."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rloo.addons.integrations.reasoning_gym.task_names import check_names
 from rloo.config.options import TrainingOptions
 from rloo.config.reasoning_gym_options import task_options, weights_of
 
-# One problem in so many is held out, by its text, whatever the seed and the sizes are.
+# One in so many problems is held out, chosen by its text, independent of seed and sizes.
 _ONE_IN = 5
-# Held out at most, of all tasks and levels together: 512 of them tell a rate within 4.4 points.
+# Most held-out problems of all tasks and levels: 512 give a rate within 4.4 points.
 MOST_HELD_OUT = 512
 _FEATURES = Features(
     {name: Value("string") for name in ("prompt", "answer", "task", "entry")}
@@ -25,7 +25,7 @@ _FEATURES = Features(
 
 
 class TaskLevel(NamedTuple):
-    """One task at one level; None where it has the options that it has by default."""
+    """A task at a level; None for the task's default options."""
 
     task: str
     level: int | None
@@ -34,12 +34,12 @@ class TaskLevel(NamedTuple):
 def load_gym_rows(name: str, split: str, options: TrainingOptions) -> Dataset:
     """The "train" or "heldout" rows of `gym:NAME[,NAME:weight...]`.
 
-    Columns: `prompt` (the question), `answer` (the library's own, or None), `task`, `level` (None
-    without levels), and `entry`, by which the reward `gym` scores. A row is a function of
-    (seed, split, task, level, number in it). Tasks have rows in proportion to their weights, those
-    of a task are the same number at each level, and they alternate, so that the first rows
-    are in these proportions too. No problem is in both splits. Raises ValueError for another split,
-    for what `check_names` refuses, and where there are too few rows or different problems.
+    Columns: `prompt` (the question), `answer` (the library's, or None), `task`, `level` (None
+    without levels), and `entry`, which the reward `gym` needs. A row is a function of (seed, split,
+    task, level, number). The tasks' rows are in proportion to their weights and spread evenly over
+    the levels. They alternate, so that the first rows have these proportions too. No problem is in
+    both splits. Raises ValueError for another split, for what `check_names` refuses, and if there
+    are too few rows or distinct problems.
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"{name} has the splits train and heldout, not {split} (dataset_split)")
@@ -65,8 +65,8 @@ def load_gym_rows(name: str, split: str, options: TrainingOptions) -> Dataset:
 def _counts(
     weights: Mapping[str, float], options: TrainingOptions, split: str
 ) -> dict[TaskLevel, int]:
-    """How many rows each task has at each level: what is left over by rounding down goes to those
-    that have lost most."""
+    """The number of rows of each task and level. Rows lost by rounding down go to the cells that
+    lost most."""
     total = options.dataset_options.size
     if split == "heldout":
         total = min(total, MOST_HELD_OUT)
@@ -94,11 +94,10 @@ def _counts(
 def _chosen(
     cell: TaskLevel, split: str, options: TrainingOptions, config: Mapping[str, Any], count: int
 ) -> Iterator[Problem]:
-    """The first `count` problems of a cell that belong to the split."""
+    """The first `count` problems of a cell in the split."""
     key = f"{options.dataset_options.seed} {split} {cell.task} {cell.level}"
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little")
-    # Where there are enough different problems, this many contain enough of a split with near
-    # certainty.
+    # If there are enough distinct problems, this many almost surely contain enough of the split.
     tried = 5 * _ONE_IN * count + 100
     found = 0
     for problem in problems(cell.task, cell.level, config, seed=seed, size=tried):

@@ -1,5 +1,5 @@
-"""The reward `gym`: what the scorers of reasoning-gym give, in workers behind a wall, since some of
-them evaluate what a model wrote."""
+"""The reward `gym`: scores of reasoning-gym, computed in sandboxed workers, since some scorers
+evaluate the model's text."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from rloo.types import Text
 
 _MODULE = "reasoning_gym"
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# Longer than any answer of the library's; some scorers take time that grows with its square.
+# Longer than any answer of the library; some scorers take quadratic time.
 _MOST_CHARACTERS = 20_000
-# How many answers a worker is given at once, and the share of its time after which it begins none.
+# Answers in one request, and the share of the time limit after which no further one is scored.
 _AT_ONCE, _SHARE = 64, 0.5
 _MOST_WORKERS = 4
 _IMPORT = f"from {value_codec.__name__} import Codec\n"
@@ -44,7 +44,7 @@ codec = sys.modules[{name!r}] = types.ModuleType({name!r})
 exec({source!r}, vars(codec))
 Codec = codec.Codec
 """
-# What the library prints is no score.
+# The library's own output must not be read as a score.
 _MAIN = """
 import os, sys
 if list(sys.version_info[:2]) != {version}:
@@ -73,9 +73,9 @@ def make_gym(
     wall: str | None = None,
     workers: int | None = None,
 ) -> GymReward:
-    """A `GymReward`. One answer may take a scorer half of `seconds` at least, and `memory` bytes.
-    `wall`: `bwrap` or `landlock`; else the first that holds. `workers` is how many score side by
-    side: one a processor, at most 4, if it is not given."""
+    """A `GymReward`. A scorer may take at least half of `seconds` for an answer, and `memory`
+    bytes. `wall` is `bwrap` or `landlock`; the default is the first that works. `workers` score in
+    parallel; the default is one a processor, at most 4."""
     if wall not in (None, *ISOLATION_BACKENDS):
         raise ValueError(
             f"wall is {wall!r}; it is {' or '.join(ISOLATION_BACKENDS)} (option of gym)"
@@ -92,13 +92,13 @@ def make_gym(
 
 
 class GymReward:
-    """What the scorer of a row's task gives the answer, from 0 to 1: partly right ones may have
-    something between. It reads the column `entry`, which rows of `gym:NAME` have.
+    """The score of the row's task for the answer, from 0 to 1, perhaps partial. It reads the column
+    `entry`, which rows of `gym:NAME` have.
 
-    The answer is what stands in the last `<answer>...</answer>`; without one, the whole completion.
+    The answer is the content of the last `<answer>...</answer>`, or else the whole completion.
 
-    The reward is None where scoring has failed: it raised, took too long or too much memory, or the
-    sandbox broke. The metric `rewards/gym_reward/unjudged` is the share of these.
+    The reward is None if scoring failed: it raised, took too long or too much memory, or the
+    sandbox failed. The metric `rewards/gym_reward/unjudged` is the share of these.
     """
 
     def __init__(self, wall: str | None, size: int, limits: ResourceLimits) -> None:
@@ -107,8 +107,8 @@ class GymReward:
         self._staff: SandboxPool | None = None
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise ValueError where the dataset has no problems of reasoning-gym, no wall holds on
-        this machine, or the library cannot be loaded behind it."""
+        """Raise ValueError if the dataset has no reasoning-gym problems, no sandbox works on this
+        machine, or the library cannot be loaded in it."""
         known = sorted(columns)
         if "entry" not in known:
             raise ValueError(
@@ -155,15 +155,15 @@ class GymReward:
                     if rest := some[len(scores) :]:
                         waiting.append(rest)
         finally:
-            staff.cancel_pending()  # after Ctrl-C or a deadline nothing goes on
+            staff.cancel_pending()  # stops the workers after Ctrl-C or a deadline
         return found
 
     def _scores_of(self, pairs: list[Pair], future: Future[dict[str, Any]]) -> list[float | None]:
-        """The scores of the first pairs, at least one: of all that were done in time, and None for
-        that which a program did not survive."""
+        """The scores of the first pairs, at least one: all that were done in time, then None for
+        the one that killed the program."""
         try:
             answer = wait_result(future)
-        except WorkerDied:  # again and again
+        except WorkerDied:  # several times
             return [None] * len(pairs)
         *lines, _ = answer.get("output", "").split("\n")
         scores = [None if line == "null" else float(line) for line in lines[1:]]
@@ -189,14 +189,14 @@ class GymReward:
 
 
 def answer_of(text: str) -> str:
-    """The part of a completion that is scored, without white space around it."""
+    """The scored part of a completion, without white space around it."""
     tagged = _TAGGED.findall(text)
     return (tagged[-1] if tagged else text).strip()[:_MOST_CHARACTERS]
 
 
 def library_here() -> AllowedModules:
-    """reasoning-gym as this interpreter would import it, with the folders of what it needs. Raises
-    ValueError where it is not installed."""
+    """reasoning-gym as this interpreter imports it, with the folders that it needs. Raises
+    ValueError if it is not installed."""
     if find_spec(_MODULE) is None:
         raise ValueError(f"the reward 'gym' needs reasoning-gym; {install('gym')} (reward)")
     return library_of([_MODULE], "gym")
@@ -204,6 +204,6 @@ def library_here() -> AllowedModules:
 
 def _program() -> str:
     source, codec = inspect.getsource(gym_tasks), inspect.getsource(value_codec)
-    # The package is not there.
+    # The sandbox has no `rloo` package.
     source = source.replace(_IMPORT, _DEFINE.format(name=value_codec.__name__, source=codec))
     return source + _MAIN.replace("{version}", str(list(sys.version_info[:2])))

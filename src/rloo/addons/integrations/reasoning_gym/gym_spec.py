@@ -1,4 +1,4 @@
-"""`gym:NAME[,NAME:weight...]` as a dataset. What needs `datasets` or torch is imported later."""
+"""The dataset `gym:NAME[,NAME:weight...]`. `datasets` and torch are imported only when needed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""reasoning-gym (the extra `gym`): the one file that imports it, when a function of it is called.
+"""The only file that imports reasoning-gym (the extra `gym`), when one of its functions is called.
 
 It knows the library's tasks, levels and scorers, and nothing of rows, prompts or completions.
-`score_all` is for a process behind a wall, which is sent this file and that of the codec as text:
-nothing else of the package is imported here.
+`score_all` runs in a sandbox, which gets this file and the codec as text. So nothing else of the
+package is imported here.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 
 from rloo.distributed.value_codec import Codec
 
-# Made of other tasks, which a dataset's own list of names is for.
+# Combines other tasks; a dataset's list of names does that.
 _NO_TASK = "composite"
-# Tasks whose problems follow the order of a set of texts, which differs between processes.
+# Tasks whose problems depend on the order of a set of strings, which differs between processes.
 BY_HASH = frozenset(
     ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
-# How an entry is written as JSON.
+# The JSON encoding of an entry.
 ENTRY = Codec(
     {"tuple": "__tuple__", "dict": "__pairs__", "Fraction": "__fraction__"}, plain_objects=True
 )
-# Tasks whose scorers have Python evaluate an answer as a list, and of what a formula may consist
-# that others have sympy evaluate, which evaluates Python as well: else an answer could be a program
-# that prints a score of its own.
+# Scorers of _EVALUATE pass an answer to Python's eval to read a list; those of _FORMULAS pass it to
+# sympy, which also evaluates Python. Restricting both keeps an answer from being a program that
+# prints its own score.
 _EVALUATE = ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
 _FORMULAS = ("countdown", "puzzle24")
 _FORMULA = re.compile(r"(?:[^\W\d_](?!\w)|\d+(?:\.\d+)?(?!\w)|[a-z]+(?=\()|pi\b|[\s+\-*/^(),])*")
@@ -44,8 +44,8 @@ _FUNCTIONS = re.compile(r"a?(?:sin|cos|tan)h?|cot|csc|sec|exp|ln|log|sqrt|abs")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its text, the library's own answer where it has one, and what scores answers to
-    it, as JSON."""
+    """One problem: its text, the library's answer or None, and the JSON from which answers are
+    scored."""
 
     question: str
     answer: str | None
@@ -58,13 +58,13 @@ def task_names() -> list[str]:
 
 
 def option_names(task: str) -> list[str]:
-    """The names of the options that a task has."""
+    """The names of a task's options."""
     names = [field.name for field in fields(_factory().DATASETS[task][1])]
     return [name for name in names if name not in ("seed", "size")]
 
 
 def num_levels(task: str) -> int:
-    """How many levels the task's curriculum has; 0 for a task without one."""
+    """The number of levels in the task's curriculum; 0 without one."""
     curricula = _factory().CURRICULA
     if task not in curricula:
         return 0
@@ -75,10 +75,9 @@ def num_levels(task: str) -> int:
 def problems_of(
     task: str, level: int | None, options: Mapping[str, Any], *, seed: int, size: int
 ) -> Any:
-    """The library's dataset of a task at a level, with `size` problems. At level n every attribute
-    of the task's curriculum is at its own level n, or its last; without a level the task has its
-    default options. `options` are set in either case. Raises ValueError for options that the task
-    does not take."""
+    """The library's dataset of a task with `size` problems. At level n, every attribute of the
+    task's curriculum is at its level n, or its last; without a level it has its default options.
+    `options` are set in both cases. Raises ValueError for options that the task does not take."""
     kind, config_kind = _factory().DATASETS[task]
     try:
         config = config_kind() if level is None else _config_at(task, level)
@@ -97,8 +96,8 @@ def problems_of(
 def problems(
     task: str, level: int | None, options: Mapping[str, Any], *, seed: int, size: int
 ) -> Iterator[Problem]:
-    """The problems of `problems_of`, one after the other, but for those that the library fails to
-    make. Raises as it does, and ValueError where it makes none."""
+    """Yield the problems of `problems_of`, except those that the library fails to make. Raises the
+    same errors, and ValueError if it makes none."""
     given = problems_of(task, level, options, seed=seed, size=size)
     head = {"task": task, "level": level, "options": dict(options)}
     made, failed = 0, None
@@ -106,7 +105,7 @@ def problems(
         try:
             with _seeded(f"{seed} {index}"):
                 entry = given[index]
-        except Exception as error:  # whatever a task raises where it gives up
+        except Exception as error:  # tasks that give up raise anything
             failed = error
             continue
         made += 1
@@ -121,9 +120,9 @@ def problems(
 
 
 def score(entry: str, answer: str) -> float:
-    """What the task's own scorer gives an answer to the problem of `entry` (`Problem.entry`), from
-    0 to 1. It may take any time and raise anything; ValueError is raised for a score that is no
-    such number. It has `_harden` to thank that an answer is no program."""
+    """The score that the task's scorer gives an answer to the problem of `entry` (`Problem.entry`),
+    from 0 to 1. It may take any time and raise anything; a score outside this range is a
+    ValueError. `_harden` keeps an answer from being run as a program."""
     _harden()
     known = json.loads(entry)
     scorer = _scorer(known["task"], known["level"], json.dumps(known["options"]))
@@ -134,13 +133,13 @@ def score(entry: str, answer: str) -> float:
 
 
 def score_all(pairs: list[tuple[str, str]], seconds: float, tell: Callable[[str], Any]) -> None:
-    """`score` each pair of entry and answer, and `tell` it in a line of JSON, null where that
-    raised something; after `seconds` none is begun."""
+    """`score` each pair of entry and answer and `tell` each score in a line of JSON, null if it
+    raised. No further pair is scored after `seconds`."""
     end = time.monotonic() + seconds
     for entry, answer in pairs:
         try:
             found = score(entry, answer)
-        except Exception:  # whatever a task's scorer raises at what a model wrote
+        except Exception:  # scorers raise anything for a model's text
             found = None
         tell(json.dumps(found) + "\n")
         if time.monotonic() >= end:
@@ -149,8 +148,8 @@ def score_all(pairs: list[tuple[str, str]], seconds: float, tell: Callable[[str]
 
 @contextmanager
 def _seeded(seed: str) -> Iterator[None]:
-    """Seed the generators that all of a process share, which some tasks draw from, put them back
-    afterwards, and print nothing."""
+    """Seed the global generators, which some tasks use, restore them afterwards, and discard
+    printed output."""
     import numpy
 
     before, numpys = random.getstate(), numpy.random.get_state()
@@ -186,8 +185,8 @@ def _factory() -> ModuleType:
 
 @lru_cache(maxsize=1)
 def _harden() -> None:
-    """Have scorers read an answer, where they would run it. For a process that scores, since it
-    changes the library's modules."""
+    """Make scorers parse answers that they would evaluate. It changes the library's modules, so it
+    is for scoring processes only."""
     import sys
 
     import sympy

@@ -1,4 +1,4 @@
-"""Whether there is what `gym:NAME[,NAME:weight...]` and its options name. No torch."""
+"""Checks the tasks, options and levels of `gym:NAME[,NAME:weight...]`, without torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rloo.config.reasoning_gym_options import task_options, weights_of
 
 
 def check_names(name: str, options: TrainingOptions) -> None:
-    """Raise ValueError for tasks in a dataset's name that reasoning-gym does not have, options that
-    a task does not have or take, levels beyond its last, and where the library is not there."""
+    """Raise ValueError for unknown tasks, for options that a task does not have or take, for levels
+    beyond its last, and if reasoning-gym is not installed."""
     try:
         known = gym_tasks.task_names()
     except ImportError as error:

@@ -8,9 +8,9 @@ from rloo.config.optional_packages import install
 
 
 def from_verifiers(environment: Any) -> dict[str, Any]:
-    """Arguments of RLOOTrainer for a run in an environment of `verifiers`: the rows of its dataset,
-    rollouts that it plays, and the rewards of its rubric. The run's options say how is sampled;
-    raises ValueError for an environment that says so itself, or makes advantages of its own.
+    """The arguments of RLOOTrainer for an environment of `verifiers`: the rows of its dataset, the
+    rollouts that it plays, and the rewards of its rubric. The run's options control sampling.
+    Raises ValueError for an environment with its own sampling arguments or advantages.
 
     >>> RLOOTrainer(model, args=args, **from_verifiers(verifiers.load_environment("wordle")))
     """

@@ -1,8 +1,7 @@
-"""Messages that somebody else makes, as tokens that are only ever appended to.
+"""Tokens of conversations that an environment controls; tokens are only ever appended.
 
-An environment that plays its own rollouts asks for each turn with the whole conversation. Here it
-is held against what is there already: the model's turns stay as they were sampled, and what is new
-is appended.
+An environment that plays its own rollouts sends the whole conversation for each turn. Here it is
+compared with the known part: the model's turns stay as sampled, and new messages are appended.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ Schemas = Sequence[Mapping[str, Any]] | None
 
 
 class ContextOverflow(ValueError):
-    """A prompt, or what was said to the model, is too long for another turn."""
+    """A prompt, or the messages to the model, leave no room for a turn."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation as far as it has come: its `messages`, their `text`, and the tokens of that,
-    with 1 in `trained` for those that the model said. `raw` are the texts of the model's turns, by
-    the number of the message."""
+    """A conversation so far: its `messages`, their `text`, and its tokens, with 1 in `trained` for
+    tokens of the model. `raw` maps the index of a message to the model's text."""
 
     number: int
     prompt_ids: list[int]
@@ -41,14 +39,14 @@ class Conversation:
     raw: dict[int, str] = field(default_factory=dict)
 
     def rendered(self) -> list[Message]:
-        """The messages as a chat template takes them: what the model said, word for word."""
+        """The messages for a chat template, with the model's exact text."""
         said = [_rendered(m, self.raw.get(n), self.messages) for n, m in enumerate(self.messages)]
         return sound(said)
 
 
 class IncrementalRenderer:
-    """What a trainer's model is told and says, in tokens. `refused` is why its chat template is not
-    fit for the tools that it was told of."""
+    """Converts a model's conversation to tokens and back. `refused` is the reason why its chat
+    template does not support the given tools."""
 
     def __init__(self, trainer: Any) -> None:
         policy, args = trainer.policy, trainer.args
@@ -60,7 +58,7 @@ class IncrementalRenderer:
         self.refused: ValueError | None = None
 
     def begin(self, number: int, messages: list[Message], tools: Schemas) -> Conversation:
-        """A rollout in which nothing was said. Raises ContextOverflow."""
+        """Begin a conversation with these messages. Raises ContextOverflow."""
         template = self._dialect(tools).template
         text = template.text(sound([_rendered(message, None, messages) for message in messages]))
         tokens = template.encode(text)
@@ -72,8 +70,8 @@ class IncrementalRenderer:
         return Conversation(number, tokens, messages, text)
 
     def tell(self, rollout: Conversation, messages: list[Message], tools: Schemas) -> None:
-        """Append what `messages` have behind those of the rollout. Raises ValueError where they do
-        not go on from these, and ContextOverflow where a turn has none."""
+        """Append the messages that follow those of the rollout. Raises ValueError if `messages` do
+        not continue them, and ContextOverflow if no room is left for a turn."""
         known, behind = len(rollout.messages), messages[len(rollout.messages) :]
         if messages[:known] != rollout.messages or not behind:
             raise ValueError(
@@ -95,7 +93,7 @@ class IncrementalRenderer:
         rollout.logprobs += [0.0] * len(tokens)
 
     def hear(self, rollout: Conversation, turn: SampledTurn, tools: Schemas) -> Message:
-        """Append a turn of the model's. Returns it as a message."""
+        """Append a turn of the model and return it as a message."""
         dialect = self._dialect(tools)
         text = dialect.template.decode(turn.token_ids)
         last = turn.token_ids[-1]
@@ -120,14 +118,14 @@ class IncrementalRenderer:
         return message
 
     def _dialect(self, tools: Schemas) -> Renderer:
-        """That of a model which is told of these tools. Raises ValueError where it cannot be."""
+        """The renderer for these tools. Raises ValueError if the chat template supports none."""
         name = json.dumps(tools)
         if name not in self._dialects:
             self._dialects[name] = self._found(tools)
         return self._dialects[name]
 
     def _found(self, tools: Schemas) -> Renderer:
-        if not tools:  # nothing is read
+        if not tools:  # there are no tool calls to parse
             template = ChatTemplate(self._tokenizer, self._options)
             return Renderer(template, {}, opening="", end=self._ends[0])
         try:
@@ -139,7 +137,7 @@ class IncrementalRenderer:
 
 
 def plain(message: Mapping[str, Any]) -> Message:
-    """A message with what is compared, its content a text. Raises ValueError for images."""
+    """A message with only the compared parts, its content as text. Raises ValueError for images."""
     parts = message.get("content") or ""
     if not isinstance(parts, str):
         if any(part.get("type") != "text" for part in parts):
@@ -152,7 +150,7 @@ def plain(message: Mapping[str, Any]) -> Message:
 
 
 def _rendered(message: Message, raw: str | None, messages: Sequence[Message]) -> Message:
-    """A message as a chat template takes it: of the model's turns the text, of a tool its name."""
+    """A message for a chat template: with the model's raw text, or the name of a tool."""
     shown: Message = {"role": message["role"], "content": message["content"]}
     if raw is not None:
         shown["content"] = raw

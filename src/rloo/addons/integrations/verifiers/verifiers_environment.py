@@ -1,9 +1,9 @@
-"""Environments of `verifiers`: they play their rollouts themselves, and where they would ask a
-server for a turn of the model's, they ask our engine.
+"""Environments of `verifiers`. They play their rollouts themselves and ask our engine for the
+model's turns instead of a server.
 
-An environment deals in messages, training in tokens. Those of a rollout are only ever appended to:
-the model's turns as they were sampled, and what the chat template puts behind them. A rollout whose
-messages are something else than that has failed.
+An environment uses messages, training uses tokens. A rollout's tokens are only ever appended: the
+model's turns as sampled, and the chat template's tokens for further messages. A rollout fails if
+its messages do not continue the earlier ones.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from rloo.episodes.rollout_func import FAILED, MASK, SampledTurn
 from rloo.rewards.async_functions import LoopThread
 from rloo.types import Message, Prompt
 
-# Seconds within which another rollout may ask, so that both are sampled together.
+# Seconds to wait for further rollouts, so that they are sampled together.
 _GATHERS = 0.02
 REWARD = "verifiers_reward"
 
 
 class VerifiersEnvironment:
-    """A `rollout_func` that has an environment play a rollout for each prompt, all of them at the
-    same time."""
+    """A `rollout_func` that has the environment play a rollout for each prompt, all of them
+    concurrently."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
         self.__name__ = environment.env_id or type(environment).__name__
-        # Kept, since what an environment opens belongs to the loop in which it was opened.
+        # Reused, since the environment's connections belong to the loop that opened them.
         self._loop: LoopThread | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> Mapping[str, Any]:
-        """What the rollouts are in tokens, and their rewards. Raises ValueError for a model whose
-        chat template is not fit for the environment's tools."""
+        """The tokens of the rollouts, and their rewards. Raises ValueError if the model's chat
+        template does not support the environment's tools."""
         self._loop = self._loop or LoopThread()
         asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         speech = IncrementalRenderer(trainer)
@@ -67,7 +67,7 @@ class VerifiersEnvironment:
         return _as_lists([each for own in played for each in own])
 
     def _groups(self, rows: Sequence[Prompt]) -> list[list[tuple[int, Prompt]]]:
-        """The rows with their numbers: those that are scored together."""
+        """The rows with their numbers, in groups that are scored together."""
         numbered = list(enumerate(rows))
         if not self._environment.requires_group_rollouts:
             return [[one] for one in numbered]
@@ -84,13 +84,13 @@ class VerifiersEnvironment:
             played = await self._environment.run_group(
                 inputs, client, "policy", {}, state_columns=["trajectory_id"]
             )
-        except Exception as error:  # whatever an environment raises
+        except Exception as error:  # environments raise anything
             return [{FAILED: f"the environment raised {error!r:.200}"} for _ in rows]
         return [_ended(each, client.rollouts.get(each["trajectory_id"])) for each in played]
 
 
 def _ended(played: Mapping[str, Any], rollout: Conversation | None) -> dict[str, Any]:
-    """What a rollout came to."""
+    """The result of a rollout, or the reason of its failure."""
     if played.get("error"):
         return {FAILED: f"{played['error_chain']:.300}"}
     if rollout is None or not any(rollout.trained):
@@ -111,7 +111,7 @@ def _as_lists(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A turn that a rollout waits for, in its loop."""
+    """A request of a rollout for the model's next turn, with its event loop."""
 
     row: Prompt
     loop: asyncio.AbstractEventLoop
@@ -121,12 +121,12 @@ class _Asked:
         self.loop.call_soon_threadsafe(self._tell, turn)
 
     def _tell(self, turn: SampledTurn) -> None:
-        if not self.answer.done():  # where the environment has not given up waiting
+        if not self.answer.done():  # done if the environment has cancelled the request
             self.answer.set_result(turn)
 
 
 def _waiting(asked: queue.SimpleQueue[_Asked], over: Future[Any]) -> list[_Asked]:
-    """Those that wait for a turn: at least one, until all is over."""
+    """The waiting requests: at least one, or none if all rollouts are over."""
     waiting: list[_Asked] = []
     while not over.done():
         try:
@@ -138,8 +138,8 @@ def _waiting(asked: queue.SimpleQueue[_Asked], over: Future[Any]) -> list[_Asked
 
 
 class EngineClient(Client):  # type: ignore[misc, unused-ignore]
-    """The model, as an environment asks for it, in the rollouts with these numbers. Messages and
-    tools are plain dicts here, and a response is that of `verifiers`."""
+    """The client through which an environment asks for the model's turns in the rollouts with these
+    numbers. Messages and tools are plain dicts; a response is that of `verifiers`."""
 
     def __init__(
         self, speech: IncrementalRenderer, asked: queue.SimpleQueue[_Asked], numbers: Sequence[int]
@@ -151,8 +151,8 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
     async def get_native_response(
         self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **given: Any
     ) -> Response:
-        """The next turn of the rollout whose `state` is given. Raises ValueError for messages that
-        are no continuation of it."""
+        """The next turn of the rollout in `state`. Raises ValueError if the messages do not
+        continue it."""
         if sampling_args:
             raise ValueError(
                 f"the environment asks for {sampling_args}; the run's options say how is sampled"
@@ -172,35 +172,35 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
             return self.rollouts[name]
         try:
             self._speech.tell(self.rollouts[name], messages, tools)
-        except ContextOverflow as error:  # which ends a rollout, and is no failure
+        except ContextOverflow as error:  # ends the rollout without a failure
             raise OverlongPromptError(str(error)) from error
         return self.rollouts[name]
 
     async def to_native_prompt(self, messages: Any) -> tuple[list[Message], dict[str, Any]]:
-        """As dicts."""
+        """The messages as dicts."""
         return [plain(message.model_dump(exclude_none=True)) for message in messages], {}
 
     async def to_native_tool(self, tool: Any) -> dict[str, Any]:
-        """As chat templates have it."""
+        """The tool as chat templates expect it."""
         parts = ("name", "description", "parameters")
         return {"type": "function", "function": {name: getattr(tool, name) for name in parts}}
 
     async def from_native_response(self, response: Any) -> Any:
-        """The same."""
+        """The response, unchanged."""
         return response
 
     async def raise_from_native_response(self, response: Any) -> None:
-        """None is wrong: an empty turn is the model's."""
+        """Accept every response: an empty turn is the model's."""
 
     def setup_client(self, config: Any) -> None:
-        """Nothing is connected."""
+        """Do nothing: there is no connection."""
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: there is no connection."""
 
 
 def _response(rollout: Conversation, turn: SampledTurn, message: Message, begun: int) -> Response:
-    """A turn of so many tokens and their `begun` ones before, as `verifiers` has it."""
+    """A turn as a `verifiers` response; `begun` is the number of tokens before it."""
     length = len(turn.token_ids)
     tokens = ResponseTokens(
         prompt_ids=[*rollout.prompt_ids, *rollout.token_ids][:begun],

@@ -1,2 +1,2 @@
-"""What a run will take on GPUs that are not there: counted operations and bytes, rates with their
-sources, and a simulation of what waits for what."""
+"""Plans a run on other GPUs: counted operations and bytes, rates with their sources, and a
+simulation of the queues."""

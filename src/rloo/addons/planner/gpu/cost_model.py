@@ -13,23 +13,23 @@ import numpy as np
 from rloo.addons.planner.gpu.gpu_specs import GPU, IN_A_MACHINE
 from rloo.addons.planner.gpu.model_shapes import ModelShape
 
-# Of a parameter, in training: float32 weights, gradients, and AdamW's two numbers. Weights, and a
-# copy that an engine computes with.
+# Bytes per parameter: in training (float32 weights and gradients, two AdamW moments), of the
+# weights, and of an engine's copy.
 TRAINED, WEIGHTS, ENGINE = 16, 4, 2
-# vLLM's own default of --gpu-memory-utilization, and what training leaves free as well.
+# Usable share of memory: vLLM's default --gpu-memory-utilization, also left free in training.
 USABLE = 0.9
-# Seconds of the least all-reduce over NVLink: an assumption, as in `hardware`.
+# Seconds of the shortest all-reduce over NVLink: an assumption, as in `gpu_specs`.
 _ALL_REDUCE = 15e-6
-# Bytes of a token's activations: its layers' inputs, and of the one that is computed again, by its
-# hidden size (Korthikanti et al., arXiv 2205.05198: 34); logits in blocks of so many.
+# Bytes of a token's activations per hidden unit, in a recomputed layer (Korthikanti et al., arXiv
+# 2205.05198: 34); bytes of a block of logits.
 _OF_LAYER, _LOGITS = 34, 2**26 * 4 * 2
 
 
 @dataclass(frozen=True)
 class RolloutCost:
-    """What is computed: a rollout of `groups` groups of `samples` completions, of `completion`
-    tokens in the mean and `longest` at most, after prompts of `prompt` tokens. `rates`: the values
-    of `hardware.RATES`."""
+    """The work of a rollout: `groups` groups of `samples` completions, with `completion` tokens in
+    the mean and at most `longest`, after prompts of `prompt` tokens. `rates`: the values of
+    `gpu_specs.RATES`."""
 
     shape: ModelShape
     gpu: GPU
@@ -44,17 +44,17 @@ class RolloutCost:
 
     @property
     def rows(self) -> int:
-        """Completions of a rollout."""
+        """Completions in a rollout."""
         return self.groups * self.samples
 
     @property
     def sampled(self) -> float:
-        """Tokens that are sampled for a rollout."""
+        """Sampled tokens in a rollout."""
         return self.rows * self.completion
 
     @cached_property
     def ending(self) -> float:
-        """The probability to go on after a token, equal at all positions, that gives the mean."""
+        """The constant probability to continue after a token that gives the mean length."""
         if self.completion >= self.longest:
             return 1.0
         low, high = 0.0, 1.0
@@ -66,15 +66,15 @@ class RolloutCost:
 
     @cached_property
     def alive(self) -> np.ndarray:
-        """Shares of the completions that have more than 0, 1, 2, ... tokens."""
+        """The shares of completions with more than 0, 1, 2, ... tokens."""
         return self.ending ** np.arange(self.longest, dtype=np.float64)
 
     def longest_of(self, rows: float) -> float:
-        """The expected length of the longest of so many completions."""
+        """The expected longest length among `rows` completions."""
         return float((1 - (1 - self.alive) ** rows).sum())
 
     def length_of_longest(self, share: float) -> float:
-        """The length that so large a share of the completions does not exceed."""
+        """The quantile of the length at `share`."""
         if self.ending >= 1.0 or share >= 1.0:
             return float(self.longest)
         return min(float(self.longest), 1 + log1p(-share) / log(self.ending))
@@ -82,7 +82,7 @@ class RolloutCost:
     # -- sampling --------------------------------------------------------------------------------
 
     def decoding(self, rows: np.ndarray | float, context: np.ndarray | float, parallel: int) -> Any:
-        """Seconds of a token of so many rows at that context, on `parallel` GPUs together."""
+        """Seconds per token of `rows` rows at that context, on `parallel` GPUs together."""
         shape, gpu, rates = self.shape, self.gpu, self.rates
         read = ENGINE * shape.products + rows * context * shape.cache_bytes
         by_memory = read / parallel / (gpu.bandwidth * rates["decoding_share"])
@@ -98,21 +98,21 @@ class RolloutCost:
         return seconds
 
     def room(self, parallel: int, held: float = 0.0) -> int:
-        """Completions of the mean length whose cache fits beside the weights, and beside `held`
-        bytes of each GPU."""
+        """Completions of mean length whose KV cache fits with the weights and `held` other bytes on
+        each GPU."""
         free = USABLE * self.gpu.memory - held - ENGINE * self.shape.parameters / parallel
         each = self.shape.cache_bytes * (self.prompt + self.completion) / parallel
         return max(0, int(free / each))
 
     def prefill(self, engines: int, parallel: int) -> float:
-        """Seconds of all prompts, each once."""
+        """Seconds to process all prompts once."""
         operations = self.groups * self.prompt * self.shape.operations(self.prompt / 2)
         gpus = engines * parallel
         return operations / gpus / (self.gpu.operations * self.rates["training_share"])
 
     def wave(self, engines: int, parallel: int, held: float = 0.0) -> float:
-        """Seconds of sampling a rollout to its end: what has no room waits, and the last
-        completions run on alone."""
+        """Seconds to sample a rollout: completions without room wait, and the last ones run with a
+        small batch."""
         rows, room = self.rows / engines, self.room(parallel, held)
         if room == 0:
             return float("inf")
@@ -125,8 +125,8 @@ class RolloutCost:
         return seconds + max(0.0, rows - room) * self.completion * float(full) / room
 
     def flow(self, engines: int, parallel: int, staleness: int) -> tuple[float, float]:
-        """Seconds between two rollouts where servers go on without a pause, and of a token then:
-        about `staleness` rollouts are under way, as far as there is room."""
+        """(seconds between two rollouts, seconds per token) while servers sample without a pause.
+        About `staleness` rollouts are active, if there is room."""
         rows = min(self.room(parallel), staleness * self.rows / engines)
         if rows < 1:
             return float("inf"), float("inf")
@@ -138,8 +138,8 @@ class RolloutCost:
     # -- training --------------------------------------------------------------------------------
 
     def training(self, trainers: int, *, divided: bool) -> tuple[float, float]:
-        """Seconds of computing a rollout's updates, and of what trainers send each other: gradients
-        once, or with divided weights these twice and gradients in every micro-batch."""
+        """(seconds of computing a rollout's updates, seconds of communication). Trainers exchange
+        gradients once; sharded weights are gathered twice and gradients reduced per micro-batch."""
         shape = self.shape
         passes = 3 + self.checkpointing + self.reference
         context = self.prompt + self.completion / 2
@@ -158,12 +158,12 @@ class RolloutCost:
 
     @property
     def tokens(self) -> float:
-        """Tokens that a rollout trains on, prompts once."""
+        """Tokens that a rollout trains on; each prompt counts once."""
         return self.groups * self.prompt + self.sampled
 
     def trainer_bytes(self, trainers: int, *, divided: bool) -> float:
-        """What a trainer's GPU holds throughout, with the reference; gathered layers where it has
-        but a part."""
+        """Bytes that a trainer's GPU holds throughout, with the reference; sharded trainers also
+        hold gathered layers."""
         shape = self.shape
         each = (TRAINED + WEIGHTS * self.reference) * shape.parameters
         layer = (shape.products - shape.hidden * shape.vocabulary) / shape.layers
@@ -171,15 +171,15 @@ class RolloutCost:
         return each / trainers + 2 * WEIGHTS * max(layer, ends) if divided else float(each)
 
     def micro_batch(self, trainers: int, *, divided: bool) -> float:
-        """Tokens whose activations fit beside that."""
+        """The tokens whose activations fit in the remaining memory."""
         shape = self.shape
         free = USABLE * self.gpu.memory - self.trainer_bytes(trainers, divided=divided) - _LOGITS
         inputs = 2 * shape.layers if self.checkpointing else _OF_LAYER * shape.layers
         return max(0.0, free / (shape.hidden * (inputs + _OF_LAYER)))
 
     def publishing(self, trainers: int, *, divided: bool, apart: bool) -> float:
-        """Seconds until engines have new weights: divided ones are gathered; servers of their own
-        are sent them, and on a trainer's own GPU they are copied."""
+        """Seconds until engines have new weights. Sharded weights are gathered; then they are sent
+        to separate servers, or copied on the trainer's GPU."""
         size = self.shape.parameters
         copied = (WEIGHTS + ENGINE) * size / self.gpu.bandwidth
         sent = ENGINE * size / self.rates["weight_rate"] if apart else copied
@@ -187,6 +187,6 @@ class RolloutCost:
         return sent + WEIGHTS * size * others / self._network(trainers)
 
     def _network(self, gpus: int) -> float:
-        """Bytes a second that each of so many sends the others."""
+        """Bytes a second that each of `gpus` GPUs sends to the others."""
         gpu = self.gpu
         return self.rates["network_share"] * (gpu.nvlink if gpus <= IN_A_MACHINE else gpu.network)

@@ -1,4 +1,4 @@
-"""`rloo plan --num_gpus N --gpu NAME`: its own options beside those of a run, and the plan."""
+"""`rloo plan --num_gpus N --gpu NAME`: its options in addition to those of a run, and the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rloo.addons.planner.gpu.cost_model import RolloutCost
     from rloo.addons.planner.gpu.model_shapes import ModelShape
 
-# Every option of it that is none of a run: what it means, and its default.
+# The options that are not options of a run: their meanings and defaults.
 OPTIONS = {
     "num_gpus": "how many GPUs, from 1 to 1,024: plan for these instead of this machine",
     "gpu": f"one of {', '.join(GPUS)} (h100)",
@@ -33,7 +33,7 @@ MOST_GPUS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GPUPlanRequest:
-    """What the command line asks for: the options of a run, and these."""
+    """The command line of a GPU plan: the options of a run, and the plan's options."""
 
     config: RLOOConfig
     values: dict[str, str]
@@ -54,7 +54,7 @@ class GPUPlanRequest:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments of a run, and the values of these options. Raises ValueError for one without a
+    """(arguments of a run, values of the plan's options). Raises ValueError for an option without a
     value, or given twice."""
     rest: list[str] = []
     values: dict[str, str] = {}
@@ -77,12 +77,12 @@ def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def asks_for_gpus(arguments: Sequence[str]) -> bool:
-    """Whether any of these options is given."""
+    """Whether any of the plan's options is given."""
     return bool(split(arguments)[1])
 
 
 def plan_gpus(arguments: Sequence[str]) -> None:
-    """Print the plan. Raises ValueError for what is wrong or does not fit."""
+    """Print the plan. Raises ValueError for invalid options and for a run that does not fit."""
     rest, values = split(arguments)
     if "num_gpus" not in values:
         raise ValueError(
@@ -99,7 +99,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     if name not in GPUS:
         known = ", ".join(GPUS)
         raise ValueError(f"gpu is {name}; the table has {known}{suggest(name, GPUS)} (gpu)")
-    # What follows is imported once these are known to be right: it takes a second.
+    # Imported late, since it takes a second: invalid options are reported before.
     from rloo.addons.planner.gpu.layouts import best
     from rloo.addons.planner.gpu.printing import GPUPlan, print_gpu_plan
 
@@ -116,7 +116,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
 
 
 def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
-    """What is computed for a rollout. Raises ValueError for options that a plan cannot do with."""
+    """The costs of a rollout. Raises ValueError for options that a plan does not support."""
     from rloo.addons.planner.gpu.cost_model import RolloutCost
 
     config = asked.config

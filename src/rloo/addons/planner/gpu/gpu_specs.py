@@ -1,4 +1,4 @@
-"""What GPUs can do, and which part of it a run has: every number with where it comes from."""
+"""The performance of GPUs and the share of it that a run achieves, with sources for all numbers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-# GPUs of one machine, which NVLink connects.
+# GPUs that NVLink connects in one machine.
 IN_A_MACHINE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The figures of its maker: bytes of memory, dense bf16 operations a second, bytes a second of
-    its memory, of NVLink in one direction, and of the network of a usual machine of eight."""
+    """A GPU by its maker's figures: bytes of memory, dense bf16 operations per second, bytes per
+    second of memory, of NVLink in one direction, and of the network of a usual machine of eight."""
 
     name: str
     memory: float
@@ -37,8 +37,8 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """A number that a plan rests on, and can be given another value: `source` has a figure that
-    others have published, `measured` one of this project's, `assumed` has none."""
+    """A number that a plan relies on and that can be overridden. Kind `source` is published by
+    others, `measured` by this project; `assumed` has no figure."""
 
     value: float
     kind: Literal["measured", "source", "assumed"]

@@ -1,4 +1,4 @@
-"""What can be put together of so many GPUs, what each way takes, and which one is the fastest."""
+"""The ways to use a number of GPUs, the time that each takes, and the fastest one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from rloo.addons.planner.gpu.cost_model import ENGINE, USABLE, RolloutCost
 
-# What is tried: GPUs that compute one server's model, rollouts that weights may be old, and into
-# how many parts GPUs are cut when they are shared out.
+# What is tried: GPUs per server, staleness, and the number of steps in which GPUs are divided
+# between trainers and engines.
 _PARALLEL, _STALENESS, _PARTS = (1, 2, 4, 8), (0, 1, 2, 4), 16
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """`trainers` GPUs that train; `engines` servers of `parallel` GPUs each that sample, or with 0
-    the trainers' own GPUs in turn. `divided`: fsdp2, else replicate."""
+    """`trainers` GPUs train, and `engines` servers of `parallel` GPUs each sample; with 0 engines
+    the trainers' GPUs do both in turn. `divided`: fsdp2, else replicate."""
 
     trainers: int
     engines: int
@@ -25,15 +25,15 @@ class ParallelLayout:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
+        """The number of GPUs."""
         return self.trainers + self.engines * self.parallel
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of a rollout and of its parts (`reading`: by the main process, what others sampled),
-    bytes that a trainer's and an engine's GPU hold, and how many tokens fit into a micro-batch and
-    completions into an engine."""
+    """Seconds of the parts of a rollout (`reading`: the main process reads sampled completions),
+    bytes on a trainer's and an engine's GPU, tokens that fit into a micro-batch, and completions
+    that fit into an engine."""
 
     layout: ParallelLayout
     sampling: float
@@ -48,15 +48,15 @@ class Forecast:
 
     @property
     def training(self) -> float:
-        """Computing and sending go on beside each other where weights are divided: layers are
-        gathered ahead; gradients of whole weights are summed once, at the end."""
+        """Seconds of training. Sharded weights are gathered ahead, so computing and sending
+        overlap; replicated ones send their gradients once, at the end."""
         if self.layout.divided:
             return max(self.computing, self.sending)
         return self.computing + self.sending
 
     @property
     def seconds(self) -> float:
-        """Of a rollout and its steps."""
+        """Seconds of a rollout and its steps."""
         sampling = max(self.sampling, self.reading)
         if self.layout.staleness:
             return max(sampling, self.training) + self.publishing
@@ -64,7 +64,7 @@ class Forecast:
 
     @property
     def bottleneck(self) -> str:
-        """What takes the longest."""
+        """The part that takes the longest."""
         parts = {
             "sampling": self.sampling,
             "training": self.computing,
@@ -76,11 +76,11 @@ class Forecast:
 
 
 def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
-    """What a layout takes; None where something does not fit."""
+    """The forecast for a layout; None if something does not fit."""
     shape, gpu = job.shape, job.gpu
     held = job.trainer_bytes(layout.trainers, divided=layout.divided)
     together = layout.engines == 0
-    # An engine of this program keeps its copy while the trainer's part stays where it is.
+    # With in-process engines, the engine's copy and the trainer's state share the GPU.
     copy = ENGINE * shape.parameters if together else 0.0
     micro = job.micro_batch(layout.trainers, divided=layout.divided)
     micro -= copy / (shape.hidden * (2 * shape.layers + 34))
@@ -110,7 +110,7 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
 
 
 def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
-    """What is tried of so many GPUs."""
+    """The layouts that are tried on this number of GPUs."""
     for divided in (False, True)[: 1 + (gpus > 1)]:
         yield ParallelLayout(gpus, 0, 1, divided, 0)
     for parallel in _PARALLEL:
@@ -127,8 +127,8 @@ def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
 
 
 def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
-    """The fastest that fits of every way: all GPUs in turn, or apart with each staleness. Among
-    equally fast ones, within 1 %, that with the fewest parts: undivided, fewer GPUs a server."""
+    """The fastest layout that fits, for each way: in turn, or apart with each staleness. Among
+    layouts within 1 %, the simplest one: replicated, fewer GPUs per server."""
     found: dict[str, Forecast] = {}
     for layout in layouts(gpus, job):
         if layout.trainers > job.rows:
@@ -143,8 +143,8 @@ def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
 
 
 def most_samples(job: RolloutCost, one: Forecast) -> int:
-    """The largest K: a group of completions of maximum length is sampled by one engine at a time,
-    and trained in one micro-batch, without a second forward pass."""
+    """The largest K whose group of maximum length fits one engine at a time and one micro-batch,
+    so that no second forward pass is needed."""
     by_engine = one.room * (job.prompt + job.completion) / (job.prompt + job.longest)
     by_trainer = (one.micro_batch - job.prompt) / job.longest
     return int(min(by_engine, by_trainer))

@@ -1,4 +1,4 @@
-"""What a model is made of, as far as it costs: parameters, operations and cache of a token."""
+"""The shape of a model, as far as costs depend on it: parameters, operations, cache per token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _UNITS = {"m": 1e6, "b": 1e9, "": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder whose layers attend and have a gated feed-forward part. `parameters` are all of
-    them, `products` those of matrices that each token is multiplied with: the vocabulary's once,
-    without the lookup. `origin` says where it comes from."""
+    """A decoder with attention and a gated feed-forward part in each layer. `products` counts the
+    parameters of matrices that multiply each token: the vocabulary once, without the lookup.
+    `origin` describes the source."""
 
     name: str
     layers: int
@@ -28,18 +28,18 @@ class ModelShape:
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of a token, in bf16."""
+        """Bytes of a token's keys and values in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def operations(self, context: float) -> float:
-        """Of a token's forward pass after so many others: two for each product, and four for each
-        number of a head and each token that it attends to."""
+        """Operations of a token's forward pass after `context` tokens: two per product, and four
+        per head dimension and attended token."""
         return 2.0 * self.products + 4.0 * self.layers * self.heads * self.head_dim * context
 
 
 def _known(name: str, layers: int, hidden: int, heads: int, feed: int, matrices: int) -> ModelShape:
-    """A shape with eight heads of 128 numbers for keys and values, as all of these have, and so
-    many `matrices` of the vocabulary: one where it is tied."""
+    """A shape with eight key-value heads of 128 dimensions, as all models here have. `matrices` of
+    the vocabulary are one (tied) or two."""
     vocabulary = 128256 if name.startswith("Llama") else 151936
     attention = 2 * hidden * heads * 128 + 2 * hidden * 8 * 128
     products = layers * (attention + 3 * hidden * feed) + hidden * vocabulary
@@ -60,8 +60,8 @@ TYPICAL = (
 
 
 def shape_of_size(text: str) -> ModelShape:
-    """The typical shape nearest to a size such as 7B or 600M, with as many layers as make it that
-    large. Raises ValueError for what is no size."""
+    """The typical shape nearest to a size such as 7B or 600M, with the number of layers adjusted to
+    it. Raises ValueError for an invalid size."""
     found = re.fullmatch(r"([0-9.]+)\s*([mMbB]?)", text.strip())
     try:
         size = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
@@ -87,8 +87,8 @@ def shape_of_size(text: str) -> ModelShape:
 
 
 def shape_of_config(name: str, config: Any) -> ModelShape:
-    """Of a model's configuration: its module is made without weights, and counted. Raises
-    ValueError for one whose tokens do not all meet the same matrices."""
+    """The shape of a model's configuration, counted on a module without weights. Raises ValueError
+    for a mixture of experts."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""A plan of GPUs as text: what to put together, what it takes, and where each number comes from."""
+"""A GPU plan as text: the layout to choose, its costs, and the source of each number."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rloo.addons.planner.gpu.layouts import Forecast, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.tracking.console import duration, write_line
 
-# Rollouts that are simulated, and those of them in which the line fills.
+# Simulated rollouts, and those among them that only fill the queue.
 _SIMULATED, _WARM_UP = 60, 10
-# Staleness is worth what it costs in bias from so much on.
+# Smallest speed-up for which a staler layout is chosen, since staleness adds bias.
 _WORTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class GPUPlan:
-    """The best of each way, which numbers were given, and dollars for an hour of a GPU."""
+    """The best layout of each way, the numbers given by the user, and the price of a GPU hour."""
 
     job: RolloutCost
     gpus: int
@@ -32,7 +32,7 @@ class GPUPlan:
 
     @property
     def chosen(self) -> str:
-        """The way to take: the next staler one only where it is faster by 5 %."""
+        """The way to choose: a staler one must be 5 % faster."""
         names = list(self.ways)
         name = names[0]
         for other in names[1:]:
@@ -42,7 +42,7 @@ class GPUPlan:
 
 
 def print_gpu_plan(plan: GPUPlan) -> None:
-    """Print it to stdout."""
+    """Print the plan to stdout."""
     console, job = Console(), plan.job
     shape = job.shape
     write_line(console, f"model    {shape.name}: {shape.parameters / 1e9:.2f} B ({shape.origin})")
@@ -57,7 +57,7 @@ def print_gpu_plan(plan: GPUPlan) -> None:
 
 
 def table(plan: GPUPlan) -> list[str]:
-    """A line for each way; the one to take has a star."""
+    """A line for each way; a star marks the chosen one."""
     names = ("", "trainers", "engines", "s a step", "tokens/s", "sample", "train", "send", "sync")
     head = [*names, "GB", *(["per 1M"] if plan.price else []), "bottleneck"]
     rows = [head]
@@ -86,7 +86,7 @@ def table(plan: GPUPlan) -> list[str]:
 
 
 def advice(plan: GPUPlan) -> list[str]:
-    """What to do, in sentences."""
+    """The advice, in sentences."""
     one, job = plan.ways[plan.chosen], plan.job
     at = one.layout
     options = f"--parallel {'fsdp2' if at.divided else 'replicate'}"
@@ -124,11 +124,11 @@ def advice(plan: GPUPlan) -> list[str]:
 
 
 def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:
-    """The queue of a layout that samples beside training, None without that or without simpy."""
+    """The simulated queue of a layout with staleness; None without staleness or simpy."""
     at = one.layout
     if not at.staleness:
         return None
-    # A group has its place until its longest completion ends, and by then the others have ended.
+    # A group occupies its place until its longest completion ends; the others have ended by then.
     stretch = job.longest_of(job.samples) / job.completion
     places = min(one.room * stretch / job.samples, at.staleness * job.groups / at.engines)
     at_once = max(1, round(places))
@@ -158,7 +158,7 @@ def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:
 
 
 def sources(plan: GPUPlan) -> list[str]:
-    """Where each number comes from."""
+    """Lines with the source of each number."""
     lines = [
         "counted: parameters, operations, bytes. Nothing above was measured on these GPUs: all "
         "seconds are extrapolated, from"

@@ -1,8 +1,8 @@
-"""A run as events: groups that are sampled, scored and trained in their order, engines that fail.
+"""Simulates a run as events: groups are sampled, scored and trained in order, and engines fail.
 
-It knows no GPU and no model, only how long each part takes. The gate is that of
-`rloo.algorithm.async_rollout`: a rollout is begun when at most `staleness` others lie before it
-that are not trained."""
+It knows no GPU and no model, only the time of each part. The gate is that of
+`rloo.algorithm.async_rollout`: a rollout starts when at most `staleness` earlier ones are not
+trained yet."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Events = Generator[Any, Any, None]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What is simulated: `rollouts` of `groups` groups, on `engines` that sample `at_once` calls
-    each, of `groups_a_call` groups that end together (None: all of a rollout). Functions draw the
-    seconds of a call of so many groups, of scoring a group by one of `reward_workers`, and of
-    training on a rollout. `publish` seconds the trainer writes a version, which an engine takes
-    `load` seconds to read before its next call; with `drains` the trainer waits for what is under
-    way before it publishes. An engine fails after `between_failures` seconds in the mean, and is
-    back after `restart`; `kills` has the seconds after the end of a rollout at which the first
-    engine fails in any case. `first` are the seconds before an engine's first call."""
+    """The simulated run: `rollouts` of `groups` groups. Each of `engines` samples `at_once` calls,
+    of `groups_a_call` groups that end together (None: all of a rollout). The functions draw the
+    seconds of sampling a call of so many groups, of scoring a group by one of `reward_workers`, and
+    of training on a rollout. The trainer takes `publish` seconds to write a version, and an engine
+    `load` seconds to read it before its next call. With `drains`, the trainer waits for active
+    calls before it publishes. An engine fails after `between_failures` seconds in the mean, for
+    `restart` seconds. `kills` maps a rollout to the seconds after its end at which the first engine
+    fails for certain. `first` are the seconds before an engine's first call."""
 
     groups: int
     rollouts: int
@@ -49,9 +49,9 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """How it went: when the training of each rollout ended, in seconds; the shares of that time in
-    which the trainer, and the places of all engines, were busy; calls that were made again; the
-    most groups that were begun and not trained."""
+    """The result: the seconds at which training on each rollout ended, the busy shares of the
+    trainer and of all engine places, the number of repeated calls, and the most groups in flight
+    (started but not trained)."""
 
     ends: list[float]
     trainer_busy: float
@@ -60,12 +60,12 @@ class SimulationResult:
     most_in_flight: int
 
     def seconds_a_rollout(self, warm_up: int = 1) -> float:
-        """The mean of those after the first `warm_up`."""
+        """The mean seconds of a rollout after the first `warm_up`."""
         return (self.ends[-1] - self.ends[warm_up - 1]) / (len(self.ends) - warm_up)
 
 
 def simulate(flow: SimulatedRun) -> SimulationResult:
-    """Raises ModuleNotFoundError without simpy."""
+    """The result of simulating a run. Raises ModuleNotFoundError without simpy."""
     try:
         import simpy
     except ModuleNotFoundError as error:
@@ -74,7 +74,7 @@ def simulate(flow: SimulatedRun) -> SimulationResult:
             name="simpy",
         ) from error
     run = _Run(flow, simpy)
-    # When all is trained; what fails later is of no interest.
+    # Ends when all is trained; later failures do not matter.
     run.env.run(run.env.process(run.trainer()))
     total = run.ends[-1]
     places = flow.engines * flow.at_once
@@ -85,7 +85,7 @@ def simulate(flow: SimulatedRun) -> SimulationResult:
 
 @dataclass(slots=True)
 class _Engine:
-    """Its version, its places' processes that sample now, and until when it is down."""
+    """An engine: its version, the processes that sample now, and the time when it is up again."""
 
     version: int = -1
     up: float = 0.0
@@ -96,7 +96,7 @@ class _Run:
     def __init__(self, flow: SimulatedRun, simpy: Any) -> None:
         self.flow, self.simpy, self.env = flow, simpy, simpy.Environment()
         self.draw = random.Random(flow.seed)
-        # Calls by their number: one that is made again comes before those that were never made.
+        # Calls by number: a repeated call comes before those not made yet.
         self.calls = simpy.PriorityStore(self.env)
         self.scorers = simpy.Resource(self.env, flow.reward_workers)
         self.engines = [_Engine(up=flow.first) for _ in range(flow.engines)]
@@ -134,13 +134,13 @@ class _Run:
                 env.process(self.kill(flow.kills[number]))
 
     def drained(self) -> Events:
-        """Let nothing be begun, and wait for what is under way."""
+        """Stop new calls and wait for the active ones."""
         self.open = self.env.event()
         while any(engine.at_work for engine in self.engines):
             yield self.simpy.AnyOf(self.env, [p for e in self.engines for p in e.at_work])
 
     def begin(self) -> None:
-        """Begin a rollout."""
+        """Start a rollout."""
         flow, left, groups = self.flow, self.flow.groups, []
         while left:
             size = min(flow.groups_a_call or flow.groups, left)
@@ -159,7 +159,7 @@ class _Run:
             yield self.env.timeout(self.flow.score(self.draw))
 
     def place(self, engine: _Engine) -> Events:
-        """One of the places of an engine: call after call."""
+        """One place of an engine: it runs call after call."""
         while True:
             call = yield self.calls.get()
             while self.open is not None or self.env.now < engine.up:

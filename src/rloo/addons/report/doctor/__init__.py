@@ -1,1 +1,1 @@
-"""What is wrong with a run: rules over its records, each a pure function."""
+"""The doctor: rules that find faults in a run's records, each a pure function."""

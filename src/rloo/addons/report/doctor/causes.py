@@ -1,11 +1,11 @@
-"""Which findings follow from which. A finding is a cause: beside it, what follows is not told."""
+"""The effects of each finding. An effect is not reported when its cause was found."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
 
-# What a run shows that does not learn, whyever that is.
+# Symptoms of a run that does not learn, for any reason.
 _UNTRAINED = (
     "nothing_trained",
     "beta_high",
@@ -13,7 +13,7 @@ _UNTRAINED = (
     "few_generations",
     "little_signal",
 )
-# What a policy shows that was broken, or that is paid for something else than was meant.
+# Symptoms of a broken policy, or of a reward that pays for the wrong thing.
 _BROKEN = (
     "gibberish",
     "empty",
@@ -24,8 +24,8 @@ _BROKEN = (
     "collapse",
     "little_signal",
 )
-# Each finding with those that follow from it at once, in the order in which findings are told. What
-# follows from these, follows from it as well.
+# Each finding, in the order of reporting, with its direct effects. `causes_of` follows the chain to
+# indirect effects.
 EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "held_out_trained": (),
     "prompt_answers": ("already_solved",),
@@ -70,7 +70,7 @@ EXPLAINS: Mapping[str, tuple[str, ...]] = {
 
 @cache
 def causes_of(name: str) -> frozenset[str]:
-    """The findings from which one follows, at once or by way of others."""
+    """The findings that directly or indirectly explain finding `name`."""
     found: frozenset[str] = frozenset()
     for cause, effects in EXPLAINS.items():
         if name in effects:

@@ -12,7 +12,7 @@ from rloo.trainer.preflight import read_options
 
 
 def doctor(arguments: list[str], signals: StopSignals) -> int:
-    """`rloo doctor`: judge a run by its folder, or a configuration before it is run."""
+    """Run `rloo doctor`: diagnose a run folder, or a configuration before it runs."""
     words = [a for a in arguments if a[:1] != "-" and "=" not in a]
     if len(arguments) == len(words) == 1 and not words[0].endswith((".yaml", ".yml")):
         for line in report(Path(words[0])):

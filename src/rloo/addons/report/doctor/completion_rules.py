@@ -1,4 +1,4 @@
-"""What is wrong with the completions themselves: their length, their end, their text."""
+"""Rules on the completions themselves: their length, their ending, their text."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from rloo.tracking.console import percent
 from rloo.tracking.finding import text_of_content
 from rloo.tracking.metrics import deviation
 
-# Tokens, the end included, of what says nothing; and the part of its length that is left.
+# Mean tokens (with the end token) of empty completions; share of the first length that is left.
 EMPTY, SHRUNK = 2.5, 0.34
-# Share of completions that reach the limit, above which nothing that was gained counts.
+# Share of clipped completions above which the run is voided.
 MOSTLY_CUT = 0.8
-# Above it what is learned needs more than twice the limit.
+# Share of clipped completions above which twice the limit is not enough.
 OFTEN_CUT = 1 / 3
-# A text whose repetitions compress it below this part of its size repeats itself.
+# A text that deflate compresses below this share of its size repeats itself.
 REPEATS = 0.35
-# Prompts of a rollout that are too few to be alike from one rollout to the next.
+# With fewer prompts a rollout, rollouts differ by their prompts.
 FEW_PROMPTS = 4
-# Characters, below which a text says nothing of its own repetition.
+# Shorter texts (in characters) are too short to measure repetition.
 FEWEST_CHARACTERS = 60
 
 
 def repetition(text: str) -> float:
-    """The part of a text's characters that is left when its repetitions are written once: deflate's
-    size of it, less that of an empty text, over its own size."""
+    """The compressed share of a text: its deflate size, less that of an empty text, over its size
+    in bytes."""
     content = text.encode()
     overhead = len(zlib.compress(b"", 9))
     return (len(zlib.compress(content, 9)) - overhead) / max(1, len(content))
 
 
 def strangeness(text: str) -> float:
-    """The share of characters that no text has: replaced, unprintable, unassigned."""
+    """The share of characters that no real text has: replaced, unprintable, unassigned."""
     return sum(not (c.isprintable() or c in "\n\t\r") or c == "�" for c in text) / max(1, len(text))
 
 
 def _degenerate(texts: Sequence[str]) -> tuple[list[str], str]:
-    """Those of `texts` that are gibberish, and why."""
+    """The gibberish among `texts`, and the reason."""
     repeating = [t for t in texts if len(t) >= FEWEST_CHARACTERS and repetition(t) < REPEATS]
     strange = [t for t in texts if strangeness(t) > 0.1]
     if len(strange) > len(repeating):
@@ -75,11 +75,11 @@ def _gibberish(run: RecordedRun) -> RuleResult | None:
 
 
 def grown(run: RecordedRun) -> RuleResult | None:
-    """Whether completions grew into the limit, which nothing makes them pay for."""
+    """Whether completions grew into the length limit although nothing penalises length."""
     length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
     if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
         return None
-    # Of few prompts a rollout, some ask for more.
+    # With few prompts a rollout, some prompts simply need longer answers.
     if 0 in (length.moved, cut.moved) or (run.prompts < FEW_PROMPTS and length.moved is None):
         return None
     if cut.after <= MOSTLY_CUT and _to_be_cut_costs(run):
@@ -96,8 +96,8 @@ def grown(run: RecordedRun) -> RuleResult | None:
 
 
 def _to_be_cut_costs(run: RecordedRun) -> bool:
-    """Whether, beyond chance, recorded completions that were cut have lower rewards than others:
-    nothing pays for length then, and they grow because they need more than the limit."""
+    """Whether recorded completions that were cut have lower rewards than others, beyond chance. The
+    reward then does not pay for length: completions grow because they need more than the limit."""
     of: dict[bool, list[float]] = {True: [], False: []}
     for row in run.recorded(last=True):
         if row.get("reward") is not None:
@@ -154,7 +154,7 @@ def _empty(run: RecordedRun) -> RuleResult | None:
 
 
 def one_and_the_same(texts: Sequence[str]) -> float:
-    """The share of texts that are the most frequent one."""
+    """The share of the most frequent text among `texts`."""
     return fmean(text == max(set(texts), key=list(texts).count) for text in texts) if texts else 0.0
 
 

@@ -1,5 +1,5 @@
-"""What is wrong by facts that no row of a run tells: data, chat template, end tokens, memory. They
-are counted in `rloo.addons.report.doctor.dataset_stats`."""
+"""Rules on facts that are not in a run's rows: data, chat template, end tokens, memory. Module
+`rloo.addons.report.doctor.dataset_stats` collects the facts."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import percent
 from rloo.tracking.metrics import Z
 
-# Of the prompts tried, the share whose own words earn the reward.
+# Share of the tried prompts whose last words earn the reward.
 ANSWERED = 0.1
-# Share of completions that reach the length limit where none can end.
+# Share of clipped completions from which on the end token seems to be missing.
 NEARLY_ALL_CUT = 0.95
 
 
 def many_cut(run: RecordedRun) -> bool:
-    """Whether more completions reach the length limit at the end than is healthy, beyond chance."""
+    """Whether the last rollouts clip more completions than is healthy, beyond chance."""
     return cut_beyond_chance(run, run.end)
 
 
 def cut_beyond_chance(run: RecordedRun, rows: Sequence[Row]) -> bool:
-    """Whether more completions of some rollouts reach the length limit than is healthy."""
+    """Whether `rows` clip more completions (at the length limit) than is healthy, beyond chance."""
     high, size = band("completions/clipped_ratio").bounds()[1], run.completions_of(rows)
     chance = Z * math.sqrt(high * (1 - high) / max(1, size))
     return mean(rows, "completions/clipped_ratio") > high + chance

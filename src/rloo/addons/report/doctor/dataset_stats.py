@@ -1,6 +1,6 @@
-"""What can be told of a run before its first step, counted: prompts that are held out and trained
-on, the chat template, the tokens that end a completion. The rules that judge it are in
-`rloo.addons.report.doctor.data_rules`."""
+"""Facts known before the first step: evaluation prompts that are trained on, the use of the chat
+template, the tokens that end a completion. `rloo.addons.report.doctor.data_rules` has the rules
+that judge them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from rloo.trainer.evaluate import Sets
 from rloo.trainer.prompt_lengths import longest_completion, prompts_of
 from rloo.types import Message, Prompt, Text
 
-# Prompts whose last words are tried as a completion, and how many words at most.
+# How many prompts are tried with their last words as completion, and with how many words at most.
 _TRIED_PROMPTS, _TRIED_WORDS = 16, 12
-# What errors say that have no type of their own: those of other devices, and of a CPU.
+# Messages of out-of-memory errors without a type: from other devices, and from a CPU.
 _LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
-# Question and answer in conversations that are made up: words that no template has.
+# Question and answer of artificial conversations: words that no template contains.
 _WORD, _ANSWER = "rloo", "oolr"
 
 
 def facts_of(parts: TrainerComponents, sets: Sets) -> dict[str, Any]:
-    """The facts of a run; `sets` are its evaluation sets. The prompts of a stream are not known. A
-    fact that cannot be found is missing, and a note of the run says why."""
+    """The facts of a run; `sets` are its evaluation sets. Empty for a prompt stream. A fact that
+    cannot be computed is missing, and a note of the run gives the reason."""
     source, policy = prompts_of(parts), parts.policy
     if source is None:
         return {}
@@ -53,7 +53,7 @@ def facts_of(parts: TrainerComponents, sets: Sets) -> dict[str, Any]:
 
 
 def facts_of_error(error: BaseException, note: Note) -> dict[str, Any]:
-    """The cause of a run's end, as far as its error tells it; `note` is told where that raises."""
+    """The cause of a run's end, as far as `error` shows it. A failure here goes to `note`."""
     nothing: dict[str, Any] = {}
     return attempt("why the run ended", lambda: _of_error(error), nothing, note)
 
@@ -80,12 +80,12 @@ def of_template(
     stops: Sequence[int],
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """How a prompt stands to the chat template, by conversations that continue the prompt's own
-    messages, or one that is made up where the prompt is a text. Raises what the template raises."""
+    """How a prompt uses the chat template. The template is rendered with the prompt's messages, or
+    with an artificial conversation if the prompt is a text. Raises what the template raises."""
     content, tokenizer = prompt.content, tokenizer_of(processing_class)
     if not processing_class.chat_template:
         return {}
-    if not isinstance(content, str) and content[-1]["role"] == "assistant":  # its turn is open
+    if not isinstance(content, str) and content[-1]["role"] == "assistant":  # an open turn
         return {}
 
     def render(conversation: Sequence[Message], *, opens: bool = False) -> str:
@@ -94,17 +94,17 @@ def of_template(
 
     messages, whole = _answered(render, _messages(content))
     plain, opened = (render(messages, opens=opens) for opens in (False, True))
-    # Nothing where the answer is not rendered as it was said.
+    # Empty if the template changes the answer.
     ending = whole.rpartition(_ANSWER)[2] if _ANSWER in whole else ""
     if isinstance(content, str):
-        ends = (tokenizer.bos_token, tokenizer.eos_token)  # which a plain text may have
+        ends = (tokenizer.bos_token, tokenizer.eos_token)  # a plain text may contain these
         marks = [mark for mark in tokenizer.all_special_tokens if mark not in ends]
         how = _how_rendered(content, plain, opened, marks)
         if how == "unused":
             return {"chat_template": how, "prompt": content}
         found = {"chat_template": how, "prompt": content} if how else {}
     else:
-        # Some templates open the turn without being asked to: then the answer follows at once.
+        # Some templates open the turn without add_generation_prompt: the answer follows directly.
         gap = whole[len(plain) : whole.rfind(_ANSWER)] if whole.startswith(plain) else ""
         unopened = plain == opened and gap.strip()
         found = {"chat_template": "turn not opened", "prompt": plain} if unopened else {}
@@ -112,7 +112,7 @@ def of_template(
 
 
 def _messages(content: Text) -> list[Message]:
-    """The messages of a prompt without what is null, or one that is made up."""
+    """The messages of a prompt without null values, or an artificial one for a text."""
     if isinstance(content, str):
         return [{"role": "user", "content": _WORD}]
     bare = without_images(content)
@@ -123,14 +123,14 @@ def _messages(content: Text) -> list[Message]:
 def _answered(
     render: Callable[[Sequence[Message]], str], messages: list[Message]
 ) -> tuple[list[Message], str]:
-    """The messages, and them with an answer of one word, rendered. Some templates read a content
-    as a text, others as parts, as models with images have it; some one role so and one so."""
+    """The messages, and their rendering with a one-word answer. Some templates take content as a
+    string and others as parts (models with images); some differ by role."""
     parts = [{"type": "text", "text": _ANSWER}]
     answers: list[Any] = [_ANSWER, parts]
     if any(isinstance(message.get("content"), list) for message in messages):
         answers.reverse()
     for answer in answers:
-        with suppress(Exception):  # whatever a template raises: the next form is tried
+        with suppress(Exception):  # templates raise anything; the next form is tried
             return messages, render([*messages, {"role": "assistant", "content": answer}])
     in_parts = [
         {**message, "content": [{"type": "text", "text": said}]}
@@ -142,27 +142,26 @@ def _answered(
 
 
 def _how_rendered(text: str, plain: str, opened: str, marks: Sequence[str]) -> str:
-    """How whoever wrote a prompt as a text applied the chat template to it: "" where the turn of
-    the assistant is open, "turn not opened", or "unused". `marks` are tokens that no plain text
-    has."""
+    """How the author of a text prompt applied the chat template: "" (the assistant's turn is open),
+    "turn not opened" or "unused". `marks` are special tokens that no plain text contains."""
     opening, closing = (frame.rpartition(_WORD)[2].strip() for frame in (opened, plain))
     said = text.rstrip()
-    if opened.strip() == _WORD:  # it adds nothing to what is said
+    if opened.strip() == _WORD:  # the template adds nothing
         return ""
     if opening and said.endswith(opening):
         return ""
     if closing and said.endswith(closing):
         return "turn not opened"
-    # Another ending of the same template: with other options, or a turn that has begun.
+    # The prompt ends the template in another way: other options, or a turn with its first words.
     return "" if any(mark in opened and mark in text for mark in marks) else "unused"
 
 
 def _end_of_turn(
     tokenizer: PreTrainedTokenizerBase, ending: str, stops: Sequence[int]
 ) -> dict[str, Any]:
-    """The special token that ends a turn, if it ends no completion."""
+    """The special token that ends a turn, if it does not also end a completion."""
     ends = tokenizer(ending, add_special_tokens=False)["input_ids"]
-    # A text for which no token stands is no end, unless that is its own text.
+    # An ending that the tokenizer maps to unk is no end token, unless it is the text of unk.
     unknown = None if str(tokenizer.unk_token) in ending else tokenizer.unk_token_id
     special = [i for i in ends if i in tokenizer.all_special_ids and i != unknown]
     if not special or set(special) & set(stops):
@@ -173,8 +172,8 @@ def _end_of_turn(
 def answered_prompts(
     rewards: RewardSet, prompts: Sequence[Prompt], state: Any, threshold: float
 ) -> tuple[int, int, str] | None:
-    """How many of some prompts earn the full first reward with their own last words as a
-    completion, of how many, and one of them. None for a reward that gives more than 0 and 1."""
+    """(number of prompts whose last words earn `threshold` of the first reward, number of prompts
+    tried, an example). None if the reward is not binary (0 and 1)."""
     tried = [
         (prompt, " ".join(words[-count:]))
         for prompt in prompts[:_TRIED_PROMPTS]

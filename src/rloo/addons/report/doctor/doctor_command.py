@@ -1,4 +1,4 @@
-"""A run from its files, whether it ended or died, and what the doctor says of it."""
+"""Reads a run from its files, finished or dead, and prints the doctor's findings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rloo.tracking.summary_text import summary_text, training_of
 
 
 def read_run(folder: Path, options: RLOOConfig | None = None) -> RecordedRun:
-    """The run in a folder, with its options or else those that its files name. Raises ValueError
-    where there is none."""
+    """The run in a folder, with `options` or else the recorded options. Raises ValueError if the
+    folder has no run."""
     return _run_in(_require_steps(_read(folder, options)))
 
 
@@ -28,16 +28,16 @@ def findings_of(
     options: RLOOConfig | None = None,
     summary: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
-    """What is wrong with the run in a folder: by its files, and by alarms of what no row tells, a
-    run that ended before its first step among them. `summary` is one that is yet to be written."""
+    """The findings on the run in a folder, from its files and its alarms (also for a run that ended
+    before its first step). `summary` replaces a summary that is not written yet."""
     found = _read(folder, options)
     found = found if summary is None else replace(found, summary=summary)
     return _findings_in(found, _run_in(found))
 
 
 def summary_of(folder: Path, run: RecordedRun) -> dict[str, Any]:
-    """The summary that the run has written; what that lacks, as all of it for a run that has died,
-    by its rows."""
+    """The summary that the run has written, completed from its rows. A dead run has no summary, so
+    all values come from its rows."""
     start, end = run.measured or ({}, {})
     by_rows = {
         "status": "died",
@@ -86,8 +86,8 @@ def _findings_in(found: RunFolder, run: RecordedRun) -> list[Finding]:
 
 
 def report(folder: Path) -> Iterator[str]:
-    """The lines of `rloo doctor FOLDER`: the verdict, then each finding with all that belongs to
-    it, and what of the folder could not be read."""
+    """The lines of `rloo doctor FOLDER`: the verdict, then each finding in full, then the faults of
+    unreadable files."""
     found = _require_steps(read_folder(folder))
     run = _run_in(found)
     findings = _findings_in(found, run)
@@ -98,7 +98,7 @@ def report(folder: Path) -> Iterator[str]:
 
 
 def describe(findings: list[Finding]) -> Iterator[str]:
-    """Each finding in full."""
+    """The lines that describe each finding in full."""
     if not findings:
         yield "Nothing is wrong by any rule (docs/doctor.md)."
     for number, finding in enumerate(findings, 1):

@@ -1,4 +1,4 @@
-"""The doctor as an observer: alarms while a run goes on, findings at its end."""
+"""The doctor as an observer: alarms during a run, findings at its end."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from rloo.tracking.observer import ObservedRun, Observer, Row
 
 
 class DoctorObserver(Observer):
-    """Judges a run by the doctor's rules."""
+    """Judges a run by the doctor's rules, after each step and at the end."""
 
     def __init__(self, run: ObservedRun) -> None:
         super().__init__(run)
         self._watch = LiveDoctor(run.config.to_dict(), run.note)
 
     def on_resume(self, files: Mapping[str, Sequence[Row]]) -> None:
-        """Take the rows, and do not repeat the alarms."""
+        """Load the earlier rows; the earlier alarms are not raised again."""
         for row in files[METRICS]:
             self._watch.add(row)
         self._watch.add_completions(files[COMPLETIONS])
         self._watch.told |= {row["finding"]["name"] for row in files[ALARMS]}
 
     def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
-        """Judge what can be counted before the first step."""
+        """Judge the facts known before the first step."""
         from rloo.addons.report.doctor.dataset_stats import facts_of
 
         self._examine(facts_of(parts, sets))
@@ -40,17 +40,17 @@ class DoctorObserver(Observer):
         self._tell(step)
 
     def on_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Take the rows; the next step judges them."""
+        """Store the rows; the next step judges them."""
         self._watch.add_completions(rows)
 
     def on_error(self, error: BaseException) -> None:
-        """Judge why the run ends."""
+        """Judge the error that ends the run."""
         from rloo.addons.report.doctor.dataset_stats import facts_of_error
 
         self._examine(facts_of_error(error, self.run.note))
 
     def on_finish(self, summary: Mapping[str, Any]) -> Sequence[Finding]:
-        """What is wrong by all files of the run."""
+        """The findings by all files of the run."""
         read = partial(findings_of, self.run.folder, self.run.config, summary)
         return attempt("what was wrong with the run", read, [], self.run.note)
 

@@ -1,5 +1,5 @@
-"""`rloo doctor CONFIG`: what is wrong before a run starts, by its data and by two rollouts that are
-trained on with learning rate 0, so that sampler and trainer have the same weights."""
+"""`rloo doctor CONFIG`: diagnoses a configuration from its data and two rollouts trained with
+learning rate 0, so that sampler and trainer have the same weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROLLOUTS = 2
 
 
 def examine(config: RLOOConfig, source: tuple[str, ...] = ()) -> Iterator[str]:
-    """The lines of the report on a configuration; `source` is what names it on a command line."""
+    """The lines of the report on a configuration; `source` are its command-line arguments."""
     with tempfile.TemporaryDirectory(prefix="rloo-doctor-") as folder:
         run = dry_run(config, Path(folder))
     yield f"{ROLLOUTS} rollouts were sampled, scored and trained on with learning rate 0."
@@ -35,12 +35,13 @@ def examine(config: RLOOConfig, source: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def findings_before(config: RLOOConfig, folder: Path) -> list[Finding]:
-    """What is wrong with a configuration; `folder` takes what two rollouts write."""
+    """The findings on a configuration; the two rollouts write into `folder`."""
     return diagnose(dry_run(config, folder))
 
 
 def dry_run(config: RLOOConfig, folder: Path) -> RecordedRun:
-    """Two rollouts with learning rate 0, and what is known without them."""
+    """The record of two rollouts with learning rate 0, with facts. Raises ValueError without a
+    dataset."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
     changed = in_one_process(config).with_values(

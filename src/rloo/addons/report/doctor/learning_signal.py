@@ -1,4 +1,4 @@
-"""Rewards from which nothing can be learned, and steps that changed nothing."""
+"""Rules on rewards without a learning signal, and on steps that changed no weight."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from rloo.tracking.console import percent
 from rloo.tracking.finding import text_of_content
 from rloo.tracking.metrics import Z
 
-# Groups and completions, below which all of them may be alike by chance.
+# With fewer groups or completions, all of them may be alike by chance.
 FEWEST_GROUPS, FEWEST_SOLVED = 10, 16
-# Of completions without a reward, and of calls that failed.
+# Share of completions without a reward, or of failed calls.
 MANY_MISSING = 0.2
-# Recorded completions from which on a share of them says something.
+# Fewest recorded completions for a meaningful share.
 FEWEST = 12
-# Nats per token, below which completions of a prompt are alike; and what temperature is low.
+# Entropy (nats per token) below which completions of a prompt are alike; a low temperature.
 ALIKE, COLD = 0.1, 0.5
-# Of the mean reward: the deviation below which completions are told apart by noise.
+# Deviation of rewards, relative to the mean reward, below which only noise separates completions.
 NOISE = 2e-3
-# A learning rate from which on no precision loses a step.
+# Learning rate from which on no precision rounds a step away.
 NOT_ROUNDED = 1e-4
-# A mean reward of 0 or 1 above which hardly anything is left to learn.
+# Mean reward (0 to 1) above which little is left to learn.
 SOLVED = 0.95
 
 
@@ -118,7 +118,7 @@ def _flat(run: RecordedRun) -> RuleResult | None:
     signal = [row["groups/signal"] for row in run.rollouts if "groups/signal" in row]
     if len(signal) * run.prompts < FEWEST_GROUPS or any(not share <= 0 for share in signal):
         return None
-    # Of rollouts of one prompt each has one reward, and they differ from one another.
+    # With one prompt a rollout, each rollout has one reward, and the rewards of rollouts differ.
     means = [row["reward"] for row in run.rollouts if math.isfinite(row["reward"])]
     spread = max(mean(run.rollouts, "reward_std"), pstdev(means) if means else 0.0)
     if spread == 0:
@@ -149,7 +149,7 @@ def _solved(run: RecordedRun) -> RuleResult | None:
     before, after = run.change("reward").before, mean(run.end, "reward")
     rows = run.rollouts
     binary = all(0 <= row["reward"] <= 1 for row in rows) and mean(rows, "reward_std") <= 0.5
-    always = all(row["reward"] == 1.0 for row in rows)  # `rewards_equal`
+    always = all(row["reward"] == 1.0 for row in rows)  # finding `rewards_equal` covers this
     if not binary or not before >= SOLVED or not after >= SOLVED or always:
         return None
     if run.completions_of(run.start) < FEWEST_SOLVED:
@@ -166,7 +166,7 @@ def _partly_missing(run: RecordedRun) -> RuleResult | None:
     rows = run.end
     if math.isnan(mean(rows, "reward")):
         return None
-    # What a None spares may have been given up by the end, and not by learning the task.
+    # Unscored completions may vanish without the task being learned, so the start counts too.
     sides = [part for part in (run.recorded(last=False), run.completions) if len(part) >= FEWEST]
     for name in functions(rows):
         never = math.isnan(mean(run.rollouts, f"rewards/{name}/mean"))
@@ -200,7 +200,7 @@ def _little(run: RecordedRun) -> RuleResult | None:
     rows, size = run.rollouts, int(run.option("num_generations", 2))
     signal, reward = mean(rows, "groups/signal"), mean(rows, "reward")
     low = band("groups/signal").bounds()[0]
-    # Of a few groups so few have signal by chance.
+    # With few groups, a share this low may be chance.
     chance = Z * math.sqrt(low * (1 - low) / max(1, len(rows) * run.prompts))
     if not 0 < signal < low - chance or run.gained:
         return None
@@ -226,7 +226,7 @@ def _nothing_trained(run: RecordedRun) -> RuleResult | None:
         return None
     number = len(rows)
     steps = f"no weight changed in any of {number} steps" if number > 1 else "no weight changed"
-    # With a KL penalty every step has a gradient, though its rewards give none.
+    # A KL penalty gives every step a gradient, even without a signal from rewards.
     if all(row.get("update/no_signal") for row in rows) or mean(run.rollouts, "groups/signal") == 0:
         return RuleResult(
             f"{steps}: none had a completion with signal",

@@ -1,4 +1,4 @@
-"""The rules over a run that is under way. Nothing that they raise ends it."""
+"""The rules over an active run. An error in a rule does not end the run."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from rloo.tracking.before_after import WINDOW_ROLLOUTS
 from rloo.tracking.finding import Finding
 from rloo.tracking.guarded import Note, attempt, warn
 
-# Rollouts and completions before which nothing is said of a run that goes on.
+# Fewest rollouts and completions before an active run is judged.
 PATIENCE, FEWEST = 4, 32
 
 
 class LiveDoctor:
-    """The same rules over a run that is under way, of which it keeps the first rollouts and the
-    last ones. What it has `told` it does not tell again; `note` is told what cannot be
-    judged."""
+    """Applies the rules to an active run. It stores only the first and the last rollouts. `told`
+    are the names of findings already reported; rules that cannot be judged go to `note`."""
 
     def __init__(self, config: Mapping[str, Any], note: Note = warn) -> None:
         self.config = config
@@ -31,7 +30,7 @@ class LiveDoctor:
         self._last: deque[RecentRollout] = deque(maxlen=WINDOW_ROLLOUTS)
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Take a row of metrics.jsonl."""
+        """Add a row of metrics.jsonl."""
         if "reward" in row:
             kept = RecentRollout([], [])
             (self._first if len(self._first) < WINDOW_ROLLOUTS else self._last).append(kept)
@@ -39,14 +38,14 @@ class LiveDoctor:
             self._newest.rows.append(row)
 
     def add_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take rows of completions.jsonl of rollouts that were added."""
+        """Add rows of completions.jsonl; their rollouts were added before."""
         kept = {part.rows[0].get("step"): part for part in (*self._first, *self._last)}
         for row in rows:
             if (part := kept.get(row.get("step"))) is not None:
                 part.completions.append(row)
 
     def news(self) -> list[Finding]:
-        """What was not told yet."""
+        """The findings not reported yet."""
         return attempt("what is wrong with the run", self._news, [], self._note)
 
     def _news(self) -> list[Finding]:
@@ -59,7 +58,7 @@ class LiveDoctor:
             over=False,
         )
         early = len(kept) < PATIENCE or run.completions_of(run.rollouts) < FEWEST
-        tells = self.facts.keys() - {LONGEST}  # which is nothing that is wrong
+        tells = self.facts.keys() - {LONGEST}  # LONGEST is no fault
         found = [] if early and not tells else diagnose(run, self._note)
         found = [f for f in found if f.name not in self.told and not (early and f.voids)]
         self.told |= {finding.name for finding in found}
@@ -72,7 +71,7 @@ class LiveDoctor:
 
 @dataclass(frozen=True, slots=True)
 class RecentRollout:
-    """What is kept of a rollout: rows of metrics.jsonl and of completions.jsonl."""
+    """The stored rows of a rollout: of metrics.jsonl and of completions.jsonl."""
 
     rows: list[Mapping[str, Any]]
     completions: list[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""Rewards that are earned without what they stand for."""
+"""Rules on reward hacking: rewards that rise without the behavior they measure."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rloo.tracking.before_after import BeforeAfter, change_between, since_first
 from rloo.tracking.console import percent
 
 _FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE)
-# Of a reward between 0 and 1: what a function must gain to have earned the rise.
+# Smallest gain of a function (reward between 0 and 1) that explains a rise.
 HARDLY = 0.02
-# The share of it that another function must lose for that to be the price.
+# Share of its value that another function must lose to count as the price.
 COST = 0.25
 
 
@@ -27,7 +27,7 @@ def _held_out(run: RecordedRun) -> RuleResult | None:
     measured = run.measured
     if measured is None or not (rises := run.rises):
         return None
-    # Where the trained reward is lost as well nothing was hacked: the policy is broken.
+    # If the trained reward fell too, the policy is broken; nothing was hacked.
     if -1 in (since_first(run.rollouts).moved, change_between(*measured, "reward").moved):
         return _of_held_out(run)
     rose = f"the training reward rose from {rises[0].words}"
@@ -71,7 +71,7 @@ def _held_out(run: RecordedRun) -> RuleResult | None:
 
 
 def _of_held_out(run: RecordedRun) -> RuleResult | None:
-    """Whether the reward rose on the prompts of training only."""
+    """A finding if the reward rose on the training prompts only."""
     trained = run.change("reward")
     if run.measured is None or trained.moved != 1:
         return None
@@ -84,8 +84,8 @@ def _of_held_out(run: RecordedRun) -> RuleResult | None:
 
 
 def _fall(run: RecordedRun, name: str) -> BeforeAfter | None:
-    """How a metric of evaluations fell, since the first one or since its best, while the trained
-    reward did not."""
+    """How an evaluation metric fell: since the first evaluation, or since its best one unless the
+    trained reward fell with it."""
     known = [row for row in run.of_first_set if row.get(name) is not None]
     if len(known) < 2:
         return None
@@ -149,7 +149,7 @@ def _only_form(run: RecordedRun) -> RuleResult | None:
 
 
 def _by_function(run: RecordedRun) -> dict[str, BeforeAfter]:
-    """How each function moved, held out where that shows it, else in training."""
+    """The change of each function: in evaluations if they show one, else in training."""
     changes = {}
     for name in functions(run.rollouts):
         metric = f"rewards/{name}/mean"

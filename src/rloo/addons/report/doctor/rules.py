@@ -1,4 +1,4 @@
-"""All rules, and what they find in a run."""
+"""All rules, and their application to a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL = {
     for rule in part.RULES
 }
 _EARLY = {rule.name for rule in data_rules.RULES}
-# A cause comes before what follows from it.
+# Causes stand before their effects.
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in EXPLAINS)
 
 
@@ -33,10 +33,10 @@ def diagnose(
     told: Sequence[tuple[int, Finding]] = (),
     rules: Sequence[Rule] = RULES,
 ) -> list[Finding]:
-    """What is wrong with a run, causes first, without what follows from another finding, and
-    without other advice on an option that an earlier finding changes. `note` is told of a rule that
-    cannot be judged; the others are. Facts from before the first step are not in a run's files:
-    what was `told` by them, with its step, stands, later steps' only if the run has not gained."""
+    """The findings on a run, causes first. Effects of a finding are left out, and so is advice on
+    an option that an earlier finding changes. A rule that fails goes to `note`. A run's files lack
+    the facts from before the first step, so findings on them come from `told`, (step, finding)
+    each; those of later steps count only if the run has not gained."""
     stands = {f.name: f for step, f in told if f.name in _EARLY and (step == 0 or not run.gained)}
     findings: dict[str, Finding] = {}
     changed: set[str] = set()

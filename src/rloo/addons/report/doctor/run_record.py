@@ -1,4 +1,4 @@
-"""A run as its files tell it, and what a rule finds in that. No file is read here."""
+"""A run as recorded in its files, and the result of a rule. This module reads no files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from rloo.tracking.finding import text_of_content
 from rloo.tracking.metric_registry import HealthyRange, find
 
 Row = Mapping[str, float]
-# Rewards beyond which a gradient may not be finite, and what is done about them.
+# Rewards above which gradients may overflow, and the options that prevent it.
 HUGE_REWARD, CLIPPED_REWARD = 1e6, {"reward_clip_range": [-10.0, 10.0]}
-# To which advice raises a learning rate at least; adapters have ten times that.
+# Lowest learning rate that advice proposes; ten times that for adapters.
 SMALL_RATE = 1e-6
-# The fact that tells the longest completion which the model's context leaves room for.
+# Name of the fact: the longest completion that fits the model's context.
 LONGEST = "longest_completion"
-# What is added to a change where hardly any completion has signal.
+# Appended to advice when hardly any completion has signal.
 COLD_START = (
     "; a model that hardly ever finds an answer (a cold start) is trained with examples first"
 )
@@ -37,10 +37,10 @@ COLD_START = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """The rows of metrics.jsonl (all, or of a run that is under way its first and last ones), of
-    completions.jsonl and evaluations.jsonl, and the resolved options. `facts` are what was counted
-    before the first step, `source` what `rloo train` would be given, empty for a script's run. A
-    `dry` run has learning rate 0 on purpose; one that is not `over` goes on."""
+    """The rows of a run: metrics.jsonl (for an active run only the first and last ones),
+    completions.jsonl, evaluations.jsonl, and the resolved options. `facts` were collected before
+    the first step. `source` are the arguments of `rloo train`, empty for a script's run. `dry`
+    means learning rate 0 on purpose. An active run is not `over`."""
 
     rows: Sequence[Row]
     completions: Sequence[Mapping[str, Any]] = ()
@@ -53,12 +53,12 @@ class RecordedRun:
 
     @property
     def rollouts(self) -> list[Row]:
-        """The first steps on each rollout, which have the metrics of sampling."""
+        """The first step of each rollout: those rows have the sampling metrics."""
         return [row for row in self.rows if "reward" in row]
 
     @property
     def start(self) -> Sequence[Row]:
-        """The first rollouts, none of which is among the last ones."""
+        """The first rollouts; they do not overlap the last ones."""
         return windows(self.rollouts)[0]
 
     @property
@@ -67,35 +67,35 @@ class RecordedRun:
         return windows(self.rollouts)[1]
 
     def option(self, name: str, default: Any = None) -> Any:
-        """The value of an option; `default` where it is null or unknown."""
+        """The value of an option, or `default` if it is null or unknown."""
         value = self.config.get(name)
         return default if value is None else value
 
     def change(self, name: str) -> BeforeAfter:
-        """How a metric of rollouts went from the start to the end."""
+        """The change of a rollout metric from the start to the end."""
         return change_of(self.rollouts, name)
 
     @property
     def measured(self) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-        """The first and the last evaluation of the (first) set, if there are two."""
+        """The first and the last evaluation of the first evaluation set, if there are two."""
         rows = self.of_first_set
         return (rows[0], rows[-1]) if len(rows) > 1 else None
 
     @property
     def of_first_set(self) -> list[Mapping[str, Any]]:
-        """All evaluations of the (first) set, but for that of the best weights."""
+        """All evaluations of the first evaluation set, except that of the best weights."""
         rows = [row for row in self.evaluations if row.get("name") != "best"]
         return [row for row in rows if row.get("dataset") == rows[0].get("dataset")]
 
     @property
     def gained(self) -> bool:
-        """Whether the reward is higher at the end beyond chance, in training or held out."""
+        """Whether the reward rose beyond chance by the end, in training or held out."""
         return any(change.moved == 1 for change in self._to_the_end())
 
     @property
     def rises(self) -> list[BeforeAfter]:
-        """By how much the reward was higher beyond chance than at the start: at the end, first, and
-        at any time."""
+        """Rises of the reward beyond chance since the start: those at the end first, then those at
+        any time."""
         rows, of_set = [r for r in self.rollouts if math.isfinite(r["reward"])], self.of_first_set
         parts = [rows[at : at + FEWEST] for at in range(0, len(rows) - FEWEST + 1, FEWEST)]
         means = [mean_reward(part) for part in parts]
@@ -113,12 +113,12 @@ class RecordedRun:
 
     @property
     def prompts(self) -> int:
-        """Prompts of a rollout, of which one alone knows no error of its reward; 4 if unknown."""
+        """Prompts per rollout (4 if unknown); 1 if no rollout has a standard error of reward."""
         errors = [row.get("reward/standard_error", math.nan) for row in self.rollouts]
         return int(self.option("num_prompts", 4)) if any(map(math.isfinite, errors)) else 1
 
     def completions_of(self, rows: Sequence[Row]) -> int:
-        """How many completions rollouts have; 8 of each prompt if that is unknown."""
+        """The number of completions in `rows`, with 8 per prompt if that is unknown."""
         return len(rows) * self.prompts * int(self.option("num_generations", 8) or 8)
 
     def texts(self, *, last: bool) -> list[str]:
@@ -133,7 +133,7 @@ class RecordedRun:
         return [row for row in self.completions if row["step"] in chosen]
 
     def command(self, options: Mapping[str, Any]) -> str:
-        """What to run next: these options changed, into a folder of its own."""
+        """The command for the next run: these options changed, and a new output folder."""
         options = {name: _plain(value) for name, value in options.items()}
         if not self.source:
             return f"RLOOConfig({', '.join(f'{k}={v!r}' for k, v in options.items())})"
@@ -144,20 +144,20 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class RuleResult:
-    """What a rule has found: figures, examples, and one change, also as options."""
+    """The result of a rule that holds: figures, examples, and one change, also as options."""
 
     evidence: str
     change: str
     options: Mapping[str, Any] = field(default_factory=dict)
     examples: Sequence[str] = ()
-    # Where the figures decide whether the run is voided.
+    # Set if the figures decide whether the run is voided.
     voids: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that can be wrong. `looks_at` says in which figures it shows, `usual_change` what
-    mostly mends it. A run of which a rule that `voids` holds has achieved nothing that counts."""
+    """One possible fault. `looks_at` names the figures that show it, `usual_change` the usual
+    remedy. A rule that `voids` makes a run's result worthless when it holds."""
 
     name: str
     title: str
@@ -169,31 +169,31 @@ class Rule:
 
 
 def mean(rows: Sequence[Row], name: str) -> float:
-    """The mean of a metric over the rows that have it; NaN without any."""
+    """The mean of a metric over the rows that have it; NaN if none has it."""
     values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
     return fmean(values) if values else math.nan
 
 
 def highest_rate(rows: Sequence[Row]) -> float:
-    """The highest learning rate of the rows; 0 where none tells it."""
+    """The highest learning rate in the rows; rows without one count as 0."""
     return max(row.get("learning_rate", 0.0) for row in rows)
 
 
 def band(name: str) -> HealthyRange:
-    """The healthy band of a metric, by the one table of metrics."""
+    """The healthy band of a metric, from the metric registry."""
     row = find(name)
     assert row is not None and row.band is not None, name
     return row.band
 
 
 def functions(rows: Sequence[Row]) -> list[str]:
-    """The reward functions that rows tell of."""
+    """The names of the reward functions in the rows."""
     names = dict.fromkeys(n for row in rows for n in row if n.startswith("rewards/"))
     return [n.removeprefix("rewards/").removesuffix("/mean") for n in names if n.endswith("/mean")]
 
 
 def says_nothing(run: RecordedRun) -> str:
-    """By what most completions of the first rollouts are empty, "" if they are not."""
+    """A description of empty first completions, or "" if fewer than half are empty."""
     texts, length = run.texts(last=False), mean(run.start, "completions/mean_length")
     blank = fmean(not text.strip() for text in texts) if texts else math.nan
     if run.gained or not (blank >= 0.5 or (not texts and length <= 1.5)):
@@ -203,14 +203,14 @@ def says_nothing(run: RecordedRun) -> str:
 
 
 def largest_reward(run: RecordedRun) -> float:
-    """The largest mean or deviation of a rollout's rewards, without its sign."""
+    """The largest absolute mean or deviation of the rewards in a step."""
     seen = [abs(row.get(n, math.nan)) for row in run.rows for n in ("reward", "reward_std")]
     return max(filter(lambda value: not math.isnan(value), seen), default=0.0)
 
 
 def longer_by(run: RecordedRun, limit: int, times: int = 2) -> tuple[str, dict[str, Any]]:
-    """A change to completions of `times` the limit, 2 or 4, or to what the model's context leaves
-    beside the longest prompt, in words and as options."""
+    """Advice, in words and as options: raise the length limit `times` (2 or 4), or to the room that
+    the context leaves after the longest prompt."""
     room = run.facts.get(LONGEST)
     if room is None or times * limit <= room:
         words = {2: "twice", 4: "four times"}[times]
@@ -229,17 +229,17 @@ def longer_by(run: RecordedRun, limit: int, times: int = 2) -> tuple[str, dict[s
 
 
 def excerpts(texts: Sequence[str], number: int = 2, length: int = 80) -> list[str]:
-    """Some texts, cut and quoted in one line each."""
+    """The first `number` texts, shortened and quoted."""
     return [repr(t if len(t) <= length else t[:length] + "...") for t in texts[:number]]
 
 
 def _plain(value: Any) -> Any:
-    """Without the digits that a product of floats has of itself."""
+    """The value, with floats rounded to three digits."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 def _words(value: Any) -> list[str]:
-    """A value as a command line takes it: a list as several words, a mapping as JSON."""
+    """The command-line words of a value: several for a list, JSON for a mapping."""
     if isinstance(value, list) and not any(isinstance(item, dict) for item in value):
         return [str(_plain(item)) for item in value]
     plain = isinstance(value, (str, float)) or (isinstance(value, int) and value is not True)

@@ -1,4 +1,4 @@
-"""Steps that are too large, too small or too noisy, and a policy that has left its reference."""
+"""Rules on steps that are too large, too small or too noisy, and on a policy far from its start."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ from rloo.addons.report.doctor.run_record import (
 from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import percent
 
-# Nats per token by which the KL may grow from one rollout to the next.
+# KL (nats per token) that one rollout may add.
 KL_JUMP = 0.5
-# Below it the policy is where it was, whatever other prompts make of the entropy.
+# Largest KL of a policy that has not moved; its entropy then varies with the prompts only.
 KL_MOVED = 0.1
-# Nats of a leap after which nothing is left of a policy: a tenth of such a step is too much, too.
+# Nats of a leap that destroys a policy; a tenth of the learning rate is still too much then.
 DESTROYED = 2.0
-# The part of the reward that is left, below which that is so, too.
+# The policy is also destroyed if less than this share of the reward is left.
 LOST = 0.25
-# Of the rollouts after a leap, the share that stays beyond all before it.
+# Share of later rollouts that must stay beyond all earlier ones.
 LASTING = 0.8
-# The lowest learning rate that recipes have, and steps that are few for it.
+# Lowest published learning rate, and the number of steps that is few for it.
 USUAL, FEW_STEPS = 5e-7, 100
-# The KL at which a policy has moved enough to learn, and by how much a rate is raised for it.
+# KL of a policy that has moved enough to learn, and the largest factor on a learning rate.
 KL_LEARNING, MOST_RAISED = 1e-2, 1000.0
-# Completions from which on "it does not learn" can be said of K.
+# Fewest completions before K is blamed for no learning: for strong and for weaker evidence.
 FEWEST_COMPLETIONS, MANY_COMPLETIONS = 96, 256
-# The share of the baselines' variance from which on they are noise and nothing else.
+# Share of noise in the baselines' variance that is strong evidence.
 NOTHING_ELSE = 0.9
-# Of its entropy a policy keeps at least this share from one rollout to the next, unless it has less
-# than these nats.
+# Smallest share of the entropy that remains after one rollout. It does not apply below
+# ENTROPY_LEFT nats.
 ENTROPY_KEPT, ENTROPY_LEFT = 0.25, 0.05
-# Nats by which the entropy may rise, and times by which completions may grow, between rollouts.
+# Largest rise of the entropy (nats) and largest growth of completions (factor) in one rollout.
 ENTROPY_RISE, GROWN = 1.0, 3.0
-# Below these a policy has not moved: nats per token, relative change of the entropy, and of the
-# length of held-out completions, which are drawn with the same noise.
+# A policy has not moved below these: KL in nats per token, relative change of the entropy, relative
+# change of the held-out length (the same noise samples all evaluations).
 KL_STILL, ENTROPY_STILL, LENGTH_STILL = 1e-4, 0.05, 0.03
-# Below it the length is that of the same completions but for a few.
+# Relative change of length below which nearly all completions are the same.
 LENGTH_SAME = 0.01
-# The figures that are equal where held-out completions are the same.
+# Scores that stay equal while held-out completions stay the same.
 SCORES = ("reward", "reward_std", "pass@1", "pass@1_greedy", "groups/signal")
-# The KL from which on a policy has tried to learn, per token.
+# KL per token from which on a policy has tried to learn.
 KL_TRIED = 1e-3
-# Deviations of the reward, above which beta leaves no gain that could be seen.
+# Beta above this many deviations of the reward leaves no visible gain.
 HELD_BACK = 10.0
-# Of the entropy, what sampler and trainer may differ by; and what 16 bits explain, in nats.
+# Allowed mismatch of sampler and trainer as a share of the entropy; and that of 16 bits, in nats.
 OF_ENTROPY, PRECISION = 0.1, 0.02
-# Rollouts from which on "it does not learn" can be said.
+# Fewest rollouts before a run is said not to learn.
 ENOUGH = 9
 FEW_GENERATIONS = 4
 
@@ -82,9 +82,9 @@ def _rate_high(run: RecordedRun) -> RuleResult | None:
 
 
 def _leaps(run: RecordedRun) -> Iterator[tuple[float, str]]:
-    """What changed from one rollout to the next as no small step changes it, in nats, where these
-    are its unit, and in words. Rollouts of
-    a few prompts differ by these: what leaps must stay so, and the KL, where it is known, agree."""
+    """Changes between rollouts that no small step makes: (nats, or 0 for lengths; in words).
+    Rollouts of a few prompts also differ this much. A leap must therefore last, and the KL, if
+    known, must confirm it."""
     names = ("kl", "entropy", "completions/mean_length")
     kl, entropy, length = ([r.get(name, math.nan) for r in run.rollouts] for name in names)
     if at := leap(kl, 1, lambda old, new: new > old + KL_JUMP):
@@ -112,7 +112,7 @@ def _other_entropy(old: float, new: float) -> bool:
 def leap(
     values: Sequence[float], before: int, beyond: Callable[[float, float], bool]
 ) -> int | None:
-    """Where a value is beyond all before it, as are nearly all that follow; None for nowhere."""
+    """The first index whose value, and nearly all later ones, are beyond all earlier values."""
     for at in range(before, len(values) - 1):
         old, after = values[:at], values[at:]
         out = [all(beyond(one, new) for one in old) for new in after]
@@ -155,7 +155,7 @@ def _rate_low(run: RecordedRun) -> RuleResult | None:
     still, rounded = _stands_still(run), not band("update/changed_share").holds(changed)
     if not still and rounded:
         still = "most steps are lost in rounding"
-    # A reward may seem to move by chance; of a run that goes on that is waited for.
+    # The reward may move by chance, so an active run is judged later.
     if not changed > 0 or not still or (not run.over and reward.moved != 0):
         return None
     rate = highest_rate(run.rows)
@@ -176,7 +176,7 @@ def _rate_low(run: RecordedRun) -> RuleResult | None:
 
 
 def _stands_still(run: RecordedRun, kl_still: float = KL_STILL) -> str:
-    """By what the policy has not moved, "" if it has or nobody knows."""
+    """A description of how the policy has not moved; "" if it moved or if that is unknown."""
     kl, entropy = mean(run.end, "kl"), run.change("entropy")
     if math.isfinite(kl):
         return f"the KL is {kl:.1g} nats per token" if abs(kl) < kl_still else ""
@@ -196,8 +196,8 @@ def _stands_still(run: RecordedRun, kl_still: float = KL_STILL) -> str:
 
 
 def _said_the_same(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
-    """Whether held-out completions, some of which earn more than others, have all scores again and
-    nearly the same length: what training rewards and entropies tell is that of other prompts."""
+    """A description of held-out completions with equal scores and nearly equal length, or "". The
+    rewards must vary. Training rewards and entropies say less: their prompts change."""
     before, after = (row.get("completions/mean_length", math.nan) for row in (start, end))
     if not start.get("reward_std") or any(start.get(name) != end.get(name) for name in SCORES):
         return ""
@@ -216,7 +216,7 @@ def _beta_high(run: RecordedRun) -> RuleResult | None:
         return None
     if not beta > HELD_BACK * spread > 0:
         return None
-    # The best policy under the penalty gains about Var(reward) / beta, as long as that is little.
+    # The best policy under the penalty gains about Var(reward) / beta, if that is small.
     gain = spread**2 / beta
     return RuleResult(
         f"with beta {beta:g} and rewards that deviate by {spread:.3g} the best policy under the "
@@ -234,7 +234,7 @@ def _few_generations(run: RecordedRun) -> RuleResult | None:
     number = steps * run.prompts * size // (1 if run.over else 4)
     if run.change("reward").moved != 0 or number < FEWEST_COMPLETIONS:
         return None
-    if _stands_still(run, KL_TRIED):  # steps that are few, or small, are not for K to mend
+    if _stands_still(run, KL_TRIED):  # a larger K does not help if the steps are few or small
         return None
     signal, noise = mean(rows, "groups/signal"), noise_of_baselines(run, size)
     seen, enough = [], number >= MANY_COMPLETIONS
@@ -253,9 +253,9 @@ def _few_generations(run: RecordedRun) -> RuleResult | None:
 
 
 def noise_of_baselines(run: RecordedRun, size: int) -> float:
-    """The share of the baselines' variance that is not between prompts. The variance of rewards is
-    between + within, that of baselines between + within / (K - 1); of rollouts of one prompt the
-    means tell what is between: their variance is between + within / K."""
+    """The share of the baselines' variance that is sampling noise. Rewards have the variance
+    between + within, baselines between + within / (K - 1). With one prompt a rollout, `between`
+    comes from the rollouts' means, whose variance is between + within / K."""
     rows = run.rollouts
     spread, baselines = mean(rows, "reward_std") ** 2, mean(rows, "baseline/variance")
     if run.prompts == 1:
@@ -278,7 +278,7 @@ def _mismatch(run: RecordedRun) -> RuleResult | None:
     found = mean(rows, "mismatch/mean")
     limit = band("mismatch/mean").bounds()[1]
     entropy = mean(run.start, "entropy")
-    if entropy * OF_ENTROPY < limit:  # the surer the tokens, the less room for a difference
+    if entropy * OF_ENTROPY < limit:  # a low entropy leaves less room for a difference
         limit = max(PRECISION, entropy * OF_ENTROPY)
     if not found > limit:
         return None

@@ -1,8 +1,8 @@
-"""report.html: what one or several runs did, as one file that needs no network.
+"""report.html: one or several runs in one file that needs no network.
 
-`folders` reads what a run left, `series` makes curves of it, `content` says what is on the page,
-`document` makes the file, `command` is `rloo report`, and `follow` serves it while a run goes on.
-What is shown of a run's texts is data: nothing here or in `page.js` makes markup of it.
+`content` collects the page's data, `downsampling` makes the curves, `document` writes the file,
+`report_command` is `rloo report`, and `server` serves the page during a run. Texts of a run are
+data: neither this package nor `page.js` renders them as markup.
 """
 
 from rloo.addons.report.html.document import write_page

@@ -1,4 +1,4 @@
-"""What the page shows, as plain data: runs with their curves, texts and options, and the layout."""
+"""The page's content as plain data: runs with curves, texts and options, and the layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rloo.tracking.metric_registry import find
 from rloo.tracking.metrics import Z
 from rloo.tracking.run_reader import NOT_ENDED, RunFolder
 
-# Sections of charts: title, and of each chart its title and the metrics in it.
+# Sections: a title and its charts, each a title and patterns of metric names.
 SECTIONS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
     ("Learning", (
         ("Reward by function", ("rewards/*/mean", "reward")),
@@ -65,20 +65,20 @@ SECTIONS: tuple[tuple[str, tuple[tuple[str, tuple[str, ...]], ...]], ...] = (
         ("Waiting for other processes", ("rank/wait_time",)),
     )),
 )  # fmt: skip
-# Of every run the same, or shown in another way.
+# Metrics without a chart: equal in every run, or shown in another way.
 LEFT_OUT = ("epoch", "num_tokens", "frac_reward_zero_std", "reward/standard_error")
-# What is shown of each reward function in evaluations.
+# Suffixes of the reward-function metrics shown from evaluations.
 OF_FUNCTIONS = ("/mean", "/win_rate")
 
 
 def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """All that the page needs, in JSON types."""
+    """The data of the page in JSON types."""
     names = _names([run.path for run in runs])
     curves = [_curves(run) for run in runs]
     every = list(dict.fromkeys(name for of_run in curves for name in of_run))
     if all(_of_one_function("", of_run) for of_run in curves):
         every.remove("reward")
-    if all(_of_one_function("eval/", of_run) for of_run in curves):  # the sum has an interval
+    if all(_of_one_function("eval/", of_run) for of_run in curves):  # `eval/reward` has an interval
         every = [name for name in every if not fnmatchcase(name, "eval/rewards/*/mean")]
     tokens = 24_000 // len(runs)
     return {
@@ -95,7 +95,7 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as distinguish them."""
+    """The shortest endings of the paths that distinguish them."""
     absolute = [path.absolute() for path in paths]
     for depth in range(1, max(len(path.parts) for path in absolute) + 1):
         names = ["/".join(path.parts[-depth:]) for path in absolute]
@@ -133,7 +133,7 @@ def _going_on(run: RunFolder) -> str:
 
 
 def _findings(run: RunFolder) -> Iterator[Any]:
-    """What was found wrong: by the end of the run, or as yet."""
+    """The findings of a finished run, or the alarms so far."""
     if run.status != NOT_ENDED:
         yield from run.summary.get("findings", ())
     else:
@@ -141,7 +141,7 @@ def _findings(run: RunFolder) -> Iterator[Any]:
 
 
 def _facts(run: RunFolder, series: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """A few figures of a run, in words."""
+    """A few figures of a run, as (name, text)."""
     summary = run.summary
     start, end = summary.get("start") or {}, summary.get("end") or {}
     for name in ("pass@1", "pass@1_greedy"):
@@ -165,14 +165,14 @@ def _facts(run: RunFolder, series: Mapping[str, Any]) -> Iterator[tuple[str, str
 
 
 def _curves(run: RunFolder) -> dict[str, Any]:
-    """Every metric's curve, by name; those of evaluations begin with `eval/`."""
+    """The curve of every metric by name; names from evaluations begin with `eval/`."""
     found: dict[str, Any] = {}
     for name, values in known(run.metrics).items():
         if name not in LEFT_OUT:
             bounds = bounds_of(name, values)
             band = [rounded(bound) for bound in bounds] if bounds else None
             found[name] = curve(values) | {"band": band, "end": rounded(ends(values)[1])}
-    # At the end the best one may stand there once more.
+    # The last row may repeat the evaluation of the best weights.
     evaluations = [row for row in run.evaluations if row.get("name") != "best"]
     for of_set in dict.fromkeys(row.get("dataset", "") for row in evaluations):
         rows = [row for row in evaluations if row.get("dataset", "") == of_set]
@@ -185,7 +185,7 @@ def _curves(run: RunFolder) -> dict[str, Any]:
 
 
 def _bars(rows: Iterable[Mapping[str, Any]], name: str) -> list[list[float] | None]:
-    """The 95 % interval of a metric in each evaluation that has it, None where it is unknown."""
+    """The 95 % interval in each evaluation that has the metric; None if the interval is unknown."""
     bars: list[list[float] | None] = []
     for row in rows:
         if not isinstance(row.get(name), (int, float)):
@@ -198,7 +198,7 @@ def _bars(rows: Iterable[Mapping[str, Any]], name: str) -> list[list[float] | No
 
 
 def _of_one_function(head: str, curves: Mapping[str, Any]) -> bool:
-    """Whether the reward is what one function gave, which has a curve of its own."""
+    """Whether `reward` equals the mean of the only reward function, which has a curve."""
     total = curves.get(f"{head}reward")
     parts = [c for n, c in curves.items() if fnmatchcase(n, f"{head}rewards/*/mean")]
     return total is not None and len(parts) == 1 and parts[0]["mean"] == total["mean"]
@@ -210,7 +210,7 @@ def _is_zero(name: str, curves: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _sections(names: Sequence[str], zero: set[str]) -> Iterator[dict[str, Any]]:
-    """The charts of each section, without metrics that were always 0, which are listed."""
+    """The charts of each section; metrics that were always 0 are only listed."""
     placed: set[str] = set()
     for title, charts in SECTIONS:
         shown, never = [], []
@@ -231,13 +231,13 @@ def _sections(names: Sequence[str], zero: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def _of_any_set(name: str) -> str:
-    """`eval/SET/reward` as `eval/reward`."""
+    """The name without its evaluation set: `eval/SET/reward` becomes `eval/reward`."""
     head, _, rest = name.partition("/")
     return f"eval/{_metric(name)}" if head == "eval" and rest else name
 
 
 def _metric(name: str) -> str:
-    """The metric of a curve."""
+    """The metric name of a curve, without `eval/` and the evaluation set."""
     if not name.startswith("eval/"):
         return name
     parts = name.split("/")
@@ -256,13 +256,13 @@ def _meaning(name: str) -> dict[str, Any]:
 
 
 def _know_what_was_named(runs: Sequence[RunFolder]) -> bool:
-    """Whether it is known which options users have set: runs tell when they end."""
+    """Whether the options set by users are known: a run records them when it ends."""
     return all("named" in run.summary for run in runs)
 
 
 def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Every option: its values in all runs as text, whether they differ, and whether one is `set`
-    to another value than the default, by the user where that is known."""
+    """Every option: its values in all runs as text, whether they differ, and whether one is `set`:
+    different from the default, and named by the user if that is known."""
     known = _know_what_was_named(runs)
     named = {name for run in runs for name in run.summary.get("named", ())}
     defaults = {field.name: strict(default_of(field)) for field in fields(RLOOConfig)}

@@ -1,4 +1,4 @@
-"""The file itself: data, style and script in one, which no text of a run can break out of."""
+"""The HTML file: data, style and script in one, safe from markup in a run's texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_page(folders: Sequence[Path], path: Path) -> Path:
 
 
 def data_of(folders: Sequence[Path]) -> dict[str, Any]:
-    """What the page shows of these runs. No text in it has a character that controls anything."""
+    """The page's data for these runs, without control characters in its texts."""
     found: dict[str, Any] = _inert(strict(content([read_begun(folder) for folder in folders])))
     return found
 
@@ -42,8 +42,8 @@ def _inert(value: Any) -> Any:
 
 
 def document(data: dict[str, Any], *, follows: bool = False) -> str:
-    """The page. Its policy allows its own script and style, by their hashes, and nothing else; one
-    that `follows` a run also asks the server that it came from for new data."""
+    """The HTML page. Its content security policy allows only its script and style, by hash. A page
+    that `follows` a run may also fetch data from its server."""
     script, style = _template(*SCRIPTS), _template(STYLE)
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -78,7 +78,7 @@ def document(data: dict[str, Any], *, follows: bool = False) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON in which nothing can end the element that it stands in: ASCII without `<`, `>`, `&`."""
+    """JSON for a script element: ASCII without `<`, `>` and `&`, so it cannot end the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,5 +1,5 @@
-"""Curves of a run: at most 200 points each, of which every one that stands for several steps has
-their mean, minimum and maximum, so that no peak is lost."""
+"""Curves with at most 200 points. A point for several steps has their mean, minimum and maximum, so
+that no peak is lost."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import Any
 from rloo.tracking.metric_registry import find
 
 POINTS = 200
-# Steps at either end over which a value is averaged before it is judged by its band.
+# Steps at either end whose mean is compared with the healthy band.
 WINDOW = 8
 
 Values = Sequence[tuple[int, float]]
 
 
 def known(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """For every metric, in the order of appearance, (step, value) where the value is a finite
-    number."""
+    """The finite values of every metric as (step, value), in order of appearance."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -29,8 +28,8 @@ def known(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]
 
 
 def curve(values: Values) -> dict[str, Any]:
-    """`from` and `to`, the steps that each point stands for, and `mean`; where that is more than
-    one step, also `low` and `high`."""
+    """The curve: `from` and `to` (the steps of each point) and `mean`; also `low` and `high` if a
+    point stands for several steps."""
     size = max(1, math.ceil(len(values) / POINTS))
     parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
     steps = [[part[side][0] for part in parts] for side in (0, -1)]
@@ -43,18 +42,18 @@ def curve(values: Values) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float | None:
-    """Four digits, which is more than anybody sees; None for what JSON cannot say."""
+    """The value to four digits, or None if it is not finite (JSON has no such number)."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def ends(values: Values) -> tuple[float, float]:
-    """The means of the first and the last steps, at most 8 and at most a third of all."""
+    """The means of the first and of the last steps: at most 8 each, and at most a third of all."""
     size = min(WINDOW, max(1, len(values) // 3))
     return fmean(v for _, v in values[:size]), fmean(v for _, v in values[-size:])
 
 
 def bounds_of(name: str, values: Values) -> tuple[float, float] | None:
-    """The healthy band of a metric in this run."""
+    """The healthy band of a metric in this run, or None."""
     row = find(name)
     if row is None or row.band is None:
         return None
@@ -62,8 +61,8 @@ def bounds_of(name: str, values: Values) -> tuple[float, float] | None:
 
 
 def outside(series: Mapping[str, Values]) -> list[dict[str, Any]]:
-    """The metrics that left their band at the end of the run; those that must be 0, at any time.
-    Each with its value then, its band, and in how many of its steps it was outside."""
+    """The metrics outside their band at the end of the run, or at any time if the band is 0. Each
+    has its value, its band, and the number of steps outside it."""
     found = []
     for name, values in series.items():
         row, bounds = find(name), bounds_of(name, values)

@@ -15,11 +15,11 @@ USAGE = "rloo report FOLDER [FOLDER ...] [--output FILE] [--follow [--port N]]"
 
 
 def report(arguments: Sequence[str], signals: StopSignals) -> int:
-    """Write the report of one run into its folder, of several here or to `--output`; with
-    `--follow` serve it until Ctrl-C. Raises ValueError for arguments that are none of its own."""
+    """Write the report: of one run into its folder, of several into the working folder, or to
+    `--output`. `--follow` serves it until Ctrl-C. Raises ValueError for unknown arguments."""
     folders, options = _parse(arguments)
     if "follow" in options:
-        data_of(folders)  # what is no run is told now
+        data_of(folders)  # raises now for a folder without a run
         _serve(folders, int(options.get("port", "0")))
         return 0
     of_one = folders[0] / PAGE if len(folders) == 1 else Path(PAGE)

@@ -1,4 +1,4 @@
-"""The page of a run, written at its end."""
+"""Writes the HTML report at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class PageObserver(Observer):
         try:
             write_page([folder], folder / PAGE)
             self.run.say(f"Report: {Path(self.run.config.output_dir) / PAGE}")
-        except Exception as error:  # the run is over: what it leaves must not become its error
+        except Exception as error:  # a failed report must not fail a finished run
             self.run.say(f"note: {PAGE} cannot be written: {type(error).__name__}: {error}")
 
     def on_repeat(self) -> None:
-        """Write the page of a finished run that was killed before it could."""
+        """Write the report of a finished run that was killed before it wrote one."""
         if not (self.run.folder / PAGE).exists():
             self.on_end()

@@ -1,4 +1,4 @@
-"""Prompts with all that was sampled for them, at the start, in the middle and at the end."""
+"""Prompts with all their completions, from the start, the middle and the end of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rloo.addons.report.html.downsampling import rounded
 from rloo.tracking.run_reader import RunFolder
 from rloo.tracking.sample_text import as_string
 
-# Of a text without tokens, half of them are from its head and half from its tail.
+# Longest text without tokens; a longer one shows half of this from its head and half from its tail.
 CHARACTERS = 4_000
 
 
 def moments(run: RunFolder, most_tokens: int) -> list[dict[str, Any]]:
-    """Up to three moments with their groups, whose completions have at most `most_tokens` tokens in
-    all. A run that recorded no groups shows the completions that it did record."""
+    """Up to three moments with their groups; their completions have about `most_tokens` tokens in
+    total. A run without recorded groups shows its recorded completions."""
     rows = run.groups or _as_groups(run.completions)
     steps = sorted({row["step"] for row in rows})
     chosen = dict.fromkeys((0, (len(steps) - 1) // 2, len(steps) - 1)) if steps else {}
@@ -46,7 +46,7 @@ def _group(row: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def _completion(row: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Of many tokens the first and last, `gap` being how many are left out after `head` of them."""
+    """A completion with its first and last tokens; `gap` tokens are left out after `head`."""
     tokens, length = row.get("tokens") or [], row.get("num_tokens")
     shown: dict[str, Any] = {
         "reward": row.get("reward"),

@@ -1,5 +1,5 @@
-"""The report served on this machine's own address while a run goes on: nothing else can be asked
-for, and nobody else can ask."""
+"""Serves the report on 127.0.0.1 during a run. It answers only requests for the report, and only
+from this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with the page, or with what it shows now."""
         port = self.connection.getsockname()[1]
-        # A page of another site whose name was made to mean this address has that name here.
+        # Refuses DNS rebinding: a foreign host name that resolves to this address.
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self._answer(403, "text/plain", "this report is for 127.0.0.1 alone\n")
         elif self.path not in ("/", "/data.json"):
@@ -33,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _report(self) -> None:
         try:
             data = data_of(self._folders)
-        except ValueError as error:  # a run that was moved aside meanwhile
+        except ValueError as error:  # the run was moved away meanwhile
             self._answer(503, "text/plain", f"{error}\n")
             return
         if self.path == "/":
@@ -54,12 +54,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing: the page asks every few seconds."""
+        """Log nothing: the page asks every few seconds."""
 
 
 def server_of(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
-    """A server of the report of these runs, on this machine's own address alone; port 0 is any that
-    is free. Raises OSError for one that is not."""
+    """An HTTP server of the report on 127.0.0.1; port 0 takes any free port. Raises OSError if the
+    port is in use."""
     server = ThreadingHTTPServer((HOST, port), partial(_Handler, folders))
     server.daemon_threads = True
     return server

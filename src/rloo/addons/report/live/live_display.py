@@ -1,7 +1,7 @@
-"""What a terminal or a notebook shows while a run goes on: a view of its present state, drawn anew
-after a step, below the finished lines, which stay. Nothing here is drawn elsewhere.
+"""The live view of a run in a terminal or a notebook. It shows the present state below the finished
+lines and is redrawn after a step.
 
-A refresh is drawn in the thread that trains, at most every quarter of a second.
+The training thread draws it, at most every quarter of a second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rloo.tracking.console import flow, safe
 from rloo.tracking.progress_line import ProgressLine
 
 SECONDS_BETWEEN_REFRESHES = 0.25
-# A terminal with fewer lines gets curves of one line, and nothing else less.
+# A terminal with fewer lines gets curves of height 1.
 FEWEST_LINES = 20
 _NARROWEST_PAIR = 70
 _WIDEST = 160
@@ -32,7 +32,7 @@ _LABEL = 9
 
 @dataclass(slots=True)
 class Plot:
-    """A curve with what stands above and below it; `form` is how its bounds are written."""
+    """A curve with its title and the lines below it; `form` formats its bounds."""
 
     curve: TextCurve
     title: str
@@ -43,7 +43,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class StatusView:
-    """The state of a run as lines that fit any width: what does not fit goes on in the next one."""
+    """The state of a run as lines of any width; long lines are folded."""
 
     figures: ProgressLine
     plots: list[Plot]
@@ -116,7 +116,7 @@ def _labelled(
 
 
 class TerminalDisplay:
-    """Shows a view at the bottom of a terminal: prints go above it, those of others, too."""
+    """Shows a view at the bottom of a terminal; all printed lines go above it."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False)
@@ -127,14 +127,14 @@ class TerminalDisplay:
         self._live.update(view, refresh=True)
 
     def stop(self, view: Any) -> None:
-        """Leave `view` where it is, and give the terminal back."""
+        """Leave `view` on the screen and release the terminal."""
         self._live.start()
         self._live.update(view)
         self._live.stop()
 
 
 class NotebookDisplay:
-    """Shows a view in one output of a notebook's cell; other output goes below it."""
+    """Shows a view in one output of a notebook cell; other output goes below it."""
 
     def __init__(self, console: Console) -> None:
         self._width = console.width
@@ -159,7 +159,7 @@ class NotebookDisplay:
 
 
 def region_of(console: Console) -> TerminalDisplay | NotebookDisplay | None:
-    """Where a view can be shown: None for a file, a pipe or a terminal that only takes lines."""
+    """The display for a console; None for a file, a pipe or a terminal without cursor control."""
     if console.is_jupyter:
         return NotebookDisplay(console)
     return TerminalDisplay(console) if console.is_interactive else None

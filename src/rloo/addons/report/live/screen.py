@@ -1,4 +1,4 @@
-"""A live view of a run below its finished lines, on a terminal and in a notebook; elsewhere plain
+"""A live view of a run below its finished lines in a terminal or a notebook; elsewhere plain
 lines."""
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ STEPS_BETWEEN_SAMPLES = 5
 class Screen(LineDisplay):
     """Prints lines, and shows the state after each step.
 
-    Where nothing `moves` there is no view on a terminal either. A step costs 2 ms where the view is
-    drawn, which it is at most four times a second (one core of a server, 140 columns, after 3,000
-    steps).
+    Without `moves` there is no live view. Drawing the view takes 2 ms, at most four times a second
+    (one core of a server, 140 columns, after 3,000 steps).
     """
 
     def __init__(
@@ -49,21 +48,21 @@ class Screen(LineDisplay):
 
     @property
     def is_live(self) -> bool:
-        """Whether a view is shown, and not only lines."""
+        """Whether there is a live view."""
         return self._region is not None
 
     def alarm(self, text: str, why: str = "", change: str = "") -> None:
-        """Print an alarm, and keep it in the view."""
+        """Print an alarm and add it to the view."""
         self._alarms.append((self._step, text))
         super().alarm(text, why, change)
 
     def remember(self, step: int, metrics: Row) -> None:
-        """Take a step's reward into the curve."""
+        """Add a step's reward to the curve."""
         self._step = step
         self._reward.add(step, metrics.get("reward", math.nan))
 
     def evaluated(self, step: int, metrics: Mapping[str, Any], dataset: str = "") -> None:
-        """Take an evaluation into the curve, which is that of the first set."""
+        """Add an evaluation to the curve; only the first evaluation set has one."""
         name, value, words = held_out(metrics)
         self._followed = dataset if self._followed is None else self._followed
         if dataset != self._followed or not math.isfinite(value):
@@ -79,7 +78,7 @@ class Screen(LineDisplay):
         self._held_out.curve.add(step, value)
 
     def sample(self, step: int, group: Group) -> None:
-        """Print a completion of `group` above the view, where one is shown, every few steps."""
+        """Print a completion of `group` above the live view, if there is one, every few steps."""
         every = STEPS_BETWEEN_SAMPLES
         if self._region is None or step // every == self.sampled_at // every:
             return
@@ -87,14 +86,14 @@ class Screen(LineDisplay):
         self.show(sample_table(step, group, 0, self.console.encoding))
 
     def stop(self) -> None:
-        """Draw the last state, leave it in view, and give the terminal back."""
+        """Draw the last state, leave it on the screen, and release the terminal."""
         with self._printing():
             if self._region is not None and self._progress is not None:
                 self._region.stop(self._make_view(self._progress(memory=self._memory())))
         self._progress = None
 
     def _show_step(self, now: float, progress: Callable[..., ProgressLine], *, due: bool) -> None:
-        """Draw the view; a line of the state stays where one is `due`."""
+        """Draw the view; if `due`, also print a permanent line."""
         if self._region is None:
             super()._show_step(now, progress, due=due)
             return
@@ -105,12 +104,12 @@ class Screen(LineDisplay):
             self.tell(shown.brief())
         self._drawn = now
         with self._printing():
-            if self._region is not None:  # printing has not failed just now
+            if self._region is not None:  # None if printing has just failed
                 self._region.show(self._make_view(shown))
 
     def _end_view(self) -> None:
         region, self._region = self._region, None
-        with suppress(OSError, ValueError):  # sys.stdout is given back all the same
+        with suppress(OSError, ValueError):  # rich restores sys.stdout even then
             if region is not None:
                 region.stop("")
 

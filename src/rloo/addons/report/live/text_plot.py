@@ -1,4 +1,4 @@
-"""Small curves of characters: braille on terminals that have it, otherwise asterisks."""
+"""Small text curves: braille if the terminal supports it, otherwise asterisks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from itertools import pairwise
 
 Point = tuple[float, float]
 
-# More points than a curve has dots cannot be seen.
+# Points that a curve stores; more cannot be distinguished.
 MOST_POINTS = 1024
 # The bits of a braille character (U+2800 and its bits), by column and row from the top.
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 class TextCurve:
-    """Finite values in order of their abscissa. Neighbours are merged to their means where there
-    are more than can be seen, so that a long run's curve costs no more than a short one's."""
+    """Finite values ordered by x. Neighbours are averaged when there are too many to distinguish,
+    so a long run's curve costs no more than a short one's."""
 
     def __init__(self) -> None:
         self._whole: list[Point] = []
@@ -25,11 +25,11 @@ class TextCurve:
 
     @property
     def points(self) -> list[Point]:
-        """Means of equally many neighbours each, the last one of those that there are."""
+        """Means of equally many neighbours; the last one may have fewer."""
         return [*self._whole, *([_mean(self._open)] if self._open else [])]
 
     def add(self, x: float, y: float) -> None:
-        """Append a value; one that is not finite is left out."""
+        """Append a value, unless it is not finite."""
         if not math.isfinite(y):
             return
         self._open.append((x, y))
@@ -51,9 +51,9 @@ def _mean(points: Sequence[Point]) -> Point:
 def draw(
     points: Sequence[Point], width: int, height: int, *, end: float = 0.0, ascii_only: bool = False
 ) -> list[str]:
-    """`height` lines of `width` characters: the points, joined by lines, from the first abscissa to
-    the last or to `end`, and from their least value to their greatest. A character has 2 x 4 dots,
-    or one if it is `ascii_only`; points in one column of dots are averaged."""
+    """`height` lines of `width` characters: the points, joined by lines. x runs from the first
+    point to the last or to `end`, y from the smallest value to the largest. A character has 2 x 4
+    dots, or one if `ascii_only`; points in one column are averaged."""
     across, down = (1, 1) if ascii_only else (2, 4)
     columns = _columns(points, width * across, end)
     low, high = bounds(points)
@@ -64,7 +64,7 @@ def draw(
         line, row = divmod(rows - y, down)
         cells[line][x // across] |= 1 if ascii_only else _BRAILLE[x % across][row]
 
-    # Values that are all equal lie in the middle.
+    # Equal values are drawn in the middle.
     dots = [
         (x, round((y - low) / (high - low) * rows) if high > low else rows // 2) for x, y in columns
     ]
@@ -80,13 +80,13 @@ def draw(
 
 
 def bounds(points: Sequence[Point]) -> tuple[float, float]:
-    """The least and the greatest value; 0 and 0 without any."""
+    """The smallest and the largest value, or (0, 0) without points."""
     values = [y for _, y in points] or [0.0]
     return min(values), max(values)
 
 
 def _columns(points: Sequence[Point], width: int, end: float) -> list[tuple[int, float]]:
-    """Column of dots and mean of its points, for columns that have any."""
+    """(column of dots, mean of its points) for each column with points."""
     if not points:
         return []
     first, last = points[0][0], max(points[-1][0], end)

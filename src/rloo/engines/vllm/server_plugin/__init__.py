@@ -1,2 +1,2 @@
-"""What runs in a server of vLLM, whose environment may not have this package: the standard library
-alone. This folder is on the server's module path, nothing here is called by the run itself."""
+"""Code that runs in a vLLM server, whose environment may lack this package. It uses the standard
+library only. This folder is on the server's module path; the run itself calls nothing here."""

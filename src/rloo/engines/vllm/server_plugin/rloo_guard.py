@@ -1,5 +1,5 @@
-"""What a server of vLLM answers, and whom: vLLM's own key leaves the routes for weights open, and
-its development mode has more of them than weights need."""
+"""Restricts the routes of a vLLM server: vLLM's key check leaves the routes for weights open, and
+its development mode has more routes than weights need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-# These tell nothing but that the server is there.
+# These routes only show that the server is alive.
 OPEN = ("/health", "/ping")
 SAMPLING = ("/v1/", "/inference/")
 OTHERS = ("/openapi.json", "/version", "/metrics", "/load", "/tokenize", "/detokenize")
@@ -23,13 +23,13 @@ WEIGHTS = (
     "/shutdown_weight_transfer_engine", "/start_weight_update", "/update_weights",
     "/finish_weight_update",
 )  # fmt: skip
-# Of all that workers can be told to do.
+# The only methods that /collective_rpc may call on workers.
 CALLED = ("reload_weights",)
 
 
 class RouteGuard:
-    """Middleware of ASGI around vLLM's server: routes that no run uses are not there, and with
-    VLLM_API_KEY all but OPEN ask for that key."""
+    """ASGI middleware for vLLM's server. Routes that no run uses give 404. With VLLM_API_KEY, all
+    routes except OPEN require that key."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
@@ -62,7 +62,7 @@ class RouteGuard:
 
 
 async def _read(receive: Receive) -> tuple[bytes, Receive]:
-    """The body of a request, and what has it received once more."""
+    """Read the body of a request; also return a function that replays it."""
     parts, more = [], True
     while more:
         message = await receive()

@@ -1,7 +1,7 @@
-"""What runs behind the wall, in an interpreter that is not the run's: the standard library alone.
+"""Runs inside the sandbox, in a separate interpreter with only the standard library.
 
-These files are sent there as text (`rloo.addons.graders.code.sandbox_pool`), and nothing here is
-called by the run itself. From the outside in: `worker` waits, `judge` (with `tests`) decides,
-`stage` holds the program's namespaces, `program` is the process of the program itself, which is
-hostile. Each is a fork of the one before; a fork is made before its parent has read what the child
+`rloo.addons.graders.code.sandbox_pool` sends these files there as text; the run itself calls
+nothing here. From the outside in: `guest_main` waits for requests, `judge` (with `test_cases`)
+decides, `process_tree` holds the program's namespaces, and `program` is the hostile program's
+process. Each process is a fork of the one before, made before the parent has read what the child
 must not know."""

@@ -1,4 +1,4 @@
-"""Whether what a program has written, or a function has returned, is what was expected."""
+"""Compares a program's output or a function's result with the expected one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from rloo.distributed import value_codec as codec
 
-# A decimal number as programs print it. No exponent is so large that it would cost anything, and
-# without a sign it may be no number at all (`12e4`).
+# A decimal number as programs print it. Exponents have at most three digits, so none is costly. An
+# exponent without a sign may be no number at all (`12e4`).
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-][0-9]{1,3})?")
-_LONGEST = 400  # characters of a number that is compared as one
-# How far from a whole number something that is no whole number may be: of no more than rounding.
+_LONGEST = 400  # characters of the longest token that is compared as a number
+# Largest rounding error of a float that is printed for an expected integer.
 _OF_A_WHOLE = Fraction(1, 10**6)
 
 
 def same_output(found: str, wanted: str, rule: dict[str, Any]) -> bool:
-    """Whether two outputs are equal: line by line, without the white space at the ends of lines and
-    of the text, where a number may be written in another way or be `tolerance` (relative, and
-    absolute below 1) from one that is written with a point. With `tokens`, white space within lines
-    and empty lines do not count."""
+    """Whether two outputs are equal, line by line. White space at the end of lines and of the text
+    does not count. Numbers may be written differently; one expected with a point may differ by
+    `tolerance` (relative, and absolute below 1). With `tokens`, white space within lines and empty
+    lines do not count."""
     tolerance, tokens = rule.get("tolerance", 1e-6), rule.get("tokens", False)
     one, other = _lines(found, tokens), _lines(wanted, tokens)
     if len(one) != len(other):
@@ -55,7 +55,7 @@ def _same_number(found: str, wanted: str, tolerance: float) -> bool:
     one, other = Fraction(found), Fraction(wanted)
     if one == other:
         return True
-    # A whole number that is expected is met by one that is printed as a float, not by its like.
+    # A float may be printed for an expected integer, but not another integer.
     if other.denominator == 1 and "." not in wanted:
         return one.denominator != 1 and abs(one - other) <= _OF_A_WHOLE
     return _close(one, other, tolerance)
@@ -67,9 +67,9 @@ def _close(one: Fraction, other: Fraction, tolerance: float) -> bool:
 
 
 def same_value(found: Any, wanted: Any, rule: dict[str, Any]) -> bool:
-    """Whether two plain values are equal: tuples as lists, and a float within `tolerance` of one
-    that is expected. With `json`, keys of dictionaries are compared as JSON writes them, and with
-    `unwrap` a list of one value stands for this value, too."""
+    """Whether two plain values are equal. Tuples equal lists, and floats may differ from the
+    expected ones by `tolerance`. With `json`, dictionary keys are compared as JSON text. With
+    `unwrap`, an expected list of one value may also be met by that value."""
     tolerance = rule.get("tolerance", 1e-6)
     found, wanted = codec.as_lists(found), codec.as_lists(wanted)
     if rule.get("json"):
@@ -110,6 +110,6 @@ def _same(found: Any, wanted: Any, tolerance: float) -> bool:
         return found.keys() == wanted.keys() and all(
             _same(found[key], item, tolerance) for key, item in wanted.items()
         )
-    if isinstance(found, Decimal) and found.is_snan():  # which even == refuses
+    if isinstance(found, Decimal) and found.is_snan():  # == raises for it
         return False
     return bool(found == wanted)

@@ -1,8 +1,8 @@
-"""What a worker does behind the wall: for every request a fork of its own, which answers.
+"""The main loop of a sandbox worker: a new fork answers each request.
 
-This process never reads a request: each is read by a fork (the clerk), after that has forked the
-stage on which programs run. So no program descends from a process that knew what an earlier one,
-or it itself, was to be compared with.
+The worker never reads a request. A fork (the clerk) reads it, after it has forked the stage on
+which programs run. So no program descends from a process that knew the expected results of this
+program or of an earlier one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from rloo.addons.graders.code.guest.process_tree import (
 )
 from rloo.addons.graders.code.guest.resource_limits import wall_seconds
 
-# With these the clerk ends, where it has not answered.
+# Exit codes of a clerk without an answer.
 _CLOSED, _FAILED = 3, 4
 _CLERK_MEMORY = 1 << 30
 _SPENT = b'a{"spent": true}'
-# What a clerk dies of that has been sent too much, or what no interpreter survives.
+# Signals that end a clerk when a program has sent it too much, or crashed its interpreter.
 _BY_A_PROGRAM = (signal.SIGXCPU, signal.SIGALRM, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
-# What most programs import; loaded once, here.
+# Modules that most programs import, loaded once here.
 _WARM = (
     "array bisect collections copy decimal fractions functools heapq itertools json math operator "
     "random re statistics string threading typing"
@@ -73,16 +73,16 @@ def main(channel: int, setup: dict[str, Any]) -> None:
 
 
 def _load(modules: list[str], wall: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Load modules that programs may import; what cannot be loaded, they are told themselves."""
+    """Import modules for programs. A failing import is left to the program to report."""
     if not modules:
         return
-    if wall["kind"] == "bwrap":  # some write into a folder of the user's when they are loaded
+    if wall["kind"] == "bwrap":  # some packages write to the home folder when imported
         syscalls.mount_memory(program.PRIVATE, size=limits["disk"], files=limits["files"])
-    # Threads would not be there after a fork.
+    # Threads do not survive a fork.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     sys.path += wall["library"]
     said, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)  # where something is missed that nobody needs
+    os.dup2(nowhere, 2)  # hides warnings about missing optional parts
     for name in modules:
         with suppress(Exception):
             importlib.import_module(name)
@@ -92,17 +92,17 @@ def _load(modules: list[str], wall: dict[str, Any], limits: dict[str, Any]) -> N
 
 
 def _exits() -> dict[str, Any]:
-    """What `site`, which is not loaded, gives to programs."""
+    """The functions `exit` and `quit`; `site`, which defines them, is not loaded."""
     quitter: Any = importlib.import_module("_sitebuiltins").Quitter
     return {name: quitter(name, "Ctrl-D") for name in ("exit", "quit")}
 
 
 def _wait_for(clerk: int, channel: int) -> int:
-    """With what it ends; where nobody waits for an answer any more, so does this process."""
+    """The clerk's exit status. The clerk is terminated when the channel is closed."""
     ended = os.pidfd_open(clerk)
     poll = select.poll()
     poll.register(ended, select.POLLIN)
-    poll.register(channel, 0)  # its end alone
+    poll.register(channel, 0)  # reports only that it was closed
     while not any(file == ended for file, _ in poll.poll()):
         os.kill(clerk, signal.SIGTERM)
         poll.unregister(channel)
@@ -113,7 +113,7 @@ def _wait_for(clerk: int, channel: int) -> int:
 def _answer_one(
     channel: int, setup: dict[str, Any], handler: Callable[[dict[str, Any], SandboxedProcess], Any]
 ) -> None:
-    """Read one request, answer it, and leave nothing behind. Never returns."""
+    """Read one request, answer it, and clean up. Never returns."""
     status, worker = _FAILED, os.getppid()
     try:
         stage = SandboxedProcess(setup["wall"], setup["limits"], channel)
@@ -142,23 +142,23 @@ def _answer_one(
         elif said is not None:
             _send(channel, said)
             status = 0
-    except ConnectionError:  # nobody waits for it any more
+    except ConnectionError:  # the other end is gone
         status = _CLOSED
     except BaseException:
-        if os.getppid() == worker:  # else its folder may have gone with it
+        if os.getppid() == worker:  # otherwise its folder may be gone
             traceback.print_exc()
-    finally:  # nothing of this process may go on as if it were the worker
+    finally:  # a fork must never continue as the worker
         os._exit(status)
 
 
 def _remove_folder(wall: dict[str, Any]) -> None:
-    """Nobody else may be there to do it."""
+    """Remove the worker's folder; this process may be the last that can."""
     with suppress(OSError):
         os.rmdir(wall.get("folder", ""))
 
 
 def _limit(limits: dict[str, Any]) -> None:
-    """What a program says may cost the clerk so much; then it is the program that has spent it."""
+    """Limit the clerk: a program's output may exhaust it, which counts as the program's failure."""
     seconds = int(limits["total_seconds"]) + 5
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_CLERK_MEMORY, _CLERK_MEMORY))
@@ -183,7 +183,7 @@ def _handled(
 
 
 def _receive(channel: int) -> bytes | None:
-    """The next message, as multiprocessing's connections frame them; None when there is none."""
+    """The next message, framed as by multiprocessing's connections; None at the end."""
     head = _read(channel, 4)
     return None if head is None else _read(channel, struct.unpack("!i", head)[0])
 

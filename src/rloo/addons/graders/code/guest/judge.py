@@ -1,4 +1,4 @@
-"""Decides about a program: the process that knows what is expected, and never runs the program."""
+"""Judges a program. This process knows the expected results and never runs the program."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rloo.distributed import value_codec as codec
 
 
 def answer(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
-    """Of the request's `kind`: `run` gives `output` (of both sorts) and `status` of a program that
-    is `given` something to read, the others `passed` of `count`, or why the tests cannot tell
-    (`missing`). With `all_or_nothing`, what follows a failure is not run. The `program` is a text,
-    or one of the `blocks` of a completion (`source.choose`)."""
+    """The answer to a request by its `kind`. `run` gives the `output` (stdout and stderr) and
+    `status` of a program with `given` as its input. The other kinds give `passed` of `count`, or
+    why the tests are unusable (`missing`). With `all_or_nothing`, the first failure ends it. The
+    `program` is a text, or one of a completion's `blocks` (`program_source.choose`)."""
     kinds = {"run": _run, "inputs": _judge_inputs, "function": _judge_function, "tests": run_tests}
     return kinds[request["kind"]](request, stage)
 
@@ -30,7 +30,7 @@ def _run(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
 
 
 class _Whole:
-    """A whole program, which is built before it is first run, where `build` says how."""
+    """A stand-alone program; `build`, if given, builds it before its first run."""
 
     def __init__(self, request: dict[str, Any], stage: SandboxedProcess) -> None:
         self._request, self._stage = request, stage
@@ -38,7 +38,7 @@ class _Whole:
         self._source = program_source.choose(request)
 
     def run(self, given: str) -> tuple[bytes, int | None]:
-        """What it writes when it is given this to read, and its exit status."""
+        """Its output and exit status with this input."""
         if self._build:
             output, status = self._run(self._build, b"")
             if status != 0:
@@ -97,7 +97,7 @@ def _judge_function(request: dict[str, Any], stage: SandboxedProcess) -> dict[st
         except (
             ProgramExited,
             Exception,
-        ):  # whatever comes of what the program has sent is its failure
+        ):  # any error from reading the program's results counts as its failure
             right = False
         if right is True:
             passed += 1

@@ -1,5 +1,5 @@
-"""Linked lists and binary trees as LeetCode writes them in lists, and the classes that programs for
-it take for granted."""
+"""Linked lists and binary trees in LeetCode's list notation, and the classes that programs for
+LeetCode expect."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from rloo.addons.graders.code.guest.program_source import parse
 
-_MOST = 1_000_000  # nodes of one value: a list may lead into itself
+_MOST = 1_000_000  # most nodes of one value: a list may be cyclic
 _NODE = re.compile(r"\b(ListNode|TreeNode)\b")
 
 
 class ListNode:
-    """An item of a list."""
+    """A node of a linked list."""
 
     def __init__(self, val: Any = 0, next: Any = None) -> None:
         self.val = val
@@ -23,7 +23,7 @@ class ListNode:
 
 
 class TreeNode:
-    """A node of a tree."""
+    """A node of a binary tree."""
 
     def __init__(self, val: Any = 0, left: Any = None, right: Any = None) -> None:
         self.val = val
@@ -35,8 +35,8 @@ KINDS: dict[str, type] = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
 def signature(name: str, texts: list[str]) -> list[str] | None:
-    """The annotations of the arguments of a function or method, and of what it returns, by the
-    first of these texts that tells of nodes; None where none does."""
+    """The annotations of a function's arguments and, last, of its result. They come from the first
+    of these texts that mentions nodes; None if none does."""
     for text in texts:
         tree = parse(text) or parse(f"{text.rstrip()} pass")
         for node in ast.walk(tree) if tree is not None else ():
@@ -49,8 +49,8 @@ def signature(name: str, texts: list[str]) -> list[str] | None:
 
 
 def solve(names: dict[str, Any], function: Any, hints: list[str], given: list[Any]) -> Any:
-    """A function's result for lists that stand for nodes, as lists again. One that is to return
-    nothing has changed the first of its arguments."""
+    """The result of a function, with lists converted to nodes and back. If the function returns
+    None, the result is its first argument, which it has changed."""
     hints, wanted = hints[:-1], hints[-1]
     hints = hints + [""] * (len(given) - len(hints))
     made = [_made(names, hint, item) for hint, item in zip(hints, given, strict=False)]

@@ -1,5 +1,5 @@
-"""As much of numpy as the tests of published rows use to compare floats, for the judge: where numpy
-is no package of the reward's, a program has made no array."""
+"""The part of numpy that tests of published datasets use to compare floats, for the judge. It is
+used when numpy is not among the reward's packages; programs then cannot create arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERS = (bool, int, float)
 
 
 class _Array:
-    """A class that no value has."""
+    """Stands for numpy's array class; no value is an instance."""
 
 
 def _allclose(
@@ -26,7 +26,7 @@ def _allclose(
         return len(one) == len(other) and all(
             _allclose(x, y, rtol, atol, equal_nan) for x, y in zip(one, other, strict=True)
         )
-    if type(a) not in _NUMBERS or type(b) not in _NUMBERS:  # nothing that compares in its own way
+    if type(a) not in _NUMBERS or type(b) not in _NUMBERS:  # excludes overridden comparisons
         raise TypeError("only numbers, and lists of them, are close")
     if math.isnan(a) or math.isnan(b):
         return equal_nan and math.isnan(a) and math.isnan(b)
@@ -34,7 +34,7 @@ def _allclose(
 
 
 def module() -> types.ModuleType:
-    """The module that `import numpy` gives."""
+    """The module that tests get for `import numpy`."""
     made = types.ModuleType("numpy")
     made.__dict__.update(
         allclose=_allclose, isclose=_allclose, ndarray=_Array,

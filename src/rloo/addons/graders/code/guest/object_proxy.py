@@ -1,10 +1,10 @@
-"""The judge's end of calls into a program: its functions and objects, as tests see them.
+"""The judge's side of calls into a program: its functions and objects, as tests use them.
 
-Plain values come as copies of Python's own types, so that what compares them is never the
-program's. Of other objects there is a stand-in. Two of these are equal where the program says so,
-and what they consist of is equal here, is something, and depends on what they were made of; one
-never equals a plain value. Whatever a program sends is a value, an error of the program's, or its
-end: never an error of ours.
+Plain values arrive as copies of Python's built-in types, so the program never decides comparisons.
+Other objects get a proxy. Two proxies are equal if the program says so, their states are equal here
+and not empty, and the state depends on the constructor's arguments. A proxy never equals a plain
+value. Whatever a program sends is read as a value, as an error of the program, or as its end; it
+never causes an error of the judge.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from rloo.addons.graders.code.guest.proxy_types import FOREIGN, CoroutineProxy, 
 from rloo.distributed import value_codec as codec
 
 _MOST_ITEMS = 1_000_000
-# The module that tests are run as.
+# Name of the module that tests run as.
 TESTS = "tests"
 _INPUT = builtins.input
 
 
 class ProgramExited(BaseException):
-    """The program's process has ended, or was ended for its time or for what it has sent."""
+    """The program's process has ended, or was ended for its time or for invalid data."""
 
 
 class NotSendable(TypeError):
-    """A test gives a program what cannot be sent to it."""
+    """A test passes a value to a program that cannot be sent."""
 
 
 class RemoteProgram:
-    """A process that has defined what the program defines, and answers calls."""
+    """A process that has executed the program's definitions and answers calls."""
 
     def __init__(self, stage: SandboxedProcess, asked: dict[str, Any]) -> None:
-        """`asked` has its `source`, and what `program.begin` takes besides. Raises Gone where it
-        fails, or takes too long."""
+        """`asked` has the `source` and other options of `program.begin`. Raises ProgramExited if
+        the program fails or takes too long."""
         self._stage = stage
-        # Whether objects that extend plain values are given as such, and not as these.
+        # Whether instances of subclasses of built-in types arrive as proxies, not as plain values.
         self._objects = bool(asked.get("objects"))
         self._local: list[Callable[..., Any]] = []
         self._stands: dict[int, Proxy] = {}
-        # The numbers of what tests call by the name of a class.
+        # Numbers of the objects that tests call by a class name.
         self.classes: set[int] = set()
         self.errors: dict[str, type[Exception]] = {}
         stage.grant()
@@ -61,12 +61,12 @@ class RemoteProgram:
             self._listen()
         except BaseException as error:
             self.end()
-            if isinstance(error, Exception):  # it has raised something, in place of our code
+            if isinstance(error, Exception):  # the program raised something in our code
                 raise ProgramExited from error
             raise
 
     def end(self) -> None:
-        """End its process."""
+        """End the program's process."""
         if self._calls >= 0:
             os.close(self._calls)
             os.close(self._results)
@@ -75,18 +75,18 @@ class RemoteProgram:
 
     @property
     def ended(self) -> bool:
-        """Whether it can be called no more."""
+        """Whether the program can no longer be called."""
         return self._calls < 0
 
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
-        """Have it do something; what comes of it, or what it raises. Raises Gone."""
+        """The result of an operation in the program. Raises ProgramExited, and its exceptions."""
         if self.ended:
             raise ProgramExited
         try:
             by_name = {key: self._encoded(item) for key, item in named.items()}
             given = [self._encoded(item) for item in args]
             self._say({"do": what, "args": given, "named": by_name, **self._surroundings()})
-            # A function that returns something, and could say what it was given, is not believed.
+            # Changes to arguments count only for calls that return None (see `_listen`).
             found = self._listen(args[1:] if what == "call" else ())
         except ProgramExited:
             self.end()
@@ -96,7 +96,7 @@ class RemoteProgram:
         return found
 
     def _surroundings(self) -> dict[str, Any]:
-        """The streams that tests have put in the place of a program's own."""
+        """The streams that a test has replaced and the program must use."""
         found: dict[str, Any] = {"objects": True} if self._objects else {}
         if sys.stdout is not sys.__stdout__:
             found["heard"] = True
@@ -105,8 +105,8 @@ class RemoteProgram:
         return found
 
     def find(self, name: str) -> Any:
-        """What the program calls so. Tests call what begins with a capital a class, which may
-        decide in its own way. Raises Gone, and what looking for it raises."""
+        """The object with this name in the program. Tests treat a capitalised name as a class, so
+        its instances may override methods like `issubset`. Raises ProgramExited, lookup errors."""
         found = self.ask("name", name)
         if isinstance(found, Proxy) and name[:1].isupper():
             self.classes.add(found._number)
@@ -132,14 +132,14 @@ class RemoteProgram:
                     function = self._local[int(said["callback"])]
                     given = [self._decoded(item) for item in said["args"]]
                     named = {str(key): self._decoded(item) for key, item in said["named"].items()}
-            except Exception as wrong:  # whatever comes of reading what a program has sent
+            except Exception as wrong:  # any error from reading the program's message
                 raise ProgramExited from wrong
             if error is not None:
                 raise error
             self._say(self._answered(function, given, named))
 
     def _answered(self, function: Callable[..., Any], given: list[Any], named: Any) -> Any:
-        """What a function of the tests says to the program that has called it."""
+        """The reply to a program that has called a function of the tests."""
         try:
             return {"value": self._encoded(function(*given, **named))}
         except Exception as error:
@@ -150,13 +150,13 @@ class RemoteProgram:
         kind = self.error_class(kinds)
         try:
             return kind(text)
-        except TypeError:  # UnicodeDecodeError and the like take more
+        except TypeError:  # UnicodeDecodeError and others need more arguments
             base = ValueError if issubclass(kind, ValueError) else Exception
             return base(f"{kinds[:1]}: {text}")
 
     def error_class(self, kinds: list[str]) -> type[Exception]:
-        """Python's own class of the first of these names that has one; of the program's names, a
-        class here that extends it. Raises ValueError for what is no name."""
+        """The built-in exception class of the first name that has one. Names before it become
+        subclasses of it here. Raises ValueError for an invalid name."""
         own: list[str] = []
         base: type[Exception] = Exception
         for name in kinds:
@@ -233,8 +233,8 @@ class RemoteProgram:
         raise NotSendable(f"a {type(value).__name__} cannot be given to a program")
 
     def _graph(self, first: Any) -> list[Any]:
-        """An object of a class of the tests with those that it leads to, each with the name of its
-        class and its attributes, where `{"node": n}` is the n-th of them: a list may be long."""
+        """The graph of objects of test classes that starts at `first`: for each its class name and
+        attributes, where `{"node": n}` is the n-th object. It is flat, since lists may be long."""
         nodes, places, found = [first], {id(first): 0}, []
         for node in nodes:
             attributes = {}
@@ -251,7 +251,7 @@ class RemoteProgram:
 
 
 def _change(item: Any, into: Any) -> None:
-    """Let a function of the program have changed what it was given."""
+    """Apply a program's change of an argument to the test's object."""
     if type(item) in codec.CHANGING and type(into) is type(item) and item != into:
         item.clear()
         (item.extend if isinstance(item, (list, deque)) else item.update)(into)

@@ -1,6 +1,6 @@
-"""The program's end of the calls that tests make: its objects, by number.
+"""The program's side of the calls that tests make: its objects, by number.
 
-It runs in the program's process, so whatever it says is what the program says.
+It runs in the program's process, so its messages are as untrusted as the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from rloo.addons.graders.code.guest import leetcode_nodes
 from rloo.distributed import value_codec as codec
 
-# What tests may have done with objects, beside what `operator` does.
+# Operations on objects that tests may request, besides those of `operator`.
 _DOES: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **named: function(*args, **named),
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "iter": iter,
@@ -44,7 +44,7 @@ def _loop() -> Any:
 
 
 def _awaited(thing: Any) -> Any:
-    """Its result: all that a program awaits shares one loop."""
+    """The result of an awaitable; all of a program's awaitables share one event loop."""
 
     async def wait() -> Any:
         return await thing
@@ -57,7 +57,7 @@ _ADDED = (FunctionType, property, staticmethod, classmethod)
 
 
 def _extends(thing: Any) -> bool:
-    """Whether its class is the program's, extends a built-in one, and can do more than that."""
+    """Whether a thing's class is the program's, extends a built-in type, and adds members."""
     kind = type(thing)
     return isinstance(thing, _BUILT_IN) and any(
         hasattr(known, "__members__")
@@ -68,8 +68,8 @@ def _extends(thing: Any) -> bool:
 
 
 def _state(thing: Any) -> dict[str, Any]:
-    """The attributes of an object, by name, in slots too, and the value of one that extends a
-    built-in class."""
+    """The attributes of an object by name, slots included; "" is the value of an instance of a
+    built-in type's subclass."""
     found = dict(getattr(thing, "__dict__", {}))
     for known in _BUILT_IN:
         if isinstance(thing, known):
@@ -83,7 +83,7 @@ def _state(thing: Any) -> dict[str, Any]:
 
 
 class ObjectServer:
-    """Defines what a program defines in `names`, and does what it is asked to do with it."""
+    """Executes a program in `names` and performs operations on its objects."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names
@@ -91,7 +91,7 @@ class ObjectServer:
         self._numbers: dict[int, int] = {}
 
     def serve(self, source: str, setup: str, files: tuple[int, int]) -> None:
-        """Run `setup` and the program's text, then answer calls until there are no more."""
+        """Run `setup` and the program, then answer calls until the channel closes."""
         self._calls, self._results = files
         exec(compile(setup, "setup.py", "exec"), self._names)
         exec(compile(source, "main.py", "exec"), self._names)
@@ -99,7 +99,7 @@ class ObjectServer:
         self._until_told()
 
     def _until_told(self) -> Any:
-        """Do what is asked for, until a value comes: what a function of the tests has returned."""
+        """Perform requested operations until a value arrives: the result of a callback."""
         while (message := self._receive()) is not None:
             if "error" in message:
                 raise self._error(*message["error"])
@@ -131,7 +131,7 @@ class ObjectServer:
         found = (_DOES.get(what) or getattr(operator, what))(*given, **named)
         whole = message.get("objects") and what != "plain" and _extends(found)
         said = {"value": self._hold(found) if whole else self._encoded(found)}
-        if what == "call" and found is None:  # it may have changed what it was given
+        if what == "call" and found is None:  # the function may have changed its arguments
             said["args"] = [
                 self._encoded(item) if isinstance(item, codec.CHANGING) else None
                 for item in given[1:]
@@ -139,8 +139,8 @@ class ObjectServer:
         return said
 
     def _find(self, name: str) -> Any:
-        """What a name stands for; `Class.method` and `Class().method` are the method of a new
-        object, and what the program itself does not define may be a method of its `Solution`."""
+        """The object with this name. `Class.method` and `Class().method` are the method of a new
+        instance; an undefined name may be a method of the program's `Solution`."""
         first, _, rest = name.replace("()", "").partition(".")
         if first not in self._names and not rest and "Solution" in self._names:
             first, rest = "Solution", first
@@ -150,8 +150,8 @@ class ObjectServer:
         return found
 
     def _error(self, kinds: list[str], text: str) -> Exception:
-        """What a function of the tests has raised: the program's own class of one of these names,
-        or else Python's."""
+        """The exception for an error in a callback: of the program's class with one of these names,
+        or of Python's."""
         for name in kinds:
             known = self._names.get(name, getattr(builtins, name, None))
             if isinstance(known, type) and issubclass(known, Exception):
@@ -196,8 +196,8 @@ class ObjectServer:
         return back
 
     def _made(self, nodes: list[Any]) -> Any:
-        """The first of objects that the tests have made, of the program's classes of these names
-        (or ones without methods)."""
+        """The first of the objects that the tests have created. Their classes are the program's
+        with these names, or new ones without methods."""
         kinds = [self._names.get(name) for name, _ in nodes]
         made: list[Any] = [
             object.__new__(kind if isinstance(kind, type) else type(name, (), {}))

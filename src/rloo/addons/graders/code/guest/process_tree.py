@@ -1,5 +1,5 @@
-"""Where a program runs: namespaces or a folder of its own, limits, deadlines, and the end of all
-its processes. One stage serves one program, which may be started on it several times."""
+"""The sandbox of one program: its namespaces or folder, limits, deadlines, and the end of all its
+processes. The program may be started in it several times."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from typing import Any, NoReturn
 
 from rloo.addons.graders.code.guest import program, resource_limits, syscalls
 
-_PATIENCE = 10.0  # for our own processes
+_PATIENCE = 10.0  # seconds for our processes
 _CHUNK = 1 << 16
 
 
 class SandboxFailed(BaseException):
-    """The sandbox itself failed, which says nothing about the program."""
+    """The sandbox itself failed; the program is not to blame."""
 
 
 class ProgramTimeOver(BaseException):
-    """The program's time is over, or a limit that all its processes share: it is not started
-    again."""
+    """The program's total time is over, or it exceeded a limit on all its processes. It is not
+    started again."""
 
 
 def kill_all(outsider: int) -> None:
-    """Kill every process that descends from this one, which has restricted its signals. Linux does
-    it in one step, so that no fork escapes. Raises SandboxFailed where a process outside could be
-    signalled: then nothing is."""
+    """Kill every descendant of this process, which has restricted its signals. Linux does it in one
+    step, so no fork escapes. Raises SandboxFailed, before any kill, if a process outside could be
+    signalled."""
     refused = False
     for pid in {outsider, os.getppid(), 1}:
         try:
@@ -54,7 +54,7 @@ def kill_all(outsider: int) -> None:
 
 
 class SandboxedProcess:
-    """Starts a program, talks to it, and ends it."""
+    """Starts a program, exchanges data with it, and ends it."""
 
     def __init__(self, wall: dict[str, Any], limits: dict[str, Any], channel: int) -> None:
         self._wall, self.limits, self._worker = wall, limits, os.getppid()
@@ -65,7 +65,7 @@ class SandboxedProcess:
         self._clock = resource_limits.ProgramClock(limits)
         if self._isolated:
             self._folder = program.PRIVATE
-            syscalls.unshare(syscalls.NEW_PROCESSES)  # of the next child
+            syscalls.unshare(syscalls.NEW_PROCESSES)  # applies to the next child
         else:
             syscalls.restrict_signals(wall["folder"])
             syscalls.take_orphans()
@@ -85,8 +85,8 @@ class SandboxedProcess:
         self._control.settimeout(_PATIENCE)
 
     def start(self, request: dict[str, Any], files: list[int]) -> None:
-        """Have a process begin `request` (see `program.begin`) with these files as its own, which
-        are closed here. Raises Ended where it may not run any more."""
+        """Start a process for `request` (see `program.begin`) with these files, which are closed
+        here. Raises ProgramTimeOver if the program may not run any more."""
         try:
             if self._over is not None:
                 raise ProgramTimeOver(self._over)
@@ -102,8 +102,8 @@ class SandboxedProcess:
                 os.close(file)
 
     def finish(self) -> int | None:
-        """End what was started, if it has not ended by itself; its exit status, minus a signal's
-        number, None where it had to be ended."""
+        """End the started process if it still runs. Returns its exit status (minus a signal's
+        number), or None if it had to be killed."""
         if self._running is None or self._over is not None:
             return None
         killed = not select.select([self._control], [], [], 0)[0]
@@ -117,22 +117,21 @@ class SandboxedProcess:
         return None if killed else os.waitstatus_to_exitcode(status)
 
     def grant(self) -> None:
-        """Give it the time of one run or case from now on."""
+        """Grant the time of one run or case, from now on."""
         self._clock.grant()
 
     def wait_ended(self) -> None:
-        """Wait until what was started has ended by itself, or its time is over."""
+        """Wait until the started process has ended, or its time is over."""
         self.wait({self._control.fileno(): select.POLLIN})
 
     def wait(self, files: dict[int, int]) -> list[int]:
-        """Those of the files (with poll's events) that are ready; none where the time that was
-        granted is over. Raises Ended where a limit that all processes share was exceeded, or the
-        whole time is over."""
+        """The files (with poll's events) that are ready; none if the granted time is over. Raises
+        ProgramTimeOver if a limit on all processes was exceeded, or the total time is over."""
         poll = select.poll()
         for file, events in files.items():
             poll.register(file, events)
         while True:
-            if self._clock.due:  # however much there is to read
+            if self._clock.due:  # even while data keeps coming
                 self._watch()
             if self._clock.is_over:
                 return []
@@ -143,8 +142,8 @@ class SandboxedProcess:
                 return [file for file, _ in ready]
 
     def run(self, request: dict[str, Any], given: bytes) -> tuple[bytes, int | None]:
-        """Start a process, give it `given` to read, and return what it has written until its end,
-        with its exit status (None: it was ended by us, for its time or its output)."""
+        """Run a process with `given` as its input. Returns its output, and its exit status (None if
+        it was killed for its time or output)."""
         read, stdin = os.pipe()
         stdout, write = os.pipe()
         self.grant()
@@ -188,11 +187,11 @@ class SandboxedProcess:
         return b"".join(parts)[: self.limits["output"]], status
 
     def close(self) -> None:
-        """End every process of the program, and remove what it has left."""
+        """End every process of the program and remove its files."""
         self._control.close()
         if self._isolated:
             with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)  # the first of its namespace: all end with it
+                os.kill(self._pid, signal.SIGKILL)  # the init of its namespace: all end with it
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
         else:
@@ -219,7 +218,7 @@ class SandboxedProcess:
         raise ProgramTimeOver(why)
 
     def _watch(self) -> None:
-        """End the program where its processes together have too much."""
+        """End the program if its processes together exceed a limit."""
         if os.getppid() != self._worker:
             raise SandboxFailed("the worker has ended")
         family = resource_limits.family(os.getpid(), self._pid)
@@ -234,7 +233,7 @@ class SandboxedProcess:
 
 
 def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
-    """The stage's own process, the parent of the program's: start one, and tell of its end."""
+    """The stage process, the parent of the program: starts it and reports its end."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace ignores it
@@ -243,7 +242,7 @@ def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
             program.enter_own_files(here["limits"])
         while True:
             kind, files, *_ = socket.recv_fds(control, 1, 4)
-            if kind == b"k":  # it had ended by itself
+            if kind == b"k":  # the program had ended by itself
                 continue
             if not kind:
                 break
@@ -266,7 +265,7 @@ def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-    except ConnectionError:  # nobody waits for it any more
+    except ConnectionError:  # the clerk is gone
         pass
     except BaseException as error:
         print(f"the stage has failed: {error!r}", file=sys.__stderr__, flush=True)
@@ -284,13 +283,13 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 
 
 def empty(folder: str) -> None:
-    """Remove what is in a folder. Raises SandboxFailed."""
+    """Remove the contents of a folder. Raises SandboxFailed."""
     for entry in list(os.scandir(folder)):
         _remove(entry.path)
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder whatever is in it, once nobody changes it any more. Raises SandboxFailed."""
+    """Remove a folder of any depth; no process may change it any more. Raises SandboxFailed."""
     beside, waiting, count = f"{folder}-", [folder], 0
     try:
         while waiting:
@@ -302,7 +301,7 @@ def _remove(folder: str) -> None:
                         os.unlink(entry.path)
                         continue
                     os.chmod(entry.path, 0o700)
-                    # However deep they are, no path becomes long.
+                    # Moving subfolders up keeps every path short.
                     waiting.append(f"{beside}{(count := count + 1)}")
                     os.rename(entry.path, waiting[-1])
             os.rmdir(place)

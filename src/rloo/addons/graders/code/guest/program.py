@@ -1,6 +1,6 @@
-"""The process of a program: limits, the filter of calls, and then what the model wrote.
+"""The process of a program: sets limits and the seccomp filter, then runs the model's code.
 
-From `begin` on nothing here is trusted by the others. It was told no expected value.
+After `begin`, no other process trusts this one. It does not know any expected result.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rloo.addons.graders.code.guest.object_server import ObjectServer
 from rloo.addons.graders.code.guest.program_source import implied
 
 PRIVATE = "/tmp"  # in the program's own mounts
-_CALLS, _RESULTS = 250, 251  # far from the numbers that a program opens
+_CALLS, _RESULTS = 250, 251  # above the file numbers that a program opens
 _OPEN = open
 _SHARED_MEMORY = 1 << 24
 _OPEN_FILES = 256
-_SIGNALS = 1024  # that wait, and timers
+_SIGNALS = 1024  # pending signals and timers
 
 
 def enter_own_files(limits: dict[str, Any]) -> None:
-    """New mounts for this process: empty folders in memory, no /proc."""
+    """Give this process new mounts: empty tmpfs folders, and no /proc."""
     syscalls.unshare(syscalls.NEW_MOUNTS)
     syscalls.mount_memory("/proc", size=4096, files=2, read_only=True)
     syscalls.mount_memory("/dev/shm", size=_SHARED_MEMORY, files=limits["files"])
@@ -39,10 +39,10 @@ def enter_own_files(limits: dict[str, Any]) -> None:
 
 
 def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> NoReturn:
-    """Become the program `request`: its `mode` is `run` (a whole program, whose standard input and
-    output are `files`), `serve` (what it defines is called over `files`), or `execute` (the
-    command `arguments`). Its `source` is the text, which `setup` goes before where it serves; with
-    `implied` it may use what it has not imported."""
+    """Run the program of `request`. `mode` is `run` (a stand-alone program; `files` are its stdin
+    and stdout), `serve` (its definitions are called over `files`), or `execute` (the command
+    `arguments`). `source` is the text; `serve` runs `setup` before it. With `implied` the program
+    may use names that it has not imported."""
     status = 1
     try:
         mode = request["mode"]
@@ -67,8 +67,7 @@ def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> No
 
 
 def _take(files: list[int], serving: bool, errors: bool) -> None:
-    """Have no files but those that are given; what is said of errors goes where output goes, or
-    nowhere."""
+    """Keep no files but the given ones. Stderr goes to stdout with `errors`, and else nowhere."""
     silence = os.open(os.devnull, os.O_RDWR)
     if serving:
         files = [silence, silence, *files]
@@ -80,7 +79,7 @@ def _take(files: list[int], serving: bool, errors: bool) -> None:
 
 
 def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
-    """Give up all that a program does not need, for good."""
+    """Drop all privileges that a program does not need, for good."""
     wall, limits = here["wall"], here["limits"]
     by_path = wall["kind"] == "landlock"
     os.setsid()
@@ -89,10 +88,10 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # However many processes and sessions it makes, they share one processor.
+    # All its processes and sessions share one processor.
     os.sched_setaffinity(0, {wall["processor"]})
     seconds = limits["total_seconds"] if request["mode"] == "serve" else limits["seconds"]
-    # V8 and others reserve far more addresses than they use.
+    # V8 and others reserve far more address space than they use.
     memory = resource.RLIMIT_DATA if request["mode"] == "execute" else resource.RLIMIT_AS
     for what, limit in (
         (resource.RLIMIT_CORE, 0),
@@ -113,13 +112,13 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
 
 
 def _opened(file: Any, *given: Any, **named: Any) -> Any:
-    """`open`, where no /proc is that /dev/stdin could lead to."""
+    """`open`, with /dev/stdin working without /proc."""
     is_input = isinstance(file, str) and file == "/dev/stdin"
     return _OPEN(0 if is_input else file, *given, **named)
 
 
 def _python(request: dict[str, Any], serving: bool) -> int:
-    """Run Python's text as an interpreter would; its exit status."""
+    """Run Python text as an interpreter would, and return its exit status."""
     source = request["source"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "rloo"]:
         del sys.modules[name]

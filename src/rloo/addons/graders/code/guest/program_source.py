@@ -1,5 +1,5 @@
-"""A program's text, as Python itself reads it: what it defines, what it uses, and which of the
-blocks of a completion it is. Nothing is run here."""
+"""Parses a program's text with Python's own parser: what it defines, what it uses, and which of a
+completion's blocks it is. Nothing is run here."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any
 _IS_PYTHON = re.compile(r"[ci]?py(thon)?[\d.]*")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BINDING = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
-# Characters that nobody sees, and spaces that look like another.
+# Invisible characters, and spaces that look like a plain one.
 UNSEEN = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff")) | {0xA0: " ", 0x202F: " "}
-# A line that a program in a text without fences may begin with.
+# Line beginnings of a program in a text without fences.
 _BEGINS = re.compile(
     r"(import|from|def|class|async|for|while|if|try|with|print)\b|@\w"
     r"|[\w*,. ]+?(: *[\w\[\], .]+)? *= *\S"
 )
 _MOST_TRIALS, _LONGEST_BEGIN = 200, 200
-# What LeetCode and the graders of contests have imported before a program begins, in the order in
-# which a name is looked for.
+# Modules whose names LeetCode and contest graders provide without an import, in the order of the
+# search for a name.
 _BEFORE = [
     "typing", "collections", "heapq", "bisect", "itertools", "functools", "math", "string",
     "operator", "copy", "random", "datetime", "decimal", "fractions", "statistics", "re", "json",
     "sys", "io", "os", "time", "array", "queue", "threading",
 ]  # fmt: skip
-# These give so many names that programs use in another meaning that the modules alone are known.
+# Only the module itself is provided: names in these modules are common with other meanings.
 _AS_MODULES = {"re", "json", "sys", "io", "os", "time", "array", "queue", "threading"}
 
 
 def parse(text: str) -> ast.Module | None:
-    """The tree of a text; None where it is no Python."""
+    """The syntax tree of a text; None if it is not Python."""
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
@@ -43,9 +43,9 @@ def parse(text: str) -> ast.Module | None:
 
 
 def definitions(tree: ast.Module) -> dict[str, str | None]:
-    """The names that a module binds, wherever that is in it but in a function or class. A name that
-    is bound by imports of one thing alone has that (`math`, `math:gcd`), every other one None. All
-    names of a module are `*math`."""
+    """The names that a module binds outside functions and classes. The value is the import (`math`,
+    `math:gcd`) if the name always comes from the same import, and else None. `from math import *`
+    gives the name `*math`."""
     found: dict[str, str | None] = {}
 
     def bind(name: str, origin: str | None = None) -> None:
@@ -68,7 +68,7 @@ def definitions(tree: ast.Module) -> dict[str, str | None]:
             if not isinstance(node.ctx, ast.Load):
                 bind(node.id)
         elif not isinstance(node, ast.Lambda):
-            for name in ("name", "rest"):  # of an exception, and in a pattern
+            for name in ("name", "rest"):  # of exceptions and patterns
                 if isinstance(named := getattr(node, name, None), str):
                     bind(named)
             waiting += ast.iter_child_nodes(node)
@@ -80,7 +80,7 @@ def definitions(tree: ast.Module) -> dict[str, str | None]:
 
 
 def imports(tree: ast.Module, name: str) -> list[str]:
-    """What imports of a module bind a name to, whatever else it is bound to."""
+    """The imports that bind a name, even if the module also binds it in other ways."""
     return [
         f"{node.module}:{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
         for node in ast.walk(tree)
@@ -91,7 +91,7 @@ def imports(tree: ast.Module, name: str) -> list[str]:
 
 
 def uses(tree: ast.AST) -> set[str]:
-    """The names that are read somewhere in a text and bound nowhere in it, but built-in ones."""
+    """The names that a text reads and nowhere binds, without built-in ones."""
     read, bound = set[str](), set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -119,8 +119,8 @@ def methods(tree: ast.Module) -> set[str]:
 
 
 def implied(source: str, *, always: bool) -> dict[str, Any]:
-    """What a program uses as if it had imported it, which LeetCode allows: with `always`, or to a
-    program that has a class Solution."""
+    """The names that a program uses without an import, as LeetCode allows: with `always`, or if it
+    has a class Solution."""
     tree = parse(source)
     if tree is None or not (always or "Solution" in definitions(tree)):
         return {}
@@ -141,8 +141,8 @@ def implied(source: str, *, always: bool) -> dict[str, Any]:
 
 
 def choose(request: dict[str, Any], wanted: Iterable[str] = ()) -> str:
-    """The text of the `program` of a request, or else the one among its `blocks`. One that goes on
-    where `prompt` ends, which is Python, has that before it."""
+    """The program text of a request: its `program`, or one of its `blocks`. A text that continues
+    the Python of `prompt` gets that text before it."""
     if "command" in request:
         blocks = request.get("blocks") or [("", request.get("program", ""))]
         return str(blocks[-1][1])
@@ -152,7 +152,7 @@ def choose(request: dict[str, Any], wanted: Iterable[str] = ()) -> str:
     for whole in _continued(request.get("prompt", ""), text):
         tree = parse(whole)
         if tree is not None and names & (definitions(tree).keys() | methods(tree)):
-            with suppress(SyntaxError, ValueError):  # a `return` outside its function
+            with suppress(SyntaxError, ValueError):  # a `return` outside a function
                 compile(tree, "main.py", "exec")
                 return whole
     text = _readable(text)
@@ -160,8 +160,8 @@ def choose(request: dict[str, Any], wanted: Iterable[str] = ()) -> str:
 
 
 def _continued(prompt: str, text: str) -> list[str]:
-    """A text as it is, and as what a prompt goes on with: also if it was stripped, or is no more
-    than the function's body."""
+    """The text alone and as continuations of a prompt: as it is, with its indentation stripped, or
+    as the function's body."""
     if not prompt:
         return []
     begun, body = prompt.rstrip(), text.strip("\n")
@@ -171,8 +171,7 @@ def _continued(prompt: str, text: str) -> list[str]:
 
 
 def _readable(text: str) -> str:
-    """A text that is Python, without what can be seen by no one and the white space that is before
-    every line of it."""
+    """The text, without invisible characters and common indentation if only then it is Python."""
     for known in (text, text.translate(UNSEEN), textwrap.dedent(text.translate(UNSEEN))):
         if parse(known) is not None:
             return known
@@ -180,8 +179,8 @@ def _readable(text: str) -> str:
 
 
 def _within(text: str) -> str:
-    """The longest run of lines of a text that is Python and begins as programs do; the text where
-    none is."""
+    """The longest run of lines that is Python and begins like a program; the text if there is
+    none."""
     lines, longest, trials = text.split("\n"), "", 0
     begins = [at for at, line in enumerate(lines) if _BEGINS.match(line[:_LONGEST_BEGIN])]
     last = -1
@@ -199,7 +198,7 @@ def _within(text: str) -> str:
 
 
 def _wrong_line(text: str) -> int | None:
-    """The number of the line with which a text is no Python any more; None where it is."""
+    """The number of the first line with a syntax error; None if the text is Python."""
     try:
         ast.parse(text)
     except SyntaxError as error:
@@ -210,9 +209,9 @@ def _wrong_line(text: str) -> int | None:
 
 
 def _choose(blocks: Iterable[Sequence[str]], wanted: Iterable[str]) -> str:
-    """The program among blocks (pairs of a language and a text): the last one of Python, else of no
-    language, that defines a name that is `wanted`; or else (where none is) that reads its input and
-    does something, by itself or with what it uses of others. This is put before it."""
+    """The program among blocks of (language, text). It is the last block of Python (else of no
+    language) that defines a `wanted` name. Without wanted names it is the last one that reads input
+    and acts, alone or with the definitions of other blocks. Those definitions are put before it."""
     blocks = [(language, _readable(text)) for language, text in blocks]
     texts = [text for language, text in blocks if _IS_PYTHON.fullmatch(language)]
     if not texts:
@@ -244,7 +243,7 @@ def _choose(blocks: Iterable[Sequence[str]], wanted: Iterable[str]) -> str:
 
 
 def _does_something(text: str) -> bool:
-    """Whether a block may be a program, and not what one prints."""
+    """Whether a block may be a program rather than printed output."""
     tree = parse(text)
     return tree is not None and not all(
         isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call) for node in tree.body
@@ -252,7 +251,7 @@ def _does_something(text: str) -> bool:
 
 
 def _acts(tree: ast.Module) -> bool:
-    """Whether it does more than to define something."""
+    """Whether a module does more than define names."""
     return not all(
         isinstance(node, (*_BINDING, ast.AnnAssign))
         or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
@@ -277,8 +276,8 @@ def _reads(tree: ast.Module) -> bool:
 
 
 def _completed(text: str, tree: ast.Module | None, others: list[ast.Module]) -> str:
-    """A text with the definitions of other ones that it uses, and those that these use; of two of a
-    name, the last before it."""
+    """A text preceded by the definitions of other blocks that it needs, directly or indirectly. The
+    nearest earlier definition of a name counts."""
     if tree is None or not others or "__future__" in text:
         return text
     known: dict[str, ast.stmt] = {}

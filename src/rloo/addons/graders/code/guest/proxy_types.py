@@ -1,5 +1,5 @@
-"""Stand-ins of the judge's for objects of a program: what tests do with one is asked of the
-program, as far as that does not decide about a value of the tests."""
+"""The judge's proxies for objects of a program. Operations of tests are forwarded to the program,
+except where the program would decide about a value of the tests."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Methods of built-in types that say yes or no: an object that a test takes for one of these may not
-# have them in its own way.
+# Methods of built-in types that return yes or no. An object that a test takes for a built-in value
+# may not override them.
 _DECIDING = {
     name
     for kind in (str, bytes, list, tuple, dict, set, frozenset, int, float)
     for name in dir(kind)
     if name.startswith("is") or name in ("startswith", "endswith")
 }
-# Attributes of a function that tests ask for.
+# Dunder attributes of a function that tests may read.
 _TOLD = ("__name__", "__qualname__", "__annotations__")
 # Stands for an object that no program knows.
 FOREIGN = object()
 
 
 class Proxy:
-    """An object of the program."""
+    """A proxy for an object of the program."""
 
     def __init__(self, program: Any, number: int, name: str) -> None:
         self.__dict__.update(_program=program, _number=number, _name=name, _knows=False)
@@ -42,7 +42,7 @@ class Proxy:
         self._program.ask("setattr", self, name, value)
 
     def _is_known(self) -> bool:
-        """Whether it is a class that tests name, or they have made it of one."""
+        """Whether this is a class that tests name, or tests made it by calling one."""
         maker = self.__dict__.get("_made", (self,))[0]
         return isinstance(maker, Proxy) and maker._number in self._program.classes
 
@@ -57,7 +57,7 @@ class Proxy:
         return bool(state) and bool(state == other._state()) and self._varies() and other._varies()
 
     def _says(self, what: str, other: Any) -> bool:
-        """Whether the program says so; it does not where it raises an error."""
+        """Whether the program returns True; an exception counts as False."""
         try:
             return self._program.ask(what, self, other) is True
         except Exception:
@@ -66,12 +66,12 @@ class Proxy:
     def _state(self) -> Any:
         try:
             return self._program.ask("state", self)
-        except Exception:  # it has none
+        except Exception:  # it has no state
             return None
 
     def _varies(self) -> bool:
-        """Whether what it was made of is part of it: a class that forgets what it is given makes
-        things that are all equal."""
+        """Whether the state depends on the constructor's arguments. All instances of a class that
+        ignores its arguments are equal."""
         maker, args, named = self.__dict__.get("_made", (None, (), {}))
         if maker is None or named or not maker._name.endswith(("type", "Meta")):
             return True
@@ -127,13 +127,13 @@ class Proxy:
 
 
 class CoroutineProxy(Proxy):
-    """A coroutine of the program, which runs it to its end when it is begun."""
+    """A coroutine of the program; the program runs it to its end at the first step."""
 
     def send(self, _: Any = None) -> Any:
         """See `collections.abc.Coroutine`."""
         raise StopIteration(self._program.ask("await", self))
 
-    __next__ = send  # by which an event loop steps what has one
+    __next__ = send  # event loops step with it
 
     def throw(self, error: Any, *_: Any) -> Any:
         """See `collections.abc.Coroutine`."""
@@ -153,13 +153,13 @@ def _other_than(value: Any) -> Any:
 def _made_state(maker: Proxy, args: tuple[Any, ...]) -> Any:
     try:
         made = maker(*args)
-    except Exception:  # it looks at what it is given
+    except Exception:  # it checks its arguments
         return None
     return made._state() if isinstance(made, Proxy) else made
 
 
 class _Items:
-    """An iterator of the program."""
+    """A proxy for an iterator of the program."""
 
     def __init__(self, iterator: Proxy) -> None:
         self._iterator = iterator
@@ -188,7 +188,7 @@ def _binary(what: str, *, turned: bool = False) -> Callable[..., Any]:
         said = self._program.ask(what, *((other, self) if turned else (self, other)))
         if isinstance(other, Proxy):
             return said
-        # `abs(f(x) - 3) < 0.1`: a program that is given the 3 could make anything close to it.
+        # `abs(f(x) - 3) < 0.1`: a program that receives the 3 could return anything close to it.
         if not isinstance(said, Proxy):
             raise TypeError("an operator of the program decides about a value of the tests")
         said.__dict__["_knows"] = True
@@ -214,7 +214,7 @@ def _contains(self: Proxy, item: Any) -> bool:
     return any(item is other or item == other for other in items)
 
 
-setattr(Proxy, "__contains__", _contains)  # noqa: B010  # as all others below
+setattr(Proxy, "__contains__", _contains)  # noqa: B010  # like all others below
 for _what in ("lt", "le", "gt", "ge"):
     setattr(Proxy, f"__{_what}__", _order(_what))
 for _what in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and_", "or_",
@@ -230,8 +230,8 @@ setattr(Proxy, "__doc__", property(lambda self: self._program.ask("getattr", sel
 
 
 class ExtendedProxy(Proxy):
-    """An object of a class that extends a built-in one. To a value of the tests it is the plain
-    value that it extends, which is compared here."""
+    """An instance of a subclass of a built-in type. In operations with values of the tests it is
+    its plain value, and the judge computes the result."""
 
     def _plain(self) -> Any:
         found = self._program.ask("plain", self)

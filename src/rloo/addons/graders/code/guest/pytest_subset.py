@@ -1,4 +1,4 @@
-"""As much of pytest as tests of functions use, for the judge: behind the wall is none."""
+"""The part of pytest that tests of functions use, for the judge: the sandbox has no pytest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class _Approx:
-    """A number, or a list or dictionary of numbers, that is met nearly."""
+    """A number, or a list or dictionary of numbers, that is compared approximately."""
 
     def __init__(self, wanted: Any, rel: float | None, abs_: float | None, nan_ok: bool) -> None:
         self._wanted, self._rel, self._abs, self._nan_ok = wanted, rel, abs_, nan_ok
@@ -54,7 +54,7 @@ class _Approx:
 
 
 class TestSkipped(Exception):
-    """A test skips itself."""
+    """Raised by a test that skips itself."""
 
 
 @contextmanager
@@ -104,7 +104,7 @@ class _Marks:
         if name == "parametrize":
             return _parametrize
 
-        def mark(*given: Any, **_: Any) -> Any:  # with arguments, or without
+        def mark(*given: Any, **_: Any) -> Any:  # used with or without arguments
             return given[0] if len(given) == 1 and callable(given[0]) else lambda function: function
 
         return mark
@@ -127,7 +127,7 @@ def _fail(reason: str = "", *_: Any, **__: Any) -> None:
 
 
 def module() -> types.ModuleType:
-    """What `import pytest` gives."""
+    """The module that tests get for `import pytest`."""
     made = types.ModuleType("pytest")
     made.__dict__.update(
         raises=_raises_or_calls, mark=_Marks(), fixture=_fixture, param=_Param, fail=_fail,
@@ -138,13 +138,13 @@ def module() -> types.ModuleType:
 
 
 class _Captured:
-    """The text that is written from now on."""
+    """Captures the text written to stdout."""
 
     def __init__(self) -> None:
         sys.stdout = io.StringIO()
 
     def readouterr(self) -> Any:
-        """The text that was written since it was last asked."""
+        """The text written since the last call."""
         said, sys.stdout = sys.stdout, io.StringIO()
         return _Said(said.getvalue() if isinstance(said, io.StringIO) else "", "")
 
@@ -159,13 +159,13 @@ def _capsys() -> Any:
 
 
 class _Patches:
-    """Attributes that have another value in a test."""
+    """Attribute values replaced during a test."""
 
     def __init__(self) -> None:
         self.undo: list[tuple[Any, str, Any]] = []
 
     def setattr(self, target: Any, name: Any, *value: Any, raising: bool = True) -> None:
-        """As pytest's: `target` may be the path of the attribute."""
+        """As in pytest: `target` may be the path of the attribute."""
         if not value:
             path, _, last = target.rpartition(".")
             target, name, value = importlib.import_module(path), last, (name,)
@@ -184,7 +184,7 @@ FIXTURES = {"capsys": _capsys, "monkeypatch": _monkeypatch}
 
 
 def call(function: Callable[..., Any], names: dict[str, Any]) -> None:
-    """Call a test function with each of its sets of values, and with its fixtures."""
+    """Call a test function with each parameter set and its fixtures."""
     sets = getattr(function, "sets_", [])
     for chosen in itertools.product(*sets):
         given = {name: value for some in chosen for name, value in some.items()}

@@ -1,5 +1,5 @@
-"""What the processes of a program have together, of which Linux limits no sum: memory, files, time.
-Looked at now and then, so that more may be there for a moment."""
+"""Limits on all processes of a program together: memory, files, time. Linux has no such limits, so
+they are polled, and a program may exceed them for a moment."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-_WRITTEN = 4  # times the bytes that its files may have at once
-# How often programs are looked at, in seconds.
+_WRITTEN = 4  # most bytes written, as a multiple of the allowed bytes in files
+# Seconds between two polls.
 TICK = 0.05
-# Time by the clock is that many times what a program may take, and so many seconds more: others may
-# have the processors.
+# The wall-clock limit is _PATIENCE times the time limit plus _MORE seconds, since other programs
+# may use the processors.
 _PATIENCE, _MORE = 4, 10.0
-# Bytes that an open file, a pipe and an area of addresses may hold in the kernel.
+# Most bytes that an open file, a pipe and a memory area take in the kernel.
 _FILE, _PIPE, _AREA = 1 << 14, 1 << 16, 1 << 10
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def wall_seconds(seconds: float) -> float:
-    """How long a program may take by the clock that may take so much time."""
+    """The wall-clock limit for a program with this time limit, in seconds."""
     return _PATIENCE * seconds + _MORE
 
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """What Linux tells of one: the state of it or of a thread that goes on without it, seconds of a
-    processor (its own, and of children that it has waited for), bytes that are resident,
-    bytes of tables of pages and of swapped and huge ones, and how often it has gone to sleep."""
+    """A process's values in /proc: its state (or that of a thread that outlives the first), CPU
+    seconds of its own and of children waited for, resident bytes, bytes of page tables, swap and
+    huge pages, and the number of voluntary context switches."""
 
-    place: str  # in /proc
+    place: str  # its folder in /proc
     begun: int
     state: str
     own: float
@@ -44,13 +44,13 @@ class ProcessUsage:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Which process it is, also where numbers are used again."""
+        """Identifies the process even if its number is reused."""
         return self.place.split("/")[2], self.begun
 
 
 class ProgramClock:
-    """The time that a program has had: that of processors, of all its processes, and that in which
-    none of them wants a processor. So it costs it nothing where others have these."""
+    """The time that a program has used: CPU time of all its processes, and time in which none of
+    them wants a processor. Waiting for a processor that others use is not counted."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self._seconds, self._total = limits["seconds"], limits["total_seconds"]
@@ -62,43 +62,43 @@ class ProgramClock:
         self.grant()
 
     def grant(self) -> None:
-        """One run begins."""
+        """Start the time of one run."""
         self._from, self._since = self._spent, time.monotonic()
 
     @property
     def due(self) -> bool:
-        """Whether it is time to look."""
+        """Whether it is time to poll."""
         return time.monotonic() - self._looked >= TICK
 
     @property
     def is_over(self) -> bool:
-        """Whether the time of one run is."""
+        """Whether the time of one run is over."""
         by_clock = time.monotonic() - self._since
         return self._spent - self._from >= self._seconds or by_clock >= wall_seconds(self._seconds)
 
     @property
     def is_all_over(self) -> bool:
-        """Whether the whole time is."""
+        """Whether the total time is over."""
         by_clock = time.monotonic() - self._begun
         return self._spent >= self._total or by_clock >= wall_seconds(self._total)
 
     def wait(self, seconds: float, *, came: bool) -> None:
-        """So long it was waited for, and something came or not. Where it did, what is longer than
-        it was to be waited is time in which we had no processor ourselves."""
+        """Add waited seconds; `came` tells whether data arrived. If so, a wait longer than TICK
+        means that this process had no processor, which is not counted."""
         self._waited += min(seconds, TICK) if came else seconds
 
     def look(self, family: ProcessFamily) -> None:
-        """Count the time since it was last looked at."""
+        """Count the time since the last poll."""
         self._looked = time.monotonic()
         passed, self._waited = self._waited, 0.0
         for process in family.members:
             self._seen += max(0.0, process.own - self._own.get(process.key, 0.0))
             self._own[process.key] = process.own
-        # Those that nobody waits for are seen, and those that end at once are waited for.
+        # `_seen` covers processes that are never waited for; `waited` covers those that end fast.
         living = sum(process.own + process.waited for process in family.members)
         used = max(self._seen, living + family.waited, self._used)
         more, self._used = used - self._used, used
-        # One that has slept since the last look may have been woken by what we look at.
+        # A process that has slept since the last poll may have been woken by the poll.
         wants = any(
             process.state in "RD" and self._slept.get(process.key, process.slept) == process.slept
             for process in family.members
@@ -109,14 +109,14 @@ class ProgramClock:
 
 @dataclass(frozen=True)
 class ProcessFamily:
-    """The processes of a program, and seconds of those that have ended."""
+    """The processes of a program, and the CPU seconds of those that have ended."""
 
     members: list[ProcessUsage]
     waited: float
 
 
 def family(clerk: int, stage: int) -> ProcessFamily:
-    """All that descend from the clerk, to which orphans come, but the stage's own process."""
+    """All descendants of the clerk except the stage process; the clerk adopts orphans."""
     processes = _processes()
     children: dict[int, list[int]] = {}
     for pid, fields in processes.items():
@@ -133,7 +133,7 @@ def family(clerk: int, stage: int) -> ProcessFamily:
 
 def _process(pid: int, fields: list[str]) -> ProcessUsage:
     place, state, resident = f"/proc/{pid}", fields[0], fields[21]
-    if state not in "RD" and int(fields[17]) > 1:  # its first thread may have ended, or waits
+    if state not in "RD" and int(fields[17]) > 1:  # the first thread may have ended, or sleep
         with suppress(OSError):
             for thread in os.listdir(f"{place}/task"):
                 other = _fields(f"{place}/task/{thread}/stat")
@@ -155,8 +155,8 @@ def _process(pid: int, fields: list[str]) -> ProcessUsage:
 def too_much(
     family: ProcessFamily, limits: dict[str, Any], folder: str | None, socket_bytes: int
 ) -> str | None:
-    """What the processes of a program have too much of; None where nothing. `folder` has their
-    files, where no file system of their own limits them; a socket holds at most `socket_bytes`."""
+    """A description of the limit that a program exceeds, or None. `folder` has its files if no file
+    system limits them. A socket holds at most `socket_bytes`."""
     living = [process for process in family.members if process.state not in "ZX"]
     kernel = _in_the_kernel(living, socket_bytes, limits["memory"])
     if kernel is None:
@@ -183,12 +183,11 @@ def too_much(
 
 
 def _in_the_kernel(living: list[ProcessUsage], socket_bytes: int, most: int) -> int | None:
-    """Bytes that Linux may hold for open files, pipes, sockets, tables of pages and areas of
-    addresses, or more than `most`; None where a process cannot be looked at, which honest ones
-    always can."""
+    """Most bytes that Linux holds for open files, pipes, sockets, page tables and memory areas, or
+    some number above `most`. None if a process cannot be inspected; honest ones always can."""
     size, shared = 0, dict[str, int]()
     for process in living:
-        if size > most:  # what is large takes long to be looked at
+        if size > most:  # inspecting large processes is slow
             break
         place = process.place
         try:
@@ -218,8 +217,8 @@ def _count_lines(path: str) -> int:
 
 
 def _is_hidden(place: str) -> bool:
-    """Whether a process has memory and cannot be looked at, and is not one of ours that is about to
-    become a program: it has no filter of calls yet."""
+    """Whether a process has memory and a seccomp filter but cannot be inspected. Without a filter
+    it is one of ours, before it becomes a program."""
     told = _status(place)
     return "VmRSS" in told and told.get("Seccomp", "0").strip() != "0"
 
@@ -231,7 +230,7 @@ def _status(place: str) -> dict[str, str]:
 
 
 def _in_files(place_of: str) -> int:
-    """Bytes of the files in memory that a process has for itself."""
+    """The bytes of a process's private files in memory."""
     size = 0
     for place in ("tmp", "dev/shm"):
         with suppress(OSError):
@@ -241,7 +240,7 @@ def _in_files(place_of: str) -> int:
 
 
 def tasks_of(user: int) -> int:
-    """How many threads this user has: Linux counts them all against a limit of processes."""
+    """The number of this user's threads; Linux counts them all for RLIMIT_NPROC."""
     count = 0
     for pid, fields in _processes().items():
         with suppress(OSError):
@@ -250,7 +249,7 @@ def tasks_of(user: int) -> int:
 
 
 def _processes() -> dict[int, list[str]]:
-    """The fields of /proc/PID/stat after the name, of every process that can be seen."""
+    """The fields of /proc/PID/stat after the name, for every visible process."""
     found = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _fields(f"/proc/{name}/stat")) is not None:
@@ -265,18 +264,18 @@ def _fields(path: str) -> list[str] | None:
 
 
 def _own(place: str, resident: int) -> int:
-    """Bytes of a process, of what it shares its part. It takes longer, and may be forbidden."""
+    """A process's proportional set size in bytes. It is slow, and may be forbidden."""
     try:
         with open(f"{place}/smaps_rollup") as file:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return 0
     except OSError:
         return resident
 
 
 def _files(folder: str, most: int) -> tuple[int, int]:
-    """How many files there are, of more than `most` perhaps not all, and their bytes."""
+    """The number of files and their bytes; counting stops after `most` files."""
     count = size = 0
     waiting = [folder]
     while waiting and count <= most:
@@ -291,7 +290,7 @@ def _files(folder: str, most: int) -> tuple[int, int]:
 
 
 def _unnamed(living: list[ProcessUsage]) -> int:
-    """Bytes of the open files that have no name any more."""
+    """The bytes of open files that were deleted."""
     found = {}
     for process in living:
         with suppress(OSError):
@@ -304,7 +303,7 @@ def _unnamed(living: list[ProcessUsage]) -> int:
 
 
 def _written(place: str) -> int:
-    """Bytes that a process, and those of its children that have ended, have written to a disk."""
+    """Bytes that a process and its ended children have written to disk."""
     with suppress(OSError, StopIteration), open(f"{place}/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("write_bytes"))
     return 0

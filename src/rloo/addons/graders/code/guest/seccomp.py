@@ -1,13 +1,14 @@
-"""Which calls of Linux a judged program may not make, as a seccomp filter."""
+"""The seccomp filter of a judged program: the system calls it may not make."""
 
 from __future__ import annotations
 
 import struct
 
-# name -> number on x86_64, on aarch64 (None: there is none). What reaches other processes, other
-# machines, the kernel itself, or memory and objects that outlive a program or count for nobody.
+# name -> number on x86_64, on aarch64 (None: no such call). They reach other processes, other
+# machines or the kernel itself, or create memory and objects that outlive a program or that no
+# limit counts.
 DENIED = {
-    # network; a pair of sockets is all that asyncio and multiprocessing need
+    # network; asyncio and multiprocessing need only socketpair
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
     "accept": (43, 202), "accept4": (288, 242),
     # other processes
@@ -24,21 +25,21 @@ DENIED = {
     "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
     "mknod": (133, None), "mknodat": (259, 33), "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265), "fanotify_init": (300, 262), "fanotify_mark": (301, 263),
-    # what stays in the kernel when a program has ended
+    # objects in the kernel that outlive a program
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
     "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186),
     "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
     "mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_timedreceive": (243, 183),
     "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219),
-    # memory that no limit counts: files without a folder, pages and more room that pipes and
-    # sockets keep, watches of files, rules of Landlock's
+    # memory that no limit counts: files without a folder, pages and buffers of pipes and sockets,
+    # file watches, Landlock rules
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75),
     "splice": (275, 76), "tee": (276, 77), "setsockopt": (54, 208), "inotify_init": (253, None),
     "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
     "landlock_create_ruleset": (444, 444), "landlock_add_rule": (445, 445),
     "landlock_restrict_self": (446, 446),
-    # the kernel: its settings, and parts with a history of holes
+    # the kernel: its settings, and parts with a history of vulnerabilities
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
     "io_setup": (206, 0), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
@@ -51,7 +52,7 @@ DENIED = {
     "lookup_dcookie": (212, 18), "iopl": (172, None), "ioperm": (173, None),
     "modify_ldt": (154, None), "uselib": (134, None), "_sysctl": (156, None),
 }  # fmt: skip
-# Landlock does not know these: they would change files of the same user that it only hides.
+# Landlock does not cover these calls: they could change hidden files of the same user.
 DENIED_TO_A_SHARED_USER = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
@@ -60,8 +61,8 @@ DENIED_TO_A_SHARED_USER = {
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
 
-# These succeed and do nothing: a lock on a file of the system's would be waited for outside, and is
-# counted for nobody; a session is a share of the processors.
+# These calls succeed and do nothing. A lock on a system file would block other programs, and no
+# limit counts it; a session is a share of the processors.
 PRETENDED = {"flock": (73, 32), "setsid": (112, 157)}
 
 # machine -> its column above, its AUDIT_ARCH, and clone, ioctl, prlimit64, prctl, fcntl and mmap.
@@ -70,14 +71,14 @@ MACHINES = {
     "aarch64": (1, 0xC00000B7, 220, 29, 261, 167, 25, 222),
 }
 _CLONE3 = 435
-# Later calls than these are unknown here, and to most programs.
+# Calls from this number on are unknown here, and to most programs.
 _FIRST_UNKNOWN = 455
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: user, pid, net, ipc, uts, cgroup, mount
-_DUMPABLE = 4  # PR_SET_DUMPABLE: what a process has could not be looked at
+_DUMPABLE = 4  # PR_SET_DUMPABLE: would hide a process from inspection
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 _LOCKS = (6, 7, 37, 38)  # F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW
 _OF_FILES = (1024, 1026, 1031)  # F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ
-_SHARED, _ANONYMOUS = 0x01, 0x20  # MAP_*: memory that is held although no process has its pages
+_SHARED, _ANONYMOUS = 0x01, 0x20  # MAP_*: memory that stays allocated without mapped pages
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
@@ -86,9 +87,9 @@ _NUMBER, _ARCH, _FIRST, _SECOND, _FOURTH = 0, 4, 16, 24, 40  # offsets in struct
 
 
 def program(machine: str, *, shared_user: bool) -> bytes:
-    """The filter as `struct sock_filter[]`, 8 bytes an instruction. `shared_user`: files of the
-    same user are hidden by Landlock alone. Raises ValueError for a machine whose numbers are not
-    known."""
+    """The filter as `struct sock_filter[]`, 8 bytes per instruction. With `shared_user` only
+    Landlock hides files of the same user. Raises ValueError for a machine with unknown call
+    numbers."""
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
         raise ValueError(f"the numbers of system calls are known for {known}, not for {machine}")
@@ -97,10 +98,10 @@ def program(machine: str, *, shared_user: bool) -> bytes:
         (_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, arch), (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _FIRST_UNKNOWN), (_RETURN, 0, 0, _ENOSYS),
-        (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ENOSYS),  # flags in memory; clone is used then
+        (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ENOSYS),  # flags in memory; libc then uses clone
         (_EQUAL, 0, 4, clone), (_LOAD, 0, 0, _FIRST),
         (_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
-        (_EQUAL, 0, 4, prlimit), (_LOAD, 0, 0, _FIRST),  # of another process
+        (_EQUAL, 0, 4, prlimit), (_LOAD, 0, 0, _FIRST),  # only on another process
         (_EQUAL, 1, 0, 0), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),
         (_EQUAL, 0, 4, prctl), (_LOAD, 0, 0, _FIRST),
         (_EQUAL, 0, 1, _DUMPABLE), (_RETURN, 0, 0, _EPERM), (_RETURN, 0, 0, _ALLOW),

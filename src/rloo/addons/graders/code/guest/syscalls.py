@@ -1,6 +1,6 @@
-"""Calls of Linux that Python has no name for: namespaces, mounts, capabilities, Landlock, seccomp.
+"""Linux system calls that Python lacks: namespaces, mounts, capabilities, Landlock, seccomp.
 
-Every function raises OSError with the call's name where the kernel refuses.
+Every function raises OSError with the call's name if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
 _PR_PDEATHSIG, _PR_SUBREAPER, _PR_NO_NEW_PRIVS, _PR_SECCOMP = 1, 36, 38, 22
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
-# Landlock's rights, of version 6, which is the first that knows signals (Linux 6.12).
+# Landlock's rights in version 6, the first with a scope for signals (Linux 6.12).
 LANDLOCK_VERSION = 6
 _EVERYTHING = (1 << 16) - 1
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, list folders
@@ -43,24 +43,24 @@ def _prctl(*arguments: int) -> None:
 
 
 def unshare(flags: int) -> None:
-    """New namespaces for this process, or for its children."""
+    """Create namespaces for this process, or for its children."""
     _call("unshare", flags)
 
 
 def mount_memory(path: str, *, size: int, files: int, read_only: bool = False) -> None:
-    """An empty file system in memory at `path`, of at most so many bytes and files."""
+    """Mount an empty tmpfs at `path` with at most so many bytes and files."""
     options = f"size={size},nr_inodes={files},mode=0755".encode()
     flags = _NO_SUID | _NO_DEVICES | (_READ_ONLY if read_only else 0)
     _call("mount", b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(flags), options)
 
 
 def be_told_of_the_parents_end(number: int) -> None:
-    """Have this signal sent to this process when its parent ends."""
+    """Make the kernel send this signal to this process when its parent ends."""
     _prctl(_PR_PDEATHSIG, number)
 
 
 def take_orphans() -> None:
-    """Become the parent of descendants whose own parent has ended."""
+    """Become the parent of descendants whose parent has ended."""
     _prctl(_PR_SUBREAPER, 1)
 
 
@@ -72,7 +72,7 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Have a seccomp filter decide about every call from now on."""
+    """Install a seccomp filter for all later system calls."""
     _prctl(_PR_NO_NEW_PRIVS, 1)
     code = ctypes.create_string_buffer(program, len(program))
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
@@ -81,7 +81,7 @@ def filter_calls(program: bytes) -> None:
 
 
 def landlock_version() -> int:
-    """Of this kernel; 0 where it has none."""
+    """The Landlock version of this kernel; 0 without Landlock."""
     try:
         return _syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     except OSError:
@@ -89,18 +89,18 @@ def landlock_version() -> int:
 
 
 def restrict_signals(folder: str) -> None:
-    """From now on, this process and its children signal each other alone. Under `folder` files may
-    go on to be moved from one folder to another, which no rule of Landlock's leaves as it is."""
+    """Restrict this process and its children to signals among themselves. Moving files between
+    folders stays allowed under `folder`: every Landlock ruleset forbids it by default."""
     _restrict(struct.pack("QQQ", _MOVE, 0, _SIGNALS), {folder: _MOVE})
 
 
 def restrict_files(
     read: Iterable[str], use: Iterable[str], write: Iterable[str], clear: Iterable[str] = ()
 ) -> None:
-    """From now on, this process and its children read and execute what lies under `read`, read
-    and write the files `use`, remove empty folders under `clear`, and do everything under the
-    folders `write`: no other file, no TCP, no socket or signal of others. What does not exist is
-    left out."""
+    """Restrict file access of this process and its children. They may read and execute files under
+    `read`, read and write the files `use`, remove empty folders under `clear`, and do everything
+    under `write`. They get no other file, no TCP, and no sockets or signals of others. Paths that
+    do not exist are left out."""
     rights = dict.fromkeys(read, _READ)
     rights.update(dict.fromkeys(clear, _REMOVE_FOLDER))
     rights.update(dict.fromkeys(use, _READ | _WRITE_FILE))

@@ -1,9 +1,9 @@
-"""Runs a dataset's tests, which are Python, on what a program defines.
+"""Runs a dataset's Python tests on the definitions of a program.
 
-The tests run here, in the judge's process, with stand-ins for the names of the program. So a test
-is judged by Python's own `assert`, comparisons and library, whatever the program has done to its
-own. What a name of a test stands for is decided by what the tests say and by the program's text,
-never by the program; and whether the tests can be run, by them alone (`suite`).
+The tests run here, in the judge's process, with proxies for the program's names. So Python's own
+`assert`, comparisons and library judge a test, whatever the program has done to its copies. The
+tests and the program's text decide what a name in a test means; the running program never does.
+The tests alone decide whether they can run (`test_suite`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rloo.addons.graders.code.guest.test_suite import TestSuite, TestsUnusable, 
 
 
 def run_tests(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
-    """How many of the tests pass."""
+    """The numbers of passed tests and of all tests, or why they are unusable (`missing`)."""
     try:
         suite = TestSuite(
             request["tests"],
@@ -55,17 +55,18 @@ def run_tests(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any
     return {"passed": passed, "count": len(suite.units)}
 
 
-# Of a function's code, whose module `inspect` every program would have in its memory.
+# The code flag of coroutines (inspect.CO_COROUTINE). Importing `inspect` would cost every program
+# memory.
 _COROUTINE = 0x80
 
 
 class _Runner:
-    """Runs units of a suite on a program, which it starts again where that has ended."""
+    """Runs test units on a program, and restarts the program when it has ended."""
 
     def __init__(self, suite: TestSuite, asked: dict[str, Any], stage: SandboxedProcess) -> None:
         self._suite, self._asked, self._stage = suite, asked, stage
         self._program: RemoteProgram | None = None
-        self._done = 0  # so many texts were run
+        self._done = 0  # number of texts executed
         self._failed: set[int] = set()
         self._module = types.ModuleType(TESTS)
         sys.modules[TESTS] = self._module
@@ -75,14 +76,14 @@ class _Runner:
         self._given: dict[str, Any] = {}
 
     def passes(self, unit: TestUnit) -> bool:
-        """Whether it does. Raises Ended."""
+        """Whether a unit passes. Raises ProgramTimeOver."""
         try:
             if self._program is None or self._program.ended:
                 self._begin()
             assert self._program is not None
             self._stage.grant()
             right = self._run(unit)
-            # A test that takes every error for what it waits for is not passed by an end.
+            # A test that expects any error must not pass because the program ended.
             return right and not self._program.ended
         except ProgramExited:
             return False
@@ -91,11 +92,11 @@ class _Runner:
         self._program = RemoteProgram(self._stage, self._asked)
         find, given = self._program.find, dict(self._own)
         for name in self._taken:
-            with suppress(Exception):  # it stays free
+            with suppress(Exception):  # the name stays undefined
                 given[name] = find(self._suite.asked[name])
         given.update({name: _Module(find) for name in self._suite.modules})
         for name in {*given, *self._given}:
-            # What the tests have bound since is theirs.
+            # Names that the tests have rebound since are theirs.
             if self._names.get(name) is self._given.get(name):
                 self._names.pop(name, None)
                 self._names.update({name: given[name]} if name in given else {})
@@ -147,13 +148,13 @@ class _Runner:
             work()
         except (ProgramExited, ProgramTimeOver, SandboxFailed):
             raise
-        except BaseException:  # also SystemExit: whatever comes of what a program has given
+        except BaseException:  # also SystemExit: any result of what a program returned
             return False
         return True
 
 
 class _Module:
-    """The program as a module that tests have imported."""
+    """The program as a module that tests import."""
 
     def __init__(self, find: Callable[[str], Any]) -> None:
         self._find = find

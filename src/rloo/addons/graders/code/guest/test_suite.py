@@ -1,6 +1,5 @@
-"""What a row's tests say before any program is run: what they import, which names they take from
-the program, and what is to be called for each of them. So whether tests can be run does not depend
-on a program."""
+"""Analyses a row's tests before any program runs: their imports, the names that they take from the
+program, and the test units. So whether tests can run does not depend on a program."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from typing import Any
 
 from rloo.addons.graders.code.guest import numpy_subset, program_source, pytest_subset
 
-# What tests may take from it by a name that they do not import themselves.
+# Library modules that tests may use without an import.
 LIBRARY = frozenset([
     "array", "asyncio", "bisect", "cmath", "collections", "copy", "dataclasses", "datetime",
     "decimal", "enum", "fractions", "functools", "heapq", "io", "itertools", "json", "math",
     "numbers", "operator", "random", "re", "statistics", "string", "sys", "time", "typing",
     "unittest",
 ])  # fmt: skip
-# How tests call the module that the program is to be.
+# Names under which tests import the program.
 _PROGRAM = re.compile(
     r"(solutions?|main|answer|candidate|submission|program|(your|my)_\w+|\w+_(solution|module|code))"
 )
@@ -31,13 +30,13 @@ _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast
 
 
 class TestsUnusable(Exception):
-    """The tests are no fault of the program's: they cannot be run."""
+    """The tests cannot run, which is no fault of the program."""
 
 
 @dataclass(frozen=True)
 class TestUnit:
-    """What passes or fails: a text (`name` is empty), a test function of it, or a method of a class
-    of tests (`Class.method`)."""
+    """A unit that passes or fails: a text (`name` is empty), a test function in it, or a method of
+    a test class (`Class.method`)."""
 
     text: int
     name: str = ""
@@ -45,8 +44,8 @@ class TestUnit:
 
 @dataclass
 class TestSuite:
-    """Tests, and the `setup` that they and the program begin with. `entry`: what `check` of the
-    tests is called with. `packages` are there beside the library. Raises TestsUnusable."""
+    """Tests, with the `setup` that runs before them and the program. The tests' `check` is called
+    with `entry`. Tests may import `packages` and the library. Raises TestsUnusable."""
 
     tests: list[str]
     setup: str = ""
@@ -55,7 +54,7 @@ class TestSuite:
     trees: list[ast.Module] = field(init=False)
     begin: ast.Module = field(init=False)
     units: list[TestUnit] = field(init=False)
-    # Of the names that are taken from the program: what they are called there.
+    # Names taken from the program -> their names there.
     asked: dict[str, str] = field(init=False)
     modules: list[str] = field(init=False)
 
@@ -79,7 +78,7 @@ class TestSuite:
         self.used = used - own
         self.asked = {name: self._aliases.get(name, name) for name in sorted(self.used)}
         self.helpers = _called_on_calls(nodes)
-        # Modules that they use as if they had imported them.
+        # Library modules that the tests use without an import.
         self.taken = (
             LIBRARY
             & self.used
@@ -92,20 +91,20 @@ class TestSuite:
 
     @property
     def wanted(self) -> list[str]:
-        """The names that a program is to define, as far as can be told."""
+        """The names that a program must define, as far as is known."""
         known = {*dir(builtins), *self.taken}
         entry = self.entry.replace("()", "").rpartition(".")[2]
         return [name for name in self.asked.values() if name not in known] + [entry] * bool(entry)
 
     def names_in(self, text: str) -> tuple[dict[str, Any], list[str]]:
-        """What the names mean that are taken from a program with this text: those that are the
-        library's whatever the program says, and those that it is asked for."""
+        """The meaning of the names taken from a program with this text: (library objects that do
+        not depend on the running program, names to request from it)."""
         tree = program_source.parse(text)
         found = {} if tree is None else program_source.definitions(tree)
         methods = set() if tree is None else program_source.methods(tree)
         defined = {name for name, origin in found.items() if origin is None} | methods
         built_in = set(dir(builtins))
-        # A function to be tested may have the name of a built-in one, where there is no other.
+        # A tested function may have a built-in function's name if the tests use no other name.
         aliased = self._aliases.keys()
         others = self.used & defined - built_in
         hidden = built_in - aliased if others else built_in - defined - aliased
@@ -123,9 +122,9 @@ class TestSuite:
         return own, asked
 
     def _imported(self, name: str, found: dict[str, str | None], tree: ast.Module | None) -> Any:
-        """What a program's import of the library's gives; None where it imports no such thing. What
-        tests call on what a program gives them judges it, and is the library's although the program
-        has changed what it had imported."""
+        """The library object that a program's import binds to a name; None without such an import.
+        A function that tests call on results of the program judges them, so it is the library's
+        even if the program has rebound the name."""
         if name in found and (found[name] is not None or name not in self.helpers):
             origins = [found[name] or ""]
         else:
@@ -187,7 +186,7 @@ class TestSuite:
         trials = [node for node in nodes if isinstance(node, ast.Try)]
         tried = {id(n) for trial in trials for s in trial.body for n in ast.walk(s)}
         for node in nodes:
-            if id(node) in tried:  # what is missing is seen to there
+            if id(node) in tried:  # the tests handle a missing module
                 continue
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -200,12 +199,12 @@ class TestSuite:
 
 
 class _WithoutProgram(ast.NodeTransformer):
-    """Takes out imports of the module that the program is to be; what they give is asked for."""
+    """Removes imports of the program's module; their names are requested from the program."""
 
     def __init__(self, suite: TestSuite) -> None:
         self._suite = suite
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:  # of ast
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> Any:  # name given by ast
         if not node.level and not _is_program(node.module or ""):
             return node
         for alias in node.names:
@@ -231,7 +230,7 @@ def _is_test_class(kind: ast.ClassDef) -> bool:
 
 
 def _check_numpy(nodes: list[ast.AST]) -> None:
-    """See that what tests use of numpy is there without it. Raises TestsUnusable."""
+    """Check that the judge's numpy subset has all that tests use. Raises TestsUnusable."""
     names = {
         alias.asname or alias.name
         for node in nodes
@@ -254,7 +253,7 @@ def _check_numpy(nodes: list[ast.AST]) -> None:
 
 
 def _module(name: str) -> Any:
-    """A module that tests import. Raises TestsUnusable."""
+    """A module that tests import; None for pytest. Raises TestsUnusable."""
     if name.partition(".")[0] == "pytest":
         return None
     try:
@@ -264,7 +263,7 @@ def _module(name: str) -> Any:
 
 
 def _called_on_calls(nodes: list[ast.AST]) -> set[str]:
-    """The names that are called, or whose attributes are, with what a call of another one gives."""
+    """The names called, or whose attributes are called, on the result of another name's call."""
     found = set()
     for node in nodes:
         if not isinstance(node, ast.Call):
