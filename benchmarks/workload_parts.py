@@ -97,7 +97,7 @@ def make_reward(job: Job, meter: Meter, tokenizer: Any) -> Callable[..., list[fl
 
 
 def name_library(kinds: list[str]) -> str:
-    """Of products on a CPU, of which oneDNN computes these kinds (`rloo.kernels.cpu_matmul`)."""
+    """The library of CPU products; `kinds` are those of oneDNN (`rloo.kernels.cpu_matmul`)."""
     return f"oneDNN ({', '.join(kinds)})" if kinds else "MKL, oneDNN being no faster here"
 
 

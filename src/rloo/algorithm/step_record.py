@@ -26,12 +26,8 @@ def record(
 ) -> None:
     """Count an optimizer step, log it, and collect what callbacks request. A rollout's own metrics
     are logged with its first step, since all its advantages are known by then."""
-    first, config, adaptive, rollout = (
-        not hand.steps_done,
-        parts.config,
-        state.kl_controller,
-        hand.rollout,
-    )
+    first, config = not hand.steps_done, parts.config
+    adaptive, rollout = state.kl_controller, hand.rollout
     if first:
         decay = running_decay_of(config)
         adaptive.update_reward_stats(shaped_rewards(rollout.groups, config), decay)
