@@ -44,7 +44,7 @@ KINDS = {
     "sum_gradients": "gradients",
     "send": "what callbacks ask for",
     "record": "metrics of the step",
-    "require_same_weights": "digests of the weights",
+    "check_same_weights": "digests of the weights",
 }
 
 
@@ -105,7 +105,7 @@ def _count_exchanges(meter: Meter) -> None:
             before = self.received
             found = collective(self, value)
             frame = sys._getframe(1)
-            while "/rloo/dist/" in frame.f_code.co_filename and frame.f_back:
+            while "/rloo/distributed/" in frame.f_code.co_filename and frame.f_back:
                 frame = frame.f_back
             note(frame.f_code.co_name, self.received - before)
             return found
@@ -116,7 +116,7 @@ def _count_exchanges(meter: Meter) -> None:
         sum_gradients(self, parameters)
         note("sum_gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
 
-    for name in ("gather", "exchange"):
+    for name in ("all_gather_object", "regroup"):
         setattr(Collectives, name, noting(getattr(Collectives, name)))
     Collectives.all_reduce_gradients = sum_and_note  # type: ignore[method-assign]
 

@@ -142,8 +142,8 @@ def run_padded(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) ->
 
 # Side -> the module that has its function, run_SIDE.
 SIDES = {
-    "rloo": "sides",
-    "padded": "sides",
+    "rloo": "systems",
+    "padded": "systems",
     "trl": "trl_side",
     "generate": "samplers",
     "vllm": "samplers",

@@ -190,22 +190,6 @@ def test_help_of_a_command_has_the_basic_options_by_subject_or_all(capsys):
     assert (len(basic), len(every)) == (25, len(option_types()))
 
 
-@pytest.mark.slow
-def test_importing_the_trainer_loads_bitsandbytes_only_when_it_is_used():
-    pytest.importorskip("bitsandbytes")
-    code = (
-        "import gc, sys\nfrom rloo import RLOOTrainer\n"
-        "assert gc.isenabled() and 'peft' in sys.modules\n"
-        "assert not {'bitsandbytes', 'torch._inductor.compile_fx'} & set(sys.modules)\n"
-        "import peft.helpers\nfunctional = peft.helpers.bnb.functional\n"
-        "import bitsandbytes\n"
-        "assert bitsandbytes.functional is functional and bitsandbytes.__file__\n"
-        "from peft.import_utils import is_bnb_4bit_available\nassert is_bnb_4bit_available()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_version_is_that_of_the_package(capsys):
     import rloo
 

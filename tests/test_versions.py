@@ -82,7 +82,10 @@ def test_on_windows_a_sentence_says_where_it_runs():
 @pytest.mark.slow
 def test_where_only_linux_has_it_the_rest_is_imported_all_the_same():
     """macOS has no `sched_getaffinity`, and torch there no kernels in C of ours."""
-    modules = "run.trainer", "cli", "rewards.code.reward", "rewards.gym", "run.launch"
+    modules = (
+        "trainer.trainer", "cli", "addons.graders.code.code_reward",
+        "addons.integrations.reasoning_gym.gym_reward", "addons.launch.local_ranks",
+    )  # fmt: skip
     done = python(
         "import datasets, os, sys, torch, transformers, peft\n"
         "sys.platform = 'darwin'\n"
@@ -90,7 +93,7 @@ def test_where_only_linux_has_it_the_rest_is_imported_all_the_same():
         + "".join(f"import rloo.{name}\n" for name in modules)
         + "from rloo.distributed.platform_info import num_processors\n"
         "from rloo.kernels import unavailable_reason\n"
-        "print(num_processors() == os.cpu_count(), why_not())\n"
+        "print(num_processors() == os.cpu_count(), unavailable_reason())\n"
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("True kernels are built on Linux alone")

@@ -29,9 +29,9 @@ PARTS = (
     "power",
     "faults",
     "nonfinite",
-    "owners",
+    "lock",
     "ranks",
-    "beside",
+    "asynchronous",
 )
 READY = "RLOO_CHAOS_READY"
 FIXED = {

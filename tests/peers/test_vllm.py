@@ -201,13 +201,13 @@ def gone_on(trainer, prompts, seed: int) -> list[float]:
     moved = []
     for prompt, future in zip(prompts, begun, strict=True):
         for c in future.result(120)[:3]:
-            assert len(c.token_ids) == 60 == sum(count for _, count in c.versions)
-            versions = [version for version, _ in c.versions]
+            assert len(c.token_ids) == 60 == sum(count for _, count in c.weight_versions)
+            versions = [version for version, _ in c.weight_versions]
             assert versions in ([older], [older, engine.version], [engine.version])
             expected = engine._source.logprobs(prompt.token_ids, c.token_ids)
             pairs = zip(expected, c.policy_logprobs, strict=True)
             apart = [abs(ours - theirs) for ours, theirs in pairs]
-            before = c.versions[0][1] if versions[0] == older else 0
+            before = c.weight_versions[0][1] if versions[0] == older else 0
             # What follows the end of an answer is unlikely, and so less exact.
             assert max(apart[:before], default=0.0) < 1e-3
             moved += apart[before:] if len(versions) == 2 else []

@@ -117,8 +117,7 @@ def test_workers_that_others_start_change_no_bit_also_where_one_is_killed(tmp_pa
         tmp_path / "there",
         logging_steps=1,
         save_strategy="no",
-        async_kwargs={"remote_workers": "both"},
-        **options,
+        **{**options, "async_kwargs": {"reward_workers": 2, "remote_workers": "both"}},
     )
     there = make_trainer(config, reward=REWARD, callbacks=[Kills()])
     there.train()

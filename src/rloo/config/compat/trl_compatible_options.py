@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rloo.config.compat import deepspeed_config, retired
 from rloo.config.compat.accelerate_env import launched_options
@@ -101,24 +101,26 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
         named = self._named | resolved.keys()
         vars(self).update(resolved | _idle_of({name: value}), _named=named)
 
-    def __getattr__(self, name: str) -> Any:
-        # Scripts written for TRL read options that are refused or have no effect here (`if
-        # args.dtype:`), by TRL's names.
-        if name in READ_AS:
-            return READ_AS[name](self)
-        if name.startswith("set_"):  # TrainingArguments' methods, which assign options
-            return setter_of(self, name)
-        if name in REFUSED and REFUSED[name][0]:
-            return REFUSED[name][0][0]
-        if name in WITHOUT_EFFECT:
-            return WITHOUT_EFFECT[name][0]
-        if name == GLOBAL_BATCH:
-            return self.per_device_train_batch_size  # as in TrainingArguments
-        if name in ALIASES and name not in CONVERSIONS:
-            return getattr(self, ALIASES[name][0])
-        if name in retired.NAMES:
-            return retired.value_of(self, name)
-        raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
+    if not TYPE_CHECKING:  # type checkers and editors shall see the fields, and misspelt options
+
+        def __getattr__(self, name: str) -> Any:
+            # Scripts written for TRL read options that are refused or have no effect here (`if
+            # args.dtype:`), by TRL's names.
+            if name in READ_AS:
+                return READ_AS[name](self)
+            if name.startswith("set_"):  # TrainingArguments' methods, which assign options
+                return setter_of(self, name)
+            if name in REFUSED and REFUSED[name][0]:
+                return REFUSED[name][0][0]
+            if name in WITHOUT_EFFECT:
+                return WITHOUT_EFFECT[name][0]
+            if name == GLOBAL_BATCH:
+                return self.per_device_train_batch_size  # as in TrainingArguments
+            if name in ALIASES and name not in CONVERSIONS:
+                return getattr(self, ALIASES[name][0])
+            if name in retired.NAMES:
+                return retired.value_of(self, name)
+            raise AttributeError(f"RLOOConfig has no option {name}{suggest(name, option_types())}")
 
     def _given(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """`options` split into our options and the fields of a subclass. A dataclass parser passes
