@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rloo.algorithm.advantages import PrecomputedAdvantages, batch_advantages
+from rloo.algorithm.advantages import Advantages, batch_advantages
 from rloo.algorithm.loss import loss_denominator
 from rloo.algorithm.update import micro_batch_loss
 from rloo.model.logprobs import TokenScores
@@ -61,12 +61,10 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
         behavior_T=behavior,
     )
     scores = TokenScores(now, torch.zeros_like(now), None)
-    policy = SimpleNamespace(logprobs=lambda _: scores)
+    policy = SimpleNamespace(logprobs=lambda *_, **__: scores)
     terms = terms_of(config)
     values = batch_advantages(batch, now.detach(), now.detach(), terms)
-    credit = PrecomputedAdvantages(
-        by_completion=dict(zip(batch.keys, values.split(1), strict=True))
-    )
+    credit = Advantages(by_completion=dict(zip(batch.keys, values.split(1), strict=True)))
     denominator = loss_denominator(
         config.loss_aggregation, num_sequences=size, num_tokens=len(now), constant=None
     )

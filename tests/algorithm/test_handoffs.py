@@ -16,7 +16,7 @@ FIRST = (
 )
 ADVANTAGES = ("LossContext.advantages", "rloo", "leave_one_out")
 HANDOFFS = {
-    0.05: (*FIRST, "update", "Policy.logprobs", "Policy.reference_logprobs", *ADVANTAGES),
+    0.05: (*FIRST, "update", "Policy.logprobs", *ADVANTAGES),
     0.0: (*FIRST, *ADVANTAGES, "update", "Policy.logprobs"),
 }
 LAST = ("loss", "PolicyOptimizer.step")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import loss
-from rloo.algorithm.advantages import FusedAdvantages, PrecomputedAdvantages, batch_advantages
+from rloo.algorithm.advantages import Advantages, batch_advantages
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.update import micro_batch_loss
 from rloo.config.config import RLOOConfig
@@ -58,15 +58,14 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         behavior_T=logprobs.detach(),
     )
     policy = SimpleNamespace(
-        logprobs=lambda _: TokenScores(logprobs, torch.zeros_like(logprobs), None),
-        reference_logprobs=lambda _: reference,
+        logprobs=lambda *_, **__: TokenScores(logprobs, torch.zeros_like(logprobs), None, reference)
     )
     terms = terms_of(config)
-    credit = FusedAdvantages(terms)
+    credit = Advantages(from_update=True)
     if not terms.kl_in_reward:
         values = batch_advantages(batch, logprobs, logprobs.detach(), terms)
         sizes = batch.lengths if config.importance_sampling_level == "token" else 1
-        credit = PrecomputedAdvantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
+        credit = Advantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
     denominator = loss.loss_denominator(
         config.loss_aggregation,
         num_sequences=len(members),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from rloo.algorithm.advantages import PrecomputedAdvantages
+from rloo.algorithm.advantages import Advantages
 from rloo.algorithm.state import ActiveRollout
 from rloo.distributed.pytree import decode, encode
 from rloo.engines.serialization import pack, unpack
@@ -57,7 +57,7 @@ def test_a_checkpoint_has_lists_and_gives_back_the_samples():
         Sample((0, 1), 1, [1], IDS, POLICY, 0.0, False, trained=(True, False, True)),
     ]
     rollout = Rollout([], {}, 0, 3, {}, 0.5)
-    saved = ActiveRollout(rollout, samples, PrecomputedAdvantages({}), 1).state_dict()
+    saved = ActiveRollout(rollout, samples, Advantages({}), 1).state_dict()
     first = saved["samples"][0]
     assert (first["token_ids"], first["policy_logprobs"]) == (IDS, POLICY)
     assert first["behavior_logprobs"] == BEHAVIOR and first["home"] is None

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo.algorithm.advantages import PrecomputedAdvantages
+from rloo.algorithm.advantages import Advantages
 from rloo.algorithm.update import update
 from rloo.distributed import World
 from rloo.model.micro_batch import pad
@@ -100,9 +100,9 @@ def test_a_weight_for_a_dense_model_is_refused(tmp_path):
         make_policy("qwen3", tmp_path, model=make_model("qwen3"), router_aux_loss_coef=0.1)
 
 
-def credit_of(samples) -> PrecomputedAdvantages:
+def credit_of(samples) -> Advantages:
     values = {s.key: torch.tensor([1.0 if s.key[1] % 2 else -1.0]) for s in samples}
-    return PrecomputedAdvantages({**values, samples[0].key: torch.zeros(1)})
+    return Advantages({**values, samples[0].key: torch.zeros(1)})
 
 
 def step(name, folder, coefficient, *, max_tokens=10000, learning_rate=1e-2):

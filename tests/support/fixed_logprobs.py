@@ -127,9 +127,10 @@ class GivenPolicy:
     def reference_logprobs(self, batch):
         return self._of(self.rollout.reference, batch)
 
-    def logprobs(self, batch):
+    def logprobs(self, batch, *, reference=False):
         values = self._of(self.current, batch)
-        return TokenScores(values, torch.zeros_like(values), None)
+        theirs = self.reference_logprobs(batch) if reference else None
+        return TokenScores(values, torch.zeros_like(values), None, theirs)
 
     def backward(self, loss, *, last):
         if loss.requires_grad:

@@ -1,14 +1,12 @@
 """Advantages from scored completions: KL penalty, baseline, scale, in that order.
 
-Two classes have one interface. `PrecomputedAdvantages` are known before the update.
-`FusedAdvantages`, the default with a KL penalty, are computed from the log-probs of the update's
-own forward pass, which saves a forward pass of the policy."""
+They are known before the update, or come from it. The second is the default with a KL penalty: the
+log-probs of the update's own forward pass give them, which saves a forward pass of the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,76 +31,49 @@ from rloo.types import Sample
 Key = tuple[int, int]
 
 
-@dataclass(slots=True, kw_only=True)
-class _OldLogprobs:
-    """The log-probs of completions at their first forward pass, and the metrics of that pass.
-    `is_shared` is true once every rank has all of them."""
+@dataclass(slots=True)
+class Advantages:
+    """The advantages of a rollout, and the log-probs of its completions' first forward pass.
 
+    `by_completion` has one number per completion, or one per token with token-level ratios. It
+    starts empty if the advantages come `from_update`: the first optimizer step then covers the
+    whole rollout in micro-batches of whole groups, and adds each batch's. `stats` are the metrics
+    of a separate forward pass, if there was one. `is_shared` is true once every rank has all of
+    them."""
+
+    by_completion: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
     is_shared: bool = False
+    from_update: bool = False
+
+    def has_reward_variance(self, key: Key) -> bool:
+        """Return False if the completion's advantages are known to be exactly 0."""
+        return self.from_update or bool(self.by_completion[key].any())
+
+    def of_batch(self, batch: MicroBatch, now: Tensor) -> Tensor:
+        """Return a batch's advantages, (N,) or (T,), as tensors like its log-probs `now` (T,)."""
+        values = torch.cat([self.by_completion[key] for key in batch.keys])
+        return send(values, now.device).to(now.dtype)
+
+    def add(self, batch: MicroBatch, values: Tensor) -> None:
+        """Store the advantages of a batch, (N,) or (T,)."""
+        self.by_completion.update(_by_key(batch.keys, batch.lengths, values))
 
     def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """Return the log-probs (T,) of each completion's first forward pass."""
+        """Return the log-probs (T,) of each completion's first forward pass; `now` if this is
+        it."""
         parts = zip(batch.keys, now.split(batch.lengths), strict=True)
         seen = self.old_logprobs
         return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
 
-
-@dataclass(slots=True)
-class PrecomputedAdvantages(_OldLogprobs):
-    """Advantages that are known before the update: one number per completion, or one per token with
-    token-level ratios. `old_logprobs` and `stats` (metrics) start with the results of a separate
-    forward pass, if there was one."""
-
-    by_completion: dict[Key, Tensor]
-    # Whether the update must pass micro-batches of whole groups, and the reference's log-probs.
-    from_update: ClassVar[bool] = False
-
-    def has_reward_variance(self, key: Key) -> bool:
-        """Return False if the completion's advantages are exactly 0."""
-        return bool(self.by_completion[key].any())
-
-    def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
-        """Return a batch's advantages, (N,) or (T,), as tensors like its log-probs `now` (T,)."""
-        return send(torch.cat([self.by_completion[key] for key in batch.keys]), now.device).to(
-            now.dtype
-        )
-
-    def after_first_step(self, metrics: Mapping[str, float]) -> PrecomputedAdvantages:
-        """Return the advantages for the remaining steps on the same rollout."""
-        return self
-
-
-@dataclass(slots=True)
-class FusedAdvantages(_OldLogprobs):
-    """Advantages that the update's own forward pass gives. The first step covers the whole rollout
-    in micro-batches of whole groups, so the old log-probs are the current ones."""
-
-    terms: LossContext
-    by_completion: dict[Key, Tensor] = field(default_factory=dict)
-    from_update: ClassVar[bool] = True
-
-    def has_reward_variance(self, key: Key) -> bool:
-        """Return True: the advantages are not known yet."""
-        return True
-
-    def advantages(self, batch: MicroBatch, now: Tensor, reference: Tensor | None) -> Tensor:
-        """As `PrecomputedAdvantages.advantages`, computed from `now` and `reference` (T,)."""
-        assert reference is not None, "from_update"
-        values = batch_advantages(batch, now, reference, self.terms)
-        self.by_completion.update(_by_key(batch.keys, batch.lengths, values))
-        return values
-
-    def after_first_step(self, metrics: Mapping[str, float]) -> PrecomputedAdvantages:
-        """Return the advantages and log-probs of the first step, with the KL from its `metrics`."""
+    def after_first_step(self, metrics: Mapping[str, float]) -> Advantages:
+        """Return the advantages for the remaining steps on the same rollout. `metrics` of the first
+        step have the KL, if its forward pass gave the advantages."""
+        if not self.from_update:
+            return self
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return PrecomputedAdvantages(
-            self.by_completion, old_logprobs=self.old_logprobs, stats=stats, is_shared=True
-        )
-
-
-Advantages = PrecomputedAdvantages | FusedAdvantages
+        return Advantages(self.by_completion, self.old_logprobs, stats, is_shared=True)
 
 
 def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
@@ -111,21 +82,19 @@ def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossCon
     The update's forward pass gives these. A separate pass does if the first step covers a part of
     the rollout, the estimator uses the whole rollout, or a group exceeds the token budget."""
     if not samples:
-        return PrecomputedAdvantages({})
+        return Advantages()
     in_parts = terms.batches.parts_per_rollout > 1
     if not terms.kl_in_reward and not in_parts:
-        return PrecomputedAdvantages(_sample_advantages(samples, {}, terms))
+        return Advantages(_sample_advantages(samples, {}, terms))
     needs_pass = (
         in_parts
         or terms.estimator.over_rollout
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
-    return _from_own_pass(samples, policy, terms) if needs_pass else FusedAdvantages(terms)
+    return _from_own_pass(samples, policy, terms) if needs_pass else Advantages(from_update=True)
 
 
-def _from_own_pass(
-    samples: Sequence[Sample], policy: Policy, terms: LossContext
-) -> PrecomputedAdvantages:
+def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
     dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
     old: dict[Key, Tensor] = {}
 
@@ -158,8 +127,7 @@ def _from_own_pass(
     if terms.kl_in_reward:
         tokens, sequences = (max(sums.get(of, 0.0), 1.0) for of in ("tokens", "sequences"))
         stats = {"kl": sums.get("kl", 0.0) / tokens, "kl/sequence": sums.get("kl", 0.0) / sequences}
-    known = _sample_advantages(samples, penalties, terms)
-    return PrecomputedAdvantages(known, old_logprobs=old, stats=stats)
+    return Advantages(_sample_advantages(samples, penalties, terms), old, stats)
 
 
 def batch_advantages(

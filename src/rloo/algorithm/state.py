@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
-from rloo.algorithm.advantages import Advantages, PrecomputedAdvantages
+from rloo.algorithm.advantages import Advantages
 from rloo.algorithm.kl_controller import KLController
 from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.stop_signals import StopSignals
@@ -89,7 +89,7 @@ class ActiveRollout:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the steps after the first one need, as plain values and tensors."""
-        assert isinstance(self.credit, PrecomputedAdvantages)
+        assert not self.credit.from_update
         pixels = {s.key[0]: s.pixels for s in self.samples if s.pixels is not None}
         return {
             "done": self.steps_done,
@@ -111,9 +111,7 @@ class ActiveRollout:
         """The inverse of `state_dict`; `position` is where the dataset continues after it."""
         rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
         known, old = dict(saved["known"]), dict(saved["old_logprobs"])
-        credit = PrecomputedAdvantages(
-            known, old_logprobs=old, stats=saved["stats"], is_shared=True
-        )
+        credit = Advantages(known, old, saved["stats"], is_shared=True)
         images: dict[Any, Any] = {
             group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
         }

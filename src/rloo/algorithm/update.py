@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rloo.algorithm.advantages import Advantages
+from rloo.algorithm.advantages import Advantages, batch_advantages
 from rloo.algorithm.loss import LossInputs, has_other_terms, loss, loss_denominator
 from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.ragged import Completions
@@ -22,6 +22,7 @@ from rloo.algorithm.update_metrics import (
     read,
 )
 from rloo.model.autocast_cache import casting_once
+from rloo.model.logprobs import TokenScores
 from rloo.model.micro_batch import MicroBatch, deal
 from rloo.model.policy import Policy
 from rloo.tracking.metrics import sampled_entropy
@@ -56,9 +57,7 @@ def update(
                 )
                 gather(tally, sums)
             else:
-                value = 0.0 * policy.logprobs(batch).logprobs.sum()
-                if _compares(credit, terms):
-                    policy.reference_logprobs(batch)
+                value = 0.0 * _forward(policy, batch, credit, terms).logprobs.sum()
             policy.stepper.backward(value, last=is_last)
         return read(tally)
 
@@ -94,10 +93,14 @@ def micro_batch_loss(
     """Return the loss of one micro-batch (a scalar with gradient), and sums for the metrics, which
     stay on its device. `input_tokens` is the total over all micro-batches, by default of this
     one."""
-    scores = policy.logprobs(batch)
-    now = scores.logprobs.detach()
-    reference = policy.reference_logprobs(batch) if _compares(credit, terms) else None
-    advantages = credit.advantages(batch, now, reference)
+    scores = _forward(policy, batch, credit, terms)
+    now, reference = scores.logprobs.detach(), scores.reference
+    if credit.from_update:
+        assert reference is not None, "_forward"
+        advantages = batch_advantages(batch, now, reference, terms)
+        credit.add(batch, advantages)
+    else:
+        advantages = credit.of_batch(batch, now)
     old = credit.old(batch, now)
     inputs = LossInputs(
         scores.logprobs, scores.entropy, advantages, old, batch.behavior_T, reference,
@@ -112,9 +115,11 @@ def micro_batch_loss(
     return value, sums
 
 
-def _compares(credit: Advantages, terms: LossContext) -> bool:
-    """Whether a micro-batch needs the reference's log-probs."""
-    return terms.kl_in_loss or credit.from_update
+def _forward(
+    policy: Policy, batch: MicroBatch, credit: Advantages, terms: LossContext
+) -> TokenScores:
+    """The forward pass of the policy, and that of the reference if the KL is needed."""
+    return policy.logprobs(batch, reference=terms.kl_in_loss or credit.from_update)
 
 
 def _share(

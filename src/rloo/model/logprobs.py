@@ -33,12 +33,14 @@ Head = Callable[[Tensor], Tensor]
 
 
 class TokenScores(NamedTuple):
-    """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; and the
-    balancing loss of the micro-batch, for a mixture of experts whose coefficient is not 0."""
+    """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; the balancing
+    loss of the micro-batch, for a mixture of experts whose coefficient is not 0; and the log-probs
+    under the reference, (T,), where they were asked for."""
 
     logprobs: Tensor
     entropy: Tensor
     balance: Tensor | None
+    reference: Tensor | None = None
 
 
 class _SelectLogprobs(torch.autograd.Function):

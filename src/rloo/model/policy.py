@@ -181,11 +181,15 @@ class Policy:
             part = mine[turn] if is_ours else [make_sample((0, 0), 1, 1)]
             yield ScheduledMicroBatch(self.batch(part), is_ours, turn == turns - 1)
 
-    def logprobs(self, batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS) -> TokenScores:
+    def logprobs(
+        self, batch: MicroBatch, *, reference: bool = False, chunk_elements: int = CHUNK_ELEMENTS
+    ) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
-        they are enabled. `chunk_elements`: see `token_logprobs`."""
+        they are enabled; with `reference`, also those of `reference_logprobs`. `chunk_elements`:
+        see `token_logprobs`."""
         with self._autocast(), self._offloading():
-            return self.scorer(batch, chunk_elements=chunk_elements)
+            scores = self.scorer(batch, chunk_elements=chunk_elements)
+        return scores._replace(reference=self.reference_logprobs(batch)) if reference else scores
 
     def score(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """The log-probs (T,) only, without gradients. `temperature` replaces the policy's."""
