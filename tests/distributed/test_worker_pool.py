@@ -124,9 +124,7 @@ def test_a_worker_that_died_between_two_jobs_costs_no_job_and_a_job_may_have_one
     ask = partial(crew.submit, tries=1)
     pid = int(ask(lambda worker: worker.call(b"pid", 30)).result(60).removeprefix(b"<"))
     os.kill(pid, signal.SIGKILL)
-    stat = Path(f"/proc/{pid}/stat")
-    while stat.exists() and " Z " not in stat.read_text():
-        time.sleep(0.01)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # until all of its threads have ended
     assert ask(lambda worker: worker.call(b"x", 30)).result(60) == b"<x" and crew.lost == 1
     with pytest.raises(WorkerDied, match="signal 9"):
         ask(lambda worker: worker.call(b"die", 30)).result(60)
