@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rloo import plugins
-from rloo.algorithm.estimators import ESTIMATORS, Estimator, EstimatorInput, composed, rloo
+from rloo.algorithm.estimators import Estimator, EstimatorInput, composed, rloo
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import PAPER, estimator_config_of
 from rloo.config.user_functions import load_function
@@ -34,7 +34,8 @@ class LoadedEstimator:
     def compute(self) -> Estimator:
         """The function from returns to advantages, (N,) or (T,). A user's function raises
         ValueError if it or its result fails."""
-        return self.function if self.name in ESTIMATORS else self._compute_checked
+        built_in = self.name in plugins.BUILT_IN["estimators"]
+        return self.function if built_in else self._compute_checked
 
     def __str__(self) -> str:
         return f"the estimator {self.name}{_place(self.function)}"
@@ -87,12 +88,8 @@ def load_estimator(config: RLOOConfig) -> LoadedEstimator:
         form = estimator_config_of(config)
         chosen = rloo if form == PAPER else partial(composed, form=form)
         return LoadedEstimator(name, chosen, form.over_rollout, form.smallest_group)
-    if name in ESTIMATORS:
-        function = ESTIMATORS[name]
-    elif name in plugins.names("estimators"):
-        function = plugins.load("estimators", name)
-    else:
-        function = load_function(name, "estimator")
+    known = name in plugins.names("estimators")
+    function = plugins.load("estimators", name) if known else load_function(name, "estimator")
     _check_arguments(name, function, arguments)
     scope = getattr(function, "scope", "group")
     if scope not in ("group", "batch"):

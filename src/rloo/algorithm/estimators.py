@@ -98,11 +98,3 @@ def _above_baseline(returns: EstimatorInput, paid_T: Tensor, form: EstimatorConf
         paid_before_T = returns.penalty_N[sequence_T] - paid_T
         result = result[sequence_T] + paid_before_T * factor_N[sequence_T]
     return result
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "composed": composed,
-    "rloo": rloo,
-    "grpo": grpo,
-    "reinforce_pp": reinforce_pp,
-}

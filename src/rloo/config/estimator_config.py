@@ -10,8 +10,6 @@ from typing import Any, Literal
 from rloo.config.fields import coerce, suggest
 from rloo.config.options import TrainingOptions
 
-ESTIMATORS = ("composed", "rloo", "grpo", "reinforce_pp")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorConfig:

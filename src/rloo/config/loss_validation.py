@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from rloo import plugins
-from rloo.config.estimator_config import ARGUMENTS, ESTIMATORS, EstimatorConfig, estimator_config_of
+from rloo.config.estimator_config import ARGUMENTS, EstimatorConfig, estimator_config_of
 from rloo.config.fields import suggest
 from rloo.config.options import TrainingOptions
 from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
@@ -54,7 +54,8 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
     )
     yield from _without_effect(config, rules, preset_options(config.preset))
     for name, value in (config.estimator_kwargs or {}).items():
-        if config.estimator in ESTIMATORS and not composed and name in ARGUMENTS:
+        built_in = config.estimator in plugins.BUILT_IN["estimators"]
+        if built_in and not composed and name in ARGUMENTS:
             yield (
                 f"estimator_kwargs.{name} is {value} but has no effect without {of_composed}; "
                 "set that or remove it"
