@@ -150,6 +150,7 @@ COSTS = {
 CASES = [(name, beta) for name, (_, figures) in COSTS.items() for beta in figures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "beta"), CASES)
 def test_the_bias_of_an_option_through_the_production_path_is_as_stated(name, beta):
     make, figures = COSTS[name]
