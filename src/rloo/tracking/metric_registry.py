@@ -204,7 +204,7 @@ UPDATE = (
     Metric("mismatch/mean", "nats",
         "Mean absolute difference of a token's log-prob between rollout engine and trainer.",
         band=HealthyRange(high=0.05), better="lower",
-        note="Of policy log-probs, over computed tokens. Valid only in the first step on a "
+        note="Uses the policy log-probs of computed tokens. Valid only in the first step on a "
         "rollout, and with `max_staleness` only if `staleness/max` is 0. About 1e-6 in float32."),
     Metric("mismatch/max", "nats", "Largest of these differences of a token's log-prob.",
         better="lower", ranks="largest"),
