@@ -47,7 +47,7 @@ class Codec:
 
     With `plain_objects`, dictionaries whose keys are strings become JSON objects. With `exact`, a
     subclass of a number or a string is not a plain value. The keys of dictionaries are then written
-    as in JSON, and tuples as lists.
+    as in JSON; a key that is a tuple is written as a list.
     """
 
     def __init__(
