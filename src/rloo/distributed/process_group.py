@@ -121,7 +121,7 @@ class Collectives:
                 with self._others_waiting():
                     yield
                 return
-            self.signals.pass_on(asked)  # `deferred` raises it at its end
+            self.signals.pass_on(asked)  # `deferred` raises the signal later
 
     @contextmanager
     def _others_waiting(self) -> Iterator[None]:

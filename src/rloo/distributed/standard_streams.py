@@ -1,4 +1,5 @@
-"""The standard streams of a process: reopen closed ones, and print untrusted text escaped."""
+"""The standard streams of a process: functions that reopen closed streams and print untrusted text
+escaped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Plain Python values as JSON that preserves their types. Decoding never executes received data.
 
-Values of JSON types are written unchanged. Any other value is an object with one key, its tag.
-Decoded values have only types of the standard library and numpy, for every input.
+Values of JSON types are written unchanged. Any other value is written as an object with one key,
+the value's tag. Decoded values have only types of the standard library and numpy, for every input.
 
 This file imports nothing of the package, since its text is sent to hosts without the package.
 """

@@ -1,8 +1,8 @@
 """Worker processes. Each worker answers one call after the other, and ends with this process.
 
 A worker is a new interpreter, not a fork, so it inherits no locks of other threads. Calls and
-answers are bytes over a private pair of sockets. Workers that are started elsewhere, on any
-machine, are in `rloo.distributed.worker_registry`.
+answers are bytes over a private pair of sockets. For workers that are started outside of the run,
+on any machine, see `rloo.distributed.worker_registry`.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class Worker(ABC):
 
 class LocalWorker(Worker):
     """A worker that this process starts. The worker calls `target` (`module:function`) with the
-    bytes `setup`. The result is a function that it calls with the bytes of every call. With
-    `group`, the worker's children are killed with the worker."""
+    bytes `setup`. `target` returns a function, which the worker calls with the bytes of every call.
+    With `group`, the worker's children are killed with the worker."""
 
     def __init__(self, name: str, target: str, setup: bytes, *, group: bool = False) -> None:
         connection, theirs = Pipe()

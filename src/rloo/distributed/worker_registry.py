@@ -54,7 +54,8 @@ class WorkerRegistry:
         atexit.register(self.close)
 
     def open(self) -> None:
-        """Start to listen, once. Raises OSError if it cannot listen on `host` or write the file."""
+        """Start to listen, once. Raises OSError if it is impossible to listen on `host` or to write
+        the file."""
         if self._listener is None:
             try:
                 self._listener = socket.create_server((self._host, 0), backlog=1024)

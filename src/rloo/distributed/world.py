@@ -129,8 +129,8 @@ class World:
     def in_step(self) -> Iterator[None]:
         """A context for collectives inside torch, which handle no signal and do not notice errors
         of other processes. All processes enter the context, or none if one process received a stop
-        signal. Signals are deferred to its end. After an error within it, the collectives of the
-        processes no longer match."""
+        signal. Signals are deferred to the end of the context. After an error in the context, the
+        collectives of the processes no longer match."""
         if self.collectives is None:
             yield
         else:

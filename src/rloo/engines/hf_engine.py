@@ -158,7 +158,8 @@ def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Drawing(LogitsProcessor):
-    """Samples each token with the noise and masks all others, so greedy `generate` selects it."""
+    """Samples each token with the noise and masks all other tokens, so that greedy `generate`
+    selects the sampled token."""
 
     def __init__(
         self,

@@ -253,7 +253,7 @@ class InProcessEngine(ABC):
         return self.capabilities.rows_at_once(len(rows), longest, sampling.max_tokens)
 
     def _together(self, lengths: Sequence[int]) -> int:
-        """The number of first rows, with prompts of these `lengths`, that may be batched."""
+        """The number of leading rows that may be batched. Their prompts have these `lengths`."""
         return len(lengths)
 
     def _keys(self, rows: list[PromptRow], noise: int) -> Tensor:

@@ -99,7 +99,7 @@ class RemoteEngine:
             self._source.write(None)
         else:
             if state.versions is None:
-                for _ in range(self._workers.size):  # they may start
+                for _ in range(self._workers.size):  # starts the workers
                     self._crew.submit(lambda worker: worker.call(b"", state.seconds))
                 workers, name = self._workers, secrets.token_hex(4)
                 state.versions = WeightStore.made_in(workers.folder, name, workers.room)
@@ -165,7 +165,7 @@ class RemoteEngine:
         return dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
 
     def busy_seconds(self) -> float:
-        """The mean seconds that a worker has been sampling so far."""
+        """The seconds of sampling so far, as a mean over the workers."""
         return self._crew.busy_seconds() / self._crew.size if self._crew else 0.0
 
 
@@ -224,8 +224,8 @@ class _Joined:
         self._lock = threading.Lock()
 
     def wait_for(self, done: Future[list[list[Completion]]], place: int, number: int) -> None:
-        """Take the completions at `place` of the result of `done`. The first one has this
-        `number`."""
+        """Take the completions at `place` of the result of `done`. The first of these completions
+        has this `number`."""
         part: Future[list[Completion]] = Future()
         part.add_done_callback(partial(self._take, number))
         chain_future(part, done, itemgetter(place))

@@ -1,6 +1,6 @@
 """Fused norms, gated units and rotary embeddings of known architectures. On float32 CPU tensors the
-C kernels compute them if in use (`rloo.kernels`), on a GPU compiled functions (`gpu_kernels`). In
-all other cases the module's original forward computes."""
+C kernels compute them, if these kernels are in use (`rloo.kernels`). On a GPU, compiled functions
+compute them (`gpu_kernels`). In all other cases the module's original forward computes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _kernels_for(*tensors: Tensor | None) -> _Kernels | None:
 
 
 class _RMSNorm(nn.Module):
-    """A base class in front of transformers' RMSNorm classes."""
+    """A base class that precedes transformers' RMSNorm classes in the method resolution order."""
 
     weight: Tensor
     variance_epsilon: float
@@ -113,7 +113,7 @@ class _RMSNorm(nn.Module):
 
 
 class _MLP(nn.Module):
-    """A base class in front of transformers' gated MLP classes."""
+    """A base class that precedes transformers' gated MLP classes in the method resolution order."""
 
     gate_proj: Any
     up_proj: Any
@@ -129,7 +129,8 @@ class _MLP(nn.Module):
 
 
 class _Attention(nn.Module):
-    """A base class in front of transformers' attention classes, for forwards without a cache."""
+    """A base class that precedes transformers' attention classes in the method resolution order,
+    for forwards without a cache."""
 
     config: Any
     q_proj: Any

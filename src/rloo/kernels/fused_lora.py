@@ -75,7 +75,7 @@ class _LoRAProduct(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """A base class in front of peft's Linear."""
+    """A base class that precedes peft's Linear in the method resolution order."""
 
     lora_A: Any
     lora_B: Any

@@ -52,8 +52,8 @@ def let_segments_grow() -> bool:
 
 
 def mark_varying(tensor: Tensor, *dimensions: int) -> None:
-    """Mark these sizes as dynamic for torch.compile. Otherwise it compiles a second time when a
-    size first changes."""
+    """Mark these sizes as dynamic for torch.compile. Otherwise torch.compile compiles a second time
+    when a size first changes."""
     mark = getattr(torch._dynamo, "maybe_mark_dynamic", None)
     if mark is not None:
         mark(tensor, dimensions)

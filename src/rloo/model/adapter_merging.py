@@ -31,7 +31,7 @@ def walk(
     replaced = inner is not module
     for name, parameter in inner.named_parameters(recurse=replaced):
         # A tied weight is yielded once. Only this loop refers to the replacement layer, so the
-        # layer is freed after its parameters.
+        # layer is freed after the loop.
         if replaced or id(parameter) not in seen:
             yield prefix + name, full_tensor(parameter)
         if not replaced:

@@ -1,4 +1,4 @@
-"""Exact attention over packed groups without masks, rows or padding, by torch's flash attention.
+"""Exact attention over packed groups without masks or padding, by torch's flash attention.
 
 A completion's token attends to its prompt and to earlier tokens of the completion. One rectangular
 call covers the prompt for all completions of a group. One causal call per completion covers the

@@ -24,7 +24,7 @@ from rloo.model.training_state import first_not_finite
 
 def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
     """Return the run's options, made read-only. If `args` is None, they are the defaults. Raises
-    ValueError for another type."""
+    ValueError if `args` has another type."""
     if args is None:
         name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
         last = name.rstrip("/").split("/")[-1]
@@ -198,7 +198,7 @@ def _loading_options(config: RLOOConfig) -> dict[str, Any]:
 
 
 def copy_from_file(model: PreTrainedModel) -> None:
-    """Replace weights that are not quantised by copies. Until then they are views of the
+    """Replace all weights except quantised ones by copies. Before the call they are views of the
     memory-mapped file, which keep the entire file in memory. A view is also not aligned, so
     products of equal matrices may differ in their last bits."""
     for parameter in model.parameters():

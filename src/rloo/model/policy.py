@@ -159,7 +159,8 @@ class Policy:
         return self.world.in_step() if self.divides else nullcontext()
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """A micro-batch on the policy's device, packed if its attention supports that."""
+        """A micro-batch on the policy's device, packed if the policy's attention supports
+        packing."""
         if self.packed:
             return pack(samples, self.device)
         return pad(samples, self.device, self.pad_token_id)

@@ -102,9 +102,9 @@ def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
     bitsandbytes' products do not depend only on the weights. With 8 bits, the rounding of
     activations depends on the other rows of the batch. With 4 bits, some CPUs compute in bf16 if no
     gradients are needed. The log-probs of sampler and trainer would then differ. Raises ValueError
-    for a base that is quantised and has no adapter, was not quantised by bitsandbytes, or was
-    altered by an earlier forward. Also raises ValueError if the options require quantised layers
-    and the model has none.
+    for a quantised base that has no adapter, that another library has quantised, or that an earlier
+    forward has altered. Also raises ValueError if the options require quantised layers and the
+    model has none.
     """
     layers = list(quantised_layers(model))
     if not layers:

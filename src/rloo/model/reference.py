@@ -64,7 +64,8 @@ class ReferenceModel:
 
 
 class AdapterDisabledReference(ReferenceModel):
-    """The policy's module with the adapter of before training: see `LoRAAdapter.as_reference`."""
+    """The policy's module with the adapter in its state before training: see
+    `LoRAAdapter.as_reference`."""
 
     def __init__(self, scorer: LogprobModel, adapter: LoRAAdapter) -> None:
         self._scorer = scorer

@@ -237,7 +237,7 @@ def _control_groups(
             continue
         base, names = (root / "memory", _GROUP_V1) if controllers else (root, _GROUP_V2)
         folder = base / path.strip("/")
-        # In a container the path may be the host's; the container's group is then the root.
+        # In a container the path may be a path of the host. The container's group is then the root.
         for place in {folder, *folder.parents} if folder.exists() else {base}:
             if place.is_relative_to(base):
                 left += _room_in_group(place, *names)

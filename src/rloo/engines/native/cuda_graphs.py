@@ -50,7 +50,7 @@ class CapturedGraph:
     def _capture(self) -> Any:
         """Capture the work. `torch.cuda.graph` would synchronize and release cached memory."""
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # a capture may forbid operations that destroy an object
+        gc.disable()  # destructors may do what a capture forbids
         try:
             with _beside(self._device):
                 # Other threads, such as those of rewards, may allocate during the capture.

@@ -14,13 +14,13 @@ from transformers import Cache
 from rloo.engines.native.ragged_prefill import RaggedBatch
 from rloo.model.attention import AttentionOptions, attend, attend_part, causal_mask, round_inputs
 
-# The initial number of slots in a completion's cache. It doubles when the cache is full.
+# The initial number of slots in a completion's cache. The number doubles when the cache is full.
 _FIRST_SLOTS = 64
 
 
 def fill_holes(alive: Tensor) -> Tensor:
     """The old index of each new row, int64 (n,), when n rows are alive. The last rows fill the
-    holes, so that few rows move: for (True, False, True, True) it is (0, 3, 2)."""
+    holes, so that few rows move: for (True, False, True, True) the result is (0, 3, 2)."""
     count = int(alive.sum())
     order = torch.arange(count, device=alive.device)
     order[(~alive[:count]).nonzero()[:, 0]] = alive[count:].nonzero()[:, 0] + count
@@ -210,7 +210,8 @@ class DecodeCache(Cache):
     # -- resuming rows ---------------------------------------------------------------------------
 
     def _note_lengths(self) -> None:
-        """Store the lengths of active rows. While they are equal, no length per row is stored."""
+        """Store the lengths of active rows. While the lengths are equal, they are not stored per
+        row."""
         assert self._lengths is not None
         if self._least == self.length:
             self._lengths[: self._num_rows] = self.length

@@ -50,9 +50,9 @@ _COMPACTION_SHARE = 1 / 16
 class NativeEngine(InProcessEngine):
     """Samples with the policy's weights. `support` checks whether the engine can run a model. The
     fused decoder computes matrix products in `dtype` (None: the model's) and copies some weights.
-    With `fused=False` the module is always used. Keys and values have the type `cache_dtype`. The
-    default has 16 bits on a GPU if products and training's attention have 16 bits, otherwise at
-    least float32. Other `options`: see `InProcessEngine`."""
+    With `fused=False` the module is always used. Keys and values have the type `cache_dtype`. By
+    default they have 16 bits on a GPU if products and training's attention have 16 bits, otherwise
+    at least float32. Other `options`: see `InProcessEngine`."""
 
     name = "native"
     default_cache_bytes = 4 << 30

@@ -1,4 +1,4 @@
-"""Decoding by steps of fixed shapes: a GPU replays a step by two launches instead of thousands.
+"""Decoding by steps of fixed shapes: a GPU replays a step with two launches instead of thousands.
 
 A wave has memory for all of its tokens, at fixed addresses. The number of tokens, which grows from
 step to step, is a tensor. Finished rows stay in the batch, but are masked. When the unfinished rows

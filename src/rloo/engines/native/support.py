@@ -50,8 +50,8 @@ class _WindowRecorder:
 
 
 def _check_windows(model: PreTrainedModel) -> str | None:
-    """Check the layers' windows. A trial alone does not, since windows longer than its prompts have
-    no effect."""
+    """Check the layers' windows. A trial does not detect errors of windows that are longer than its
+    prompts."""
     recorder = _WindowRecorder()
     with in_inference_mode(model):
         model(

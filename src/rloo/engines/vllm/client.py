@@ -124,7 +124,7 @@ class VLLMClient:
         await self.post("/wake_up", phase="waking up", seconds=seconds, tags=tags)
 
     async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
-        """Add a LoRA adapter. Requests select it with `name` as their model."""
+        """Add a LoRA adapter. Requests with `name` as their model use the adapter."""
         body = {"lora_name": name, "lora_path": folder}
         await self.post("/v1/load_lora_adapter", body, phase="loading an adapter", seconds=seconds)
 

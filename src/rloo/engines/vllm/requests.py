@@ -51,7 +51,7 @@ class CompletionRequest:
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            # vLLM gives the completions of one request consecutive seeds.
+            # vLLM assigns consecutive seeds to the completions of a request.
             "seed": seed >> 2,
             "logprobs": 0,
             "ignore_eos": True,

@@ -27,7 +27,7 @@ from rloo.engines.vllm.server_state import (
 )
 from rloo.types import Completion, Prompt, Sampling
 
-# Seconds between health checks of a server, and the failed checks after which it is lost.
+# Seconds between health checks, and the number of failed checks after which a server is lost.
 LOOK_EVERY, LOOKS = 5.0, 3
 # Seconds by which the delay before each further attempt to recover a server grows.
 PATIENCE = 1.0
@@ -83,7 +83,7 @@ class ServerPool:
 
     async def bring(self, weights: ServerWeights) -> dict[str, LogprobProbe]:
         """Load a version into every server; return each server's result on the probe prompt. A
-        server that fails is lost. Raises NoServers if none is left."""
+        server that fails is marked as lost. Raises NoServers if none is left."""
         self.weights, self.places.holding = weights, True
         oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
         kept = {label: v for label, v in self.labels.items() if v >= oldest}
@@ -144,7 +144,7 @@ class ServerPool:
             raise ServerError("reading the version back", client.url, fact)
         member.label = weights.label
         if self.adapters and before and before != weights.label:
-            with suppress(ServerError):  # this older adapter is in no request
+            with suppress(ServerError):  # no request uses the older adapter
                 await client.unload_adapter(before, seconds=seconds)
 
     async def probe(self, member: ServerState) -> LogprobProbe:
@@ -205,7 +205,8 @@ class ServerPool:
         the run meanwhile is lost."""
         answers = list(answers)
         for member in {id(a.member): a.member for a in answers}.values():
-            # A server that loads weights now has answered its requests, and is verified afterwards.
+            # A server that is loading weights has answered all requests, and is verified after
+            # loading.
             asked = not member.tells and member.fault is None and not self.places.holding
             if asked and not await self._is_well(member) and not self.places.holding:
                 fact = f"has lost {member.label} while it sampled"

@@ -137,12 +137,12 @@ class LocalServer:
         # A launcher's variables for our processes are wrong for the server's processes.
         environment = {n: v for n, v in environment.items() if not n.startswith(OURS)}
         # The server's parent is a guard process, because the thread that starts a server may end
-        # before the server. The guard stops the server for every end of this process, so that no
-        # server keeps occupying device memory.
+        # before the server. The guard stops the server when this process ends for any reason, so
+        # that no server remains and occupies device memory.
         command = serving.command("127.0.0.1", port)
         self._process = ChildProcess(command, "guard", environment=environment, log=self.log)
         self.url = f"http://127.0.0.1:{port}"
-        if self.over:  # meanwhile another thread has stopped the server forever
+        if self.over:  # another thread has stopped the server permanently
             self.stop()
 
     async def wait(self, seconds: float) -> VLLMClient:
@@ -166,7 +166,7 @@ class LocalServer:
 
     @property
     def was_killed(self) -> bool:
-        """Whether SIGKILL ended the server, as by a system that is out of memory."""
+        """Whether SIGKILL ended the server, for example when the system is out of memory."""
         status = None if self._process is None else self._process.poll()
         return status in (-signal.SIGKILL, 128 + signal.SIGKILL)
 

@@ -101,7 +101,8 @@ class ZeroModel:
         """Add the gradients of `loss`. A collective: all processes must make the same number of
         calls, and pass `last` in the same call of a step."""
         self._engine.set_gradient_accumulation_boundary(last)
-        # The flag counts a step's micro-batches. A call of the engine's forward would clear it.
+        # DeepSpeed counts a step's micro-batches with this flag. The engine's forward, which is not
+        # called here, would clear the flag.
         self._inner.clear_backward_seen_flag()
         self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean
 
@@ -223,7 +224,7 @@ class ZeroModel:
 
     @torch.no_grad()
     def load_state(self, name: str, saved: Mapping[str, Any]) -> None:
-        """Load full tensors that `state` returned; the number of processes may differ."""
+        """Load full tensors that `state` returned; the number of processes may have changed."""
         fragment = self._fragments[name]
         state = self._inner.optimizer.state[fragment.flat]
         for key, value in saved.items():
