@@ -47,9 +47,10 @@ class Continuation:
 
 
 class PrefixCache:
-    """The caches of `rows` with the tokens `drawn` (R, W) after their prompts. Of each row,
-    `shared` tokens are in the prompt cache. The cache is valid for one version of the weights, and
-    for at most `max_tokens` per completion, since memory was planned for this number."""
+    """The caches of `rows` with the tokens `drawn` (R, W) after their prompts. `shared` is the
+    number of each row's tokens in the prompt cache. The cache is valid for one version of the
+    weights, and for at most `max_tokens` per completion, since memory was planned for this
+    number."""
 
     def __init__(
         self,
