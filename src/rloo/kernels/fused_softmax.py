@@ -33,7 +33,8 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOut
     if temperature != 1.0:
         logits.div_(temperature)
     chosen = logits.gather(-1, targets[:, None])[:, 0]
-    # Fewer passes than torch's log_softmax. The most likely token's probability is never 0.
+    # Fewer passes than torch's log_softmax. The normalizer comes from the most likely token, whose
+    # probability is never 0.
     weights = logits.softmax(dim=-1)
     normalizer = logits.amax(dim=-1) - weights.amax(dim=-1).log()
     torch.sub(chosen, normalizer, out=rows.logprobs)

@@ -169,7 +169,7 @@ def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfi
         own = config.with_values(gradient_checkpointing=again)
         a_token = activation_bytes(layers, width, own)
         return max(1024, min(65536, free // 4 // a_token))
-    # Larger micro-batches are not faster on a CPU, since they exceed its caches.
+    # Larger micro-batches are not faster on a CPU, and exceed its caches.
     return max(1024, min(8192, 2**32 // (4 * 34 * width * layers)))
 
 
