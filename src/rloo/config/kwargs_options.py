@@ -1,5 +1,5 @@
-"""The options that are mappings (`engine_kwargs`, ...): the keys of each, with type, default and
-help. Keys are checked like options, and read as `config.engine_options.restarts`.
+"""The options that are mappings (`engine_kwargs`, ...): their keys, with type, default and help.
+Keys are checked like options. Code reads them as `config.engine_options.restarts`.
 """
 
 from __future__ import annotations
@@ -136,8 +136,8 @@ class ToolKwargs:
 
 
 class MappingsAsValues:
-    """A base of the options with typed access to mappings: `config.engine_options.restarts` is the
-    value in `engine_kwargs`, or its default."""
+    """A base class of the options with typed access to mappings: `config.engine_options.restarts`
+    is the value of `restarts` in `engine_kwargs`, or its default."""
 
     @property
     def engine_options(self) -> EngineKwargs:
@@ -203,8 +203,8 @@ def keys_of(option: str) -> dict[str, Field[Any]]:
 
 
 def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with each value converted to its type. Raises ValueError with all unknown keys, each
-    with the nearest known one, and all values of another type."""
+    """`given` with each value converted to its type. Raises ValueError for unknown keys, each with
+    the most similar known key, and for values of another type; the error has all of them."""
     hints, read, faults = key_types(option), {}, []
     for name, value in given.items():
         try:
@@ -224,8 +224,8 @@ def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def without_defaults(
     option: str, given: Mapping[str, Any], usual: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """`given` without the keys at their defaults, so that equal options are equal mappings; None if
-    empty. A key stays if a preset has another value for it (`usual`)."""
+    """`given` without keys that have their default, so that equal options are equal mappings; None
+    if empty. A key stays if a preset has another value for the key (`usual`)."""
     defaults = {name: default_of(key) for name, key in keys_of(option).items()}
     return {
         name: value
@@ -235,7 +235,7 @@ def without_defaults(
 
 
 def flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of the mappings among the options `values`, as (`option.key`, value)."""
+    """The entries of all mappings in `values`, as (`option.key`, value)."""
     for option in KWARGS:
         for name, value in (values.get(option) or {}).items():
             yield f"{option}.{name}", value

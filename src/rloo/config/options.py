@@ -1,5 +1,5 @@
-"""All options: type, default, subject, one sentence of help. Names and defaults are those of TRL
-1.16 and transformers if they have the option (`config.DEVIATIONS` lists the exceptions).
+"""All options: type, default, subject, one sentence of help. If TRL 1.16 or transformers has an
+option, its name and default are the same here (`config.DEVIATIONS` lists the exceptions).
 """
 
 # Over 400 lines: the dataclass of all options.
@@ -17,7 +17,7 @@ from rloo.config.option_groups import (  # isort: skip - one name a line is as l
 )  # fmt: skip
 
 # ruff: noqa: RUF009 - a subject's methods return dataclasses.field(...)
-# The default batch sizes: they do not contradict num_prompts.
+# The default batch sizes. Batch sizes at these values do not contradict num_prompts.
 DEFAULT_BATCH, DEFAULT_GROUP = (8, 1), 2
 
 
@@ -130,7 +130,7 @@ class TrainingOptions(MappingsAsValues):
         "Sampling options by their names in transformers' GenerationConfig; they override our "
         "options.", expert=True)
     stop_strings: list[str] | None = SAMPLING.rloo(None,
-        "Texts that end a completion; the text remains part of the completion.")
+        "Texts that end a completion and remain part of the completion.")
 
     preset: str | None = OBJECTIVE.rloo(None,
         "Set the defaults of the objective's options as in a system or paper: paper, trl, areal, "
@@ -177,9 +177,9 @@ class TrainingOptions(MappingsAsValues):
     rollout_importance_sampling_mode: Literal[
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off"
     ] | None = OBJECTIVE.rloo(None,
-        "Weight the loss by the ratio of trainer to sampler, per token or per completion "
-        "(sequence), truncated or masked, or not (off); null: truncated with `max_staleness` above "
-        "0, else off.")
+        "Weight the loss by the probability ratio of trainer to sampler, per token or per "
+        "completion (sequence), truncated or masked, or not (off); null: truncated with "
+        "`max_staleness` above 0, else off.")
     rollout_importance_sampling_threshold: float = OBJECTIVE.from_ms_swift(2.0,
         "Upper bound of the weights of `rollout_importance_sampling_mode`.", expert=True)
     rollout_importance_sampling_min: float | None = OBJECTIVE.rloo(None,
@@ -197,7 +197,7 @@ class TrainingOptions(MappingsAsValues):
         "Weight of an entropy bonus in the loss; 0: no bonus.")
     mean_level: Literal["group", "batch", "running", "none"] = OBJECTIVE.rloo("group",
         "Baseline: mean reward of the prompt's completions (group), of the rollout (batch), of "
-        "past rollouts (running), or none.")
+        "past rollouts (running), or no baseline (none).")
     mean_leave1out: bool = OBJECTIVE.rloo(True, "Leave a completion out of its own baseline.")
     std_level: Literal["group", "batch", "none"] = OBJECTIVE.rloo("none",
         "Divide advantages by the standard deviation of the prompt's completions (group) or of the "
@@ -263,9 +263,9 @@ class TrainingOptions(MappingsAsValues):
         "Weight of the load-balancing loss of a mixture-of-experts model; null: the model's own "
         "weight.", expert=True)
     offload: list[Literal["optimizer", "params", "reference"]] = MEMORY.rloo([],
-        "State in CPU memory: optimizer (its state, between steps), reference (its layers, except "
-        "the layer that computes), params (with `parallel fsdp2`: weights, gradients and optimizer "
-        "state).")
+        "State in CPU memory: optimizer (optimizer state, between steps), reference (its layers, "
+        "except the layer that computes), params (weights, gradients and optimizer state, with "
+        "`parallel fsdp2`).")
     activation_offloading: bool = MEMORY.rloo(False,
         "Keep activations in CPU memory until the backward pass needs them.")
 
@@ -374,8 +374,8 @@ class TrainingOptions(MappingsAsValues):
     save_steps: float = SAVING.shared(500.0,
         "Number of optimizer steps between checkpoints; below 1: a share of all steps.", basic=True)
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = SAVING.rloo(None,
-        "Dtype of the weights in the result; null: the dtype of the base model's files (for "
-        "adapters, and always in checkpoints: float32).")
+        "Dtype of the saved model; null: the dtype of the base model's files, or float32 for an "
+        "adapter (checkpoints are always float32).")
     save_total_limit: int | None = SAVING.shared(None,
         "Maximum number of checkpoints to keep; null: all.")
     save_only_model: bool = SAVING.shared(False,
