@@ -61,8 +61,8 @@ COMMANDS = {
         "predict micro-batches, peak memory, and the expected and the longest time, from "
         "measurements of less than a minute; calls no reward and leaves no file. With --num_gpus N "
         "(1 to 1,024) and --gpu a100, h100, h200 or b200: predict a configuration, tokens/s, "
-        "memory and cost (--gpu_price) on GPUs that are not here, from counted operations and "
-        "published figures; --parameters 7B replaces a model; --prompt_tokens, "
+        "memory and cost (--gpu_price) on GPUs that this machine does not have, from counted "
+        "operations and published figures; --parameters 7B replaces --model; --prompt_tokens, "
         "--completion_tokens, --training_share and the other printed rates can be set "
         "(docs/scaling.md)",
         (

@@ -45,9 +45,9 @@ class EngineKwargs:
         "null: 0.001 in float32, else 0.2.")
     weight_transfer: Literal["auto", "files", "nccl"] = key("auto",
         "Transfer of weights to servers: by a folder (files), or over NCCL if trainer and servers "
-        "have separate GPUs, else by a folder (auto; nccl: with a note of the reason).")
+        "have separate GPUs, else by a folder (auto; nccl also reports why it uses the folder).")
     weights_dir: str | None = key(None,
-        "Folder from which servers load weights (they must have access to it); null: shared memory "
+        "Folder from which servers load weights, to which they need access; null: shared memory "
         "for servers that the run starts, else `output_dir`.")
 
 
@@ -104,7 +104,7 @@ class AsyncKwargs:
     partial_rollouts: bool = key(False,
         "Continue vLLM's unfinished completions with new weights (needs `max_staleness` above 0).")
     remote_workers: Literal["sample", "score", "both"] | None = key(None,
-        "Work of processes that the run waits for but does not start (`rloo worker sample "
+        "Work that the run leaves to processes that it does not start (`rloo worker sample "
         "OUTPUT_DIR`, on any machine): sample, score, or both; `rloo launch` sets this option.")
     reward_workers: int | None = key(None,
         "Number of processes that call reward functions; null: one per processor, at most 8.")
@@ -118,8 +118,8 @@ class CpuKwargs:
         "Use C kernels, built at the start, for sampling and updates on a CPU; null: if possible.")
     onednn: list[str] | None = key(None,
         "Matrix products on a CPU by oneDNN instead of MKL: packed (sampling), forward, backward "
-        "(gradients of inputs), weight (gradients of matrices), with bf16 in bfloat16 instead of "
-        "float32 on rounded numbers; null: measured.")
+        "(gradients of inputs), weight (gradients of matrices); bf16: multiply in bfloat16, else "
+        "in float32 with rounded inputs; null: measured.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +127,8 @@ class ToolKwargs:
     """`tool_kwargs`: limits on the replies and the time of tools."""
 
     max_response_length: int = key(20_000,
-        "Maximum number of characters of a tool response that the model receives; longer ones lose "
-        "their middle.")
+        "Maximum number of characters of a tool response that the model receives; longer responses "
+        "are cut in the middle.")
     timeout: float = key(300.0,
         "Time in seconds that all tool calls of an episode may take; an episode that takes longer "
         "has no reward.")
