@@ -36,7 +36,7 @@ NAMES = (
     "worker", "launch", "status", "stop",
 )  # fmt: skip
 Command = Callable[[list[str], StopSignals], int | None]
-# Commands that write no files: their result is their output.
+# Commands whose output is their only result.
 SHOWING = ("plan", "eval", "config", "check-estimator", "doctor", "status")
 
 
@@ -196,7 +196,7 @@ def _evaluate(arguments: list[str], signals: StopSignals) -> int:
         dataset=None,
     )
     check_inputs(config, trains=False)
-    # A file is one split, whatever it contains.
+    # A file counts as one split.
     is_file = os.path.isfile(str(config.eval_dataset))
     split = "" if is_file else f" ({config.eval_split or 'train'})"
     temperature = config.eval_options.temperature or config.temperature

@@ -305,8 +305,8 @@ class Engine(Protocol):
         ranges, a prompt's range selects the indices of its completions to sample; other ranks
         sample the others.
 
-        `noise` is a 64-bit number derived from (seed, purpose, step). Together with the prompt's id
-        and epoch, the sample's index and the token's position, it determines every random draw,
+        `noise` is a 64-bit number derived from (seed, purpose, step). `noise`, the prompt's id and
+        epoch, the sample's index and the token's position together determine every random draw,
         independent of the other completions in the batch.
         """
 
@@ -320,8 +320,8 @@ class PrefixCaching(Protocol):
 
     def prefix_caching(self) -> AbstractContextManager[None]:
         """In this context, `sample` may cache keys and values. A completion that is continued with
-        its earlier tokens and the same weights is then computed from its last token on; the
-        prompt's id and epoch and the index identify the completion. Completions do not change,
+        its earlier tokens and the same weights is then computed from the position where it stopped.
+        The prompt's id and epoch and the completion's index identify it. Completions do not change,
         except for rounding."""
 
 

@@ -1,7 +1,7 @@
 """Advantages from scored completions: subtract the KL penalty, subtract the baseline, scale.
 
-Advantages are computed before the update or during it. With a KL penalty, the default is during the
-update: its forward pass computes the log-probs for the penalty, which saves a separate pass."""
+Advantages are computed before the update or during it. With a KL penalty, the update computes them
+by default: its forward pass yields the log-probs for the penalty, which saves a separate pass."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class Advantages:
         self.by_completion.update(_by_key(batch.keys, batch.lengths, values))
 
     def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """Return the log-probs (T,) of each completion's first forward pass. `now` (T,) are those
-        of the current pass."""
+        """Return the log-probs (T,) of each completion's first forward pass. `now` (T,) are the
+        log-probs of the current pass."""
         parts = zip(batch.keys, now.split(batch.lengths), strict=True)
         seen = self.old_logprobs
         return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
 
     def after_first_step(self, metrics: Mapping[str, float]) -> Advantages:
-        """Return the advantages for the remaining steps on the same rollout. `metrics` are those of
-        the first step; they include the KL if `from_update`."""
+        """Return the advantages for the remaining steps on the same rollout. `metrics` of the first
+        step include the KL if `from_update`."""
         if not self.from_update:
             return self
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}

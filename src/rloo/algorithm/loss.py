@@ -1,8 +1,8 @@
 """The loss of REINFORCE Leave-One-Out as pure functions on tensors.
 
-Sequences are ragged and stored flat. A tensor `_T` has one entry for each completion token, a
-tensor `_N` has one entry for each completion. `sequence_T` is the index of each token's completion.
-Results have the dtype of the inputs, float64 included.
+Sequences are ragged and stored flat. Tensors named `_T` have one entry for each completion token,
+tensors named `_N` have one entry for each completion. `sequence_T` is the index of each token's
+completion. Results have the dtype of the inputs, float64 included.
 
     reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (scale) -> loss
 
@@ -169,10 +169,10 @@ class PolicyLoss(NamedTuple):
 def loss_denominator(
     aggregation: Aggregation, *, num_sequences: int, num_tokens: int, constant: float | None
 ) -> float:
-    """Return the divisor of the loss of one optimizer step, which is summed over all ranks and
-    micro-batches. The divisor is the number of completions in the loss. With "token_mean", it is
-    the number of their tokens. With "constant", it is the number of completions times `constant`
-    (Dr. GRPO). Raises ValueError if `constant` is None."""
+    """Return the divisor of an optimizer step's loss, a sum over all ranks and micro-batches. The
+    divisor is the number of completions in the loss. With "token_mean", it is the number of their
+    tokens. With "constant", it is the number of completions times `constant` (Dr. GRPO). Raises
+    ValueError if `constant` is None."""
     if aggregation == "token_mean":
         return float(max(num_tokens, 1))
     if aggregation == "constant":

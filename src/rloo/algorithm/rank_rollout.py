@@ -156,9 +156,9 @@ class RankRollout(SyncRolloutGenerator):
 @dataclass(frozen=True, slots=True)
 class RewardScorer:
     """Scores completions. Each rank scores an equal part of the groups. If only the rank that ran
-    an episode has data for its rewards, each rank scores the episodes that it ran. `noise` is the
-    noise key of these completions. `noise` and the prompts seed the global random generators of all
-    ranks but the main one."""
+    an episode has the data that rewards need, that rank scores the episode. `noise` is the noise
+    key of these completions. `noise` and the prompts seed the global random generators of all ranks
+    but the main one."""
 
     rewards: RewardSet
     tokenizer: PreTrainedTokenizerBase

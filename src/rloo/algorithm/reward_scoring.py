@@ -45,7 +45,7 @@ def call_rewards(
     if not groups:
         return []
     prompts, texts, ids, columns = arguments_of(groups, names, tokenizer)
-    if "environments" not in rewards.offered:  # they may run the next episodes by now
+    if "environments" not in rewards.offered:  # environments may run later episodes by now
         columns.pop("environments", None)
     flat = [completion for _, completions in groups for completion in completions]
     places = [n for n, c in enumerate(flat) if c.episode is None or c.episode.failed is None]

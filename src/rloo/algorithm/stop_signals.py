@@ -69,7 +69,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer signals in this block, and raise at its end if one arrived."""
+        """Defer signals in this block. At the end of the block, raise if a signal arrived."""
         self.hold()
         try:
             yield

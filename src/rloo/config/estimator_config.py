@@ -78,7 +78,8 @@ _HINTS = typing.get_type_hints(EstimatorConfig)
 
 def estimator_config_of(config: TrainingOptions) -> EstimatorConfig:
     """The settings of `composed` from options and arguments of `config`. Raises ValueError for an
-    unknown argument, with the nearest known one, and for a value of a wrong type or range."""
+    unknown argument, with the most similar known argument, and for a value of a wrong type or
+    range."""
     given = config.estimator_kwargs or {}
     for name in given:
         if name not in ARGUMENTS:

@@ -126,7 +126,7 @@ def _turns(value: Any) -> Any:
 
 def _keys(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """The keys of a turn's role and of its text; None for a missing key."""
-    # Arrow gives every message the keys of all messages. A tool call has no content.
+    # Arrow adds the keys of all messages to each message. A tool call has no content.
     who = next((key for key in _WHO if turn.get(key) is not None), None)
     what = next((key for key in _WHAT if turn.get(key) is not None), None)
     return who, "content" if what is None and "content" in turn else what

@@ -104,7 +104,7 @@ class IterablePromptDataset:
         self._set_block(self._read())
 
     def _next_block(self) -> None:
-        """Raises ValueError if a whole pass had no prompt that fits."""
+        """Go to the next block or pass. Raises ValueError if all prompts of a pass were dropped."""
         state = self._rows.state_dict()
         rows = [] if self._is_last else self._read()
         if rows:

@@ -271,7 +271,8 @@ class _TooLarge(ValueError):
 
 
 def _bounded(content: Text, limit: PromptLengthLimit, number: int) -> Text | None:
-    """The part of a prompt to tokenise: its end if that suffices, None if the prompt is dropped."""
+    """The part of a prompt to tokenise: the end of a text that will be cut, None if it is
+    dropped."""
     characters = _count_characters(content)
     if characters <= limit.max_characters:
         return content

@@ -26,10 +26,10 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of a prompt, at least one id.
 
-    A string gets the special tokens that the tokenizer puts before a text, but no second BOS token.
-    Special tokens after a text are left out, since the completion follows. The chat template is
-    applied to messages. It opens the assistant's turn, or continues it if the last message is from
-    the assistant. Raises ValueError for other content, and for messages that the chat template
+    Special tokens that the tokenizer puts before a text are added to a string, but no second BOS
+    token. Special tokens after a text are left out, since the completion follows. The chat template
+    is applied to messages. It opens the assistant's turn, or continues it if the last message is
+    from the assistant. Raises ValueError for other content, and for messages that the chat template
     rejects.
     """
     one = encode_prompts([content], processing_class, chat_template_kwargs=chat_template_kwargs)

@@ -16,8 +16,8 @@ _MOST_FAULTS = 20
 # The number of completions of an optimizer step over all devices: num_prompts times
 # num_generations. `with_prompts` converts it to num_prompts once num_generations is known.
 GLOBAL_BATCH = "train_batch_size"
-# Short names of options on a command line; single letters have one dash. Files cannot have them:
-# there they would be sections of other systems.
+# Short names of options on a command line; single letters have one dash. Short names are not
+# accepted in files, since other systems use some of them as names of sections.
 SHORT = {
     "c": "config", "d": "dataset", "k": "num_generations", "m": "model", "o": "output_dir",
     "r": "reward", "lr": "learning_rate", "wd": "weight_decay", "steps": "max_steps",

@@ -160,7 +160,7 @@ def is_own(name: str) -> bool:
 
 @cache
 def known_names() -> tuple[str, ...]:
-    """Every accepted name of an option, including refused, ineffective and retired ones."""
+    """Every accepted name of an option, including refused, ineffective and retired names."""
     return (*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT, *retired.NAMES)
 
 

@@ -75,8 +75,8 @@ def countdown_reward(
     target: Sequence[int],
     **_: Any,
 ) -> list[float]:
-    """1.0 if the last attempt of a completion solves the problem, else 0.0. A completion is a text,
-    or messages, of which the last one counts.
+    """1.0 if the last attempt of a completion solves the problem, else 0.0. A completion is a text
+    or a list of messages, of which the last message counts.
 
     An attempt solves the problem if it combines two different given numbers, states the correct
     result, and that result is the target. The form must be exactly `a + b = c`: one of + - *, plain
