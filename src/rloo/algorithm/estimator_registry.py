@@ -1,5 +1,5 @@
-"""The estimator that the options name. The package's estimators are called directly. The result of
-a user's estimator is checked, and each error names the user's file and line."""
+"""Load the estimator that the options name. The package's estimators are called directly. The
+result of a user's estimator is checked, and each error names the user's file and line."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from rloo.config.user_functions import load_function
 
 @dataclass(frozen=True, slots=True)
 class LoadedEstimator:
-    """An estimator with its arguments. If `over_rollout`, it takes the whole rollout at once, not
-    one group. `smallest_group` is the fewest scored completions that a group needs to count."""
+    """An estimator with its arguments. If `over_rollout`, it receives the whole rollout in one
+    call, else one group. A group with fewer than `smallest_group` scored completions is not trained
+    on."""
 
     name: str
     function: Estimator
@@ -32,8 +33,8 @@ class LoadedEstimator:
 
     @property
     def compute(self) -> Estimator:
-        """The function from returns to advantages, (N,) or (T,). A user's function raises
-        ValueError if it or its result fails."""
+        """The function from returns to advantages, (N,) or (T,). For a user's function, it raises
+        ValueError if the function fails or its result is invalid."""
         built_in = self.name in plugins.BUILT_IN["estimators"]
         return self.function if built_in else self._compute_checked
 
@@ -81,8 +82,8 @@ class LoadedEstimator:
 
 def load_estimator(config: RLOOConfig) -> LoadedEstimator:
     """Return the estimator of `config`: by default `rloo`, which is `composed` with default
-    options. Raises ValueError for an unknown function, arguments that it does not take, and groups
-    that are too small for it."""
+    options. Raises ValueError for an unknown function, for arguments that the function does not
+    accept, and if groups are too small for the estimator."""
     name, arguments = config.estimator, config.estimator_kwargs or {}
     if name == "composed":
         form = estimator_config_of(config)
@@ -130,7 +131,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _failing_line(error: Exception, function: Callable[..., Any]) -> str:
-    """`file, line n`: the last line of the function's own file that led to `error`."""
+    """`file, line n`: the last line in the function's file on the traceback of `error`."""
     code, frames = _code_of(function), traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
     last = (own or frames)[-1]

@@ -1,4 +1,4 @@
-"""Checks of the objective: contradicting parts, and combinations with a wrong gradient."""
+"""Checks of the objective's options: contradictions, and combinations with a wrong gradient."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ def _in_group(config: TrainingOptions) -> Iterator[str]:
 def _without_effect(
     values: Any, rules: Iterable[tuple[str, bool, str]], usual: Mapping[str, Any], where: str = ""
 ) -> Iterator[str]:
-    """A fault for each field of the dataclass `values` that was changed but has no effect. `rules`
-    are (name, whether it has an effect, what gives it one). Values of the preset, `usual`, are
-    allowed."""
+    """A fault for each field of the dataclass `values` that was changed but has no effect. A rule
+    has the name, whether the field has an effect, and the setting that it needs. Values of the
+    preset, `usual`, are allowed."""
     defaults = {field.name: field.default for field in fields(values)}
     for name, acts, other in rules:
         value, default = getattr(values, name), defaults[name]
