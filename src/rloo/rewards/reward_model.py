@@ -146,16 +146,16 @@ def as_reward(
     """The reward function that `spec` names.
 
     - An existing folder, `owner/name` on the hub, or the mapping `{name: ..., normalize: true,
-        dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`.
-        The model is loaded to `device`, by default in the dtype of its files. With `normalize`, the
-        result is a `RunningNormReward`. Built-in names take precedence over folders.
-      - A sequence classification module gives a `RewardModel` in the module's dtype. The module is
-        moved only if its type of device is not that of `device`.
-      - An object with `get_rewards(prompts, completions)` gives a function that calls this method.
-      - Any other `spec` is passed to `load_reward`.
+      dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`.
+      The model is loaded to `device`, by default in the dtype of its files. With `normalize`, the
+      result is a `RunningNormReward`. Built-in names take precedence over folders.
+    - A sequence classification module gives a `RewardModel` in the module's dtype. The module is
+      moved only if its type of device is not that of `device`.
+    - An object with `get_rewards(prompts, completions)` gives a function that calls this method.
+    - Any other `spec` is passed to `load_reward`.
 
-      `processing_class` is the reward model's tokenizer; None loads the tokenizer that was saved
-      with the model. Raises ValueError if `spec` names no reward, or if the reward cannot be
+    `processing_class` is the reward model's tokenizer; None loads the tokenizer that was saved
+    with the model. Raises ValueError if `spec` names no reward, or if the reward cannot be
       loaded.
     """
     options = _read_options(spec)
