@@ -156,7 +156,7 @@ def as_reward(
 
     `processing_class` is the reward model's tokenizer; None loads the tokenizer that was saved
     with the model. Raises ValueError if `spec` names no reward, or if the reward cannot be
-      loaded.
+    loaded.
     """
     options = _read_options(spec)
     is_module = isinstance(spec, nn.Module) and not hasattr(spec, "get_rewards")

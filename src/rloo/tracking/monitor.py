@@ -222,9 +222,9 @@ class Monitor:
         self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
-        """Record some completions of a rollout; with `log_completions`, at every log, record all
-        and print some. A live view gets one completion at first, and then at logs, every few
-        steps."""
+        """Record some completions of a rollout. With `log_completions`, at every log, record all of
+        them and print some. A live view shows a completion of the first rollout, and later one at a
+        log, at most every few steps."""
         self.last_groups = groups
         if self._silent:
             return
