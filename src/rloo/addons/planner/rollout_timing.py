@@ -48,7 +48,7 @@ class DecodingTimes:
         for measured, at, seconds in self.steps:
             base[measured].append(max(0.0, seconds - each * measured * at))
         points = [(float(n), found[-1]) for n, found in base.items()]  # at the longest context
-        if len(points) > 1:  # one point: the time is proportional to the rows, an upper bound
+        if len(points) > 1:  # otherwise the time is proportional to the rows, an upper bound
             # Fewer rows than measured do not take less time.
             points.append((1e-9, min(points)[1]))
         return line(points, rows) + each * rows * context
@@ -67,8 +67,9 @@ class DecodingTimes:
         return seconds + float((some * self.step(computed, context)).sum())
 
     def _per_context(self) -> float:
-        """Seconds per attended token of a row, by least squares. The fit uses the steps with that
-        number of rows whose contexts differ most. Fewer rows would give a larger value."""
+        """Seconds per attended token of a row, by least squares. The fit uses the steps of one
+        number of rows: the number whose contexts differ most. Fewer rows would give a larger
+        value."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for rows, context, seconds in self.steps:
             found[rows].append((rows * context, seconds))

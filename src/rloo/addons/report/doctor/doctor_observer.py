@@ -15,7 +15,7 @@ from rloo.tracking.observer import ObservedRun, Observer, Row
 
 
 class DoctorObserver(Observer):
-    """Judges a run by the doctor's rules, after each step and at the end."""
+    """Applies the doctor's rules to a run, after each step and at the end."""
 
     def __init__(self, run: ObservedRun) -> None:
         super().__init__(run)
@@ -40,7 +40,7 @@ class DoctorObserver(Observer):
         self._tell(step)
 
     def on_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Store the rows; the next step judges them."""
+        """Store the rows; the rules are applied at the next step."""
         self._watch.add_completions(rows)
 
     def on_error(self, error: BaseException) -> None:
@@ -50,7 +50,7 @@ class DoctorObserver(Observer):
         self._examine(facts_of_error(error, self.run.note))
 
     def on_finish(self, summary: Mapping[str, Any]) -> Sequence[Finding]:
-        """The findings by all files of the run."""
+        """The findings from all files of the run."""
         read = partial(findings_of, self.run.folder, self.run.config, summary)
         return attempt("what was wrong with the run", read, [], self.run.note)
 
