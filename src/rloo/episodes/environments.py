@@ -284,7 +284,7 @@ def _close(environment: Any) -> None:
 
 
 def _is_client(value: Any) -> bool:
-    """Whether `value` is a client of OpenEnv: its class or a base class is in this package."""
+    """Whether `value` is a client of OpenEnv: its class or a base class is in package `openenv`."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     return "openenv" in packages and hasattr(value, "connect")
 

@@ -2,8 +2,8 @@
 makes the tool calls of the turn, appends the replies, and samples the next turn.
 
 Each round is one call of the inner engine, for all unfinished episodes. Token rows are append-only.
-They contain the model's turns as sampled, which are trained, and the replies, which are not. Both
-count towards the length of the completion.
+They contain the model's turns as sampled, which are trained on, and the replies, which are not.
+Both count towards the length of the completion.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def inference_mode_kept() -> Iterator[None]:
         return
     learns = torch.is_grad_enabled()
     with torch.inference_mode(torch.is_inference_mode_enabled()):
-        torch.set_grad_enabled(learns)  # entering the mode changed it
+        torch.set_grad_enabled(learns)  # entering the mode changed the gradient mode
         yield
 
 
@@ -116,8 +116,8 @@ def _leave(before: bool) -> None:
 
 
 def _read_autocast(torch: Any) -> tuple[Any, ...]:
-    """Autocast's switch and dtype on each device, its cache's switch, and the nesting depth, since
-    leaving the outermost block clears the cache."""
+    """The state and the dtype of autocast on each device, the state of its cache, and the nesting
+    depth, since leaving the outermost block clears the cache."""
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
     on, kind = torch.is_autocast_enabled, torch.get_autocast_dtype

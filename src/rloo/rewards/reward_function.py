@@ -122,7 +122,7 @@ def _copy_state(state: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Copy lists and dictionaries, since completions of a group share columns, but not leaves."""
+    """Copy lists and dictionaries, but not leaves. Completions of a group share columns."""
     if isinstance(value, list):
         # The test is here: a function call per token id would take longer than most rewards.
         return [_copy(v) if isinstance(v, (list, dict)) else v for v in value]

@@ -30,7 +30,7 @@ class RewardModel:
     Messages are rendered by the chat template of the reward model's tokenizer; strings are
     concatenated. No further special tokens are added. `model` is changed: it is set to evaluation
     mode, and its configuration gets the tokenizer's padding token, or the end-of-sequence token if
-    there is no padding token. transformers finds the last token of a text by this token.
+    there is no padding token. transformers uses this token to find the last token of a text.
     `batch_tokens` limits the number of rows times the length of the longest row in one forward
     pass.
     """

@@ -144,7 +144,7 @@ class RewardSet:
         return tuple(dict.fromkeys(name for reward in self._rewards for name in reward.requires))
 
     def reads(self, column: str) -> bool:
-        """Return whether a function has a parameter of this name."""
+        """Return whether a function has a parameter named `column`."""
         return any(column in (*(r.accepts or ()), *r.requires) for r in self._rewards)
 
     def check(self, columns: Iterable[str]) -> None:
@@ -275,11 +275,11 @@ class RewardSet:
         return Scores(totals, by_function, extras, means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all functions that have one, by name, as JSON values."""
+        """Return the states of all functions with `state_dict`, by name, as JSON values."""
         return {name: function.state_dict() for name, function in self._having("state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, for every function whose name is in it."""
+        """Restore what `state_dict` returned, for every function that `state` names."""
         for name, function in self._having("state_dict"):
             if name in state:
                 function.load_state_dict(state[name])

@@ -119,7 +119,7 @@ class RewardWorkerPool:
 
 
 def unavailable_reason(rewards: RewardSet) -> str | None:
-    """Return the reason why these functions must run in this process; None if there is none."""
+    """Return the reason why workers cannot call these functions; None if they can."""
     for name, source, function in zip(
         rewards.names, rewards.sources, rewards.functions, strict=True
     ):

@@ -23,7 +23,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
     """Two means over `size` rollouts each, with 95 % intervals. `moved` is the result of
-    `direction`, or None if it is unknown."""
+    `direction` (None: unknown)."""
 
     before: float
     after: float

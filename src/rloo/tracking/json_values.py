@@ -93,7 +93,8 @@ def one_of(*takes: Take) -> Take:
 
 
 def several(each: Take, size: int | None = None) -> Take:
-    """Return a validator of a list of values for `each`, with exactly `size` values if given."""
+    """Return a validator of lists whose values `each` validates, of `size` values if it is
+    given."""
 
     def take(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) != (len(value) if size is None else size):

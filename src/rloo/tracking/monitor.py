@@ -110,7 +110,7 @@ class Monitor:
         """Alarm once if the log-probs of an engine in other processes differ from the trainer's.
         Only the first step on a rollout is checked: later steps have other weights."""
         limit, found = tolerance_of(self.config), metrics.get("mismatch/mean", 0.0)
-        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights disagree by design
+        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights have other log-probs
         if "engine/lost" in metrics and fresh and found > limit and not self._told_of_mismatch:
             self._told_of_mismatch = True
             self.alarm(
@@ -120,7 +120,7 @@ class Monitor:
             )
 
     def note(self, text: str) -> None:
-        """Print a line that the user must see, but only once; the summary repeats it."""
+        """Print a note that the user must see, once. The summary repeats all notes."""
         if text not in self.notes:
             self.notes.append(text)
             self._screen.say(f"note: {text}", "yellow", prose=True)

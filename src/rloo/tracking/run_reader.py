@@ -208,7 +208,7 @@ def read_begun(folder: Path) -> RunFolder:
 
 def read_rows(path: Path, faults: list[str] | None = None) -> list[dict[str, Any]]:
     """Return the rows of a file in ROWS, sorted by step if they have steps. The number of invalid
-    lines is appended to `faults`, without a last line that is still being written."""
+    lines is appended to `faults`. A last line that is still being written does not count."""
     rows, lost = [], 0
     written = _text(path, faults)
     lines = written.split("\n")

@@ -66,7 +66,8 @@ def make_rewards(
 ) -> RewardSet:
     """Load the given rewards, or the rewards that `args.reward` names. `as_reward` lists the
     accepted forms. `processing_classes` are the tokenizers of reward models, one per reward (None:
-    the reward model's tokenizer). Raises ValueError if there are more or fewer than rewards."""
+    the reward model's tokenizer). Raises ValueError if their number is not the number of
+    rewards."""
     specs: Any = args.reward if given is None else given
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
     tokenizers: Any = [None] * len(specs) if processing_classes is None else processing_classes

@@ -43,7 +43,8 @@ def let_segments_grow(device: torch.device) -> None:
     before the first tensor is on the GPU."""
     given = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not given:
-        # An environment variable would reach vLLM servers, whose memory pools do not support it.
+        # Not by an environment variable: vLLM servers would inherit it, and their memory pools do
+        # not support expandable segments.
         torch_compat.let_segments_grow()
 
 

@@ -144,9 +144,9 @@ class Evaluator:
 
 
 def loss_of(groups: Sequence[Group]) -> float:
-    """The loss that TRL reports for an evaluation: minus the mean of the leave-one-out advantages,
-    since the weights are those that sampled the completions. The advantages of a group sum to 0.
-    The loss is therefore 0 up to rounding and does not measure the policy."""
+    """The loss that TRL reports for an evaluation: minus the mean of the leave-one-out advantages.
+    All ratios are 1, since the same weights sampled the completions. The advantages of a group sum
+    to 0. The loss is therefore 0 up to rounding and does not measure the policy."""
     rewards = [math.nan if r is None else r for group in groups for r in group.rewards]
     numbers = [number for number, group in enumerate(groups) for _ in group.rewards]
     return 0.0 - float(subtract_baseline(torch.tensor(rewards), torch.tensor(numbers)).mean())

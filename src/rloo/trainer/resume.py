@@ -71,7 +71,7 @@ def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) 
 
 
 def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
-    """The changed options that change the computation, with the earlier and the present value."""
+    """The options that affect the computation and have changed, with both values."""
     before, now = by_entry(resolved_form(before)), by_entry(config.to_dict())
     return [
         f"{name} {before[name]} -> {now[name]}"

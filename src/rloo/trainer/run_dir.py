@@ -96,7 +96,7 @@ def acquire_run_dir(
 def acquire_run_dir_on_main(
     world: World, config: RLOOConfig, resume_from_checkpoint: str | bool | None
 ) -> Iterator[StartPoint]:
-    """`acquire_run_dir` by the main process for all processes. Collective."""
+    """Call `acquire_run_dir` in the main process, for all processes. Collective."""
     if world.is_main:
         with ExitStack() as stack:
             try:

@@ -210,7 +210,8 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         return build_optimizer(self.model, self.args, self.get_decay_parameter_names(self.model))
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """The names of the parameters with weight decay. Called only if a subclass overrides it."""
+        """The names of the parameters with weight decay. Called only if a subclass overrides this
+        method."""
         return decayed_names(model)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:

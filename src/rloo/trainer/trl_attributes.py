@@ -177,8 +177,8 @@ class TRLTrainerAttributes:
             )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """A loader with the rows of this process's part of a rollout per batch, in the dataset's
-        order. Each row is repeated `num_generations` times. Training does not use this loader and
+        """A loader whose batches contain this process's rows of one rollout, in the dataset's
+        order. Each row is repeated `num_generations` times. Training does not use this loader, and
         orders prompts by `shuffle_dataset`."""
         if self.train_dataset is None:
             raise ValueError("`train_dataset` is required (train_dataset, dataset)")
@@ -269,7 +269,7 @@ def functions_of(rewards: RewardSet) -> list[Any]:
 
 
 def processing_classes(rewards: RewardSet, given: Any) -> list[PreTrainedTokenizerBase | None]:
-    """One tokenizer per reward: that of a reward model, or the one given for a function."""
+    """One tokenizer per reward: the reward model's, or the tokenizer given for a function."""
     functions = rewards.functions
     named = list(given) if isinstance(given, (list, tuple)) else [given] * len(functions)
     return [

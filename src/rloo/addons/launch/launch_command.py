@@ -60,5 +60,6 @@ def _folder(command: str, arguments: list[str]) -> Path:
 
 
 def _launched(arguments: list[str]) -> list[str]:
-    """`arguments` for remote processes; if they define no task, after the embedded task's file."""
+    """The arguments of remote processes. If `arguments` define no task, the embedded task's file
+    comes first."""
     return arguments if given_names(arguments) & OWN else [str(EMBEDDED_FILE), *arguments]

@@ -88,8 +88,8 @@ def launch(
 
 
 class _Ranks:
-    """The processes of one attempt. The `caught` signals are blocked, and received by waiting for
-    them, so that no signal interrupts the launcher."""
+    """The processes of one attempt. The `caught` signals are blocked and received only by `_wait`,
+    so that they interrupt nothing."""
 
     def __init__(self, caught: set[int], saving: float, *, usr1_saves: bool) -> None:
         self.stopped: int | None = None  # the first signal that asked the run to stop
@@ -210,7 +210,7 @@ class _Ranks:
             process.send_signal(number)
 
     def _give(self, seconds: float) -> None:
-        """Kill the remaining ranks after this many seconds."""
+        """Kill the remaining ranks after `seconds` seconds."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 

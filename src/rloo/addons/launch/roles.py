@@ -43,7 +43,7 @@ class LaunchJob:
     cluster: Cluster
     arguments: tuple[str, ...]
     config: RLOOConfig
-    # If there are servers, their URLs are appended.
+    # If there are vLLM servers, their URLs are appended to these options.
     extra: tuple[str, ...]
     trainer: Role
     others: tuple[Role, ...]

@@ -54,8 +54,8 @@ def status(folder: Path) -> Iterator[str]:
 
 
 def stop(folder: Path, *, seconds: float = STOP_SECONDS) -> Iterator[str]:
-    """Request all processes of the run in a folder to save and end, and wait until the run has
-    ended. Raises ValueError if no run is active, TimeoutError if the run is active after
+    """Make all processes of the run in a folder save and end, and wait until the run has ended.
+    Raises ValueError if no run is active, TimeoutError if the run is still active after
     `seconds`."""
     if not lives(folder):
         raise ValueError(f"no run is going on in {folder}")

@@ -49,7 +49,7 @@ class Supervisor:
         return thread
 
     def end(self) -> None:
-        """End the process within some seconds; it is not restarted."""
+        """End the process within some seconds, without a restart."""
         self.over.set()
         with self.lock:
             process = self.process
@@ -57,7 +57,8 @@ class Supervisor:
             process.end(10.0)
 
     def _keep(self) -> None:
-        """Restart the process until the run is over, it exits with 0, or it has died too often."""
+        """Restart the process until the run is over, or the process has exited with 0 or died too
+        often."""
         while self.tries <= RESTARTS and (process := self._start()):
             status = process.join()
             self._note("ended", status=status)

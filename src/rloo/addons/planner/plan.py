@@ -50,10 +50,10 @@ _BESIDE = (
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A prediction. `memory` (bytes) is for the worst case: all completions have the maximum
-    length, and all prompts the length of the longest prompt. It contains the parts that training
-    holds throughout, and the peaks of sampling, update, optimizer step and loading the engine.
-    These peaks do not coincide. Times and memory are for one of `processes` processes, which share
-    the work evenly, without communication. Counts are for all processes."""
+    length, and all prompts the length of the longest prompt. `memory` contains the parts that
+    training holds throughout, and the peaks of sampling, update, optimizer step and loading the
+    engine. These peaks do not coincide. Times and memory are for one of `processes` processes,
+    which share the work evenly, without communication. Counts are for all processes."""
 
     processes: int
     parameters: int

@@ -231,7 +231,7 @@ class RolloutTimer:
         return True
 
     def _measure_context(self, prompts: Sequence[Prompt], size: int, endless: Sampling) -> None:
-        """Measure steps at longer and longer contexts, with as many rows as time allows."""
+        """Measure steps at increasing contexts, with as many rows as time allows."""
         longest, whole, reached = len(prompts[0].token_ids), endless.max_tokens - 1, _SHORT
         most = _FOR_CONTEXT * self.watch.left / _SLOWER
         for rows in sorted({rows for rows, _, _ in self.decoding.steps}, reverse=True):

@@ -9,7 +9,7 @@ from statistics import median
 import numpy as np
 import torch
 
-# Repeated work ends after this many seconds, or after this many repetitions.
+# Work is repeated until this many seconds have passed, at most this many times.
 _LONG, _REPEATS = 0.5, 3
 
 
@@ -59,7 +59,7 @@ class Stopwatch:
 def line(points: Sequence[tuple[float, float]], at: float | np.ndarray) -> np.ndarray:
     """Interpolate measured (size, seconds) linearly at the size `at`; the result is at least 0. If
     sizes are equal, the last measurement is used. Below the smallest size the line goes through the
-    origin. Beyond the largest size it continues the last segment."""
+    origin. Beyond the largest size the last segment is continued."""
     sizes, seconds = map(np.array, zip((0.0, 0.0), *sorted(dict(points).items()), strict=True))
     rise = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
     beyond = np.maximum(0.0, np.asarray(at) - sizes[-1])

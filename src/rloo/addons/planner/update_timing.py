@@ -34,8 +34,8 @@ _REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class UpdateTimes:
-    """Seconds of one optimizer step. `credit` is the step's share of the rollout's advantages. For
-    `whole_groups` see `split`."""
+    """Seconds of one optimizer step. `credit` is the step's share of the time for the rollout's
+    advantages. For `whole_groups` see `split`."""
 
     credit: float
     update: float

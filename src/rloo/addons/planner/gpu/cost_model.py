@@ -54,7 +54,8 @@ class RolloutCost:
 
     @cached_property
     def ending(self) -> float:
-        """The probability to continue after a token, a constant that gives the mean length."""
+        """The probability to continue after a token. It is the same for all tokens, and gives the
+        mean length `completion`."""
         if self.completion >= self.longest:
             return 1.0
         low, high = 0.0, 1.0
@@ -82,8 +83,8 @@ class RolloutCost:
     # -- sampling --------------------------------------------------------------------------------
 
     def decoding(self, rows: np.ndarray | float, context: np.ndarray | float, parallel: int) -> Any:
-        """Seconds per token of `rows` rows at context length `context`, on `parallel` GPUs
-        together."""
+        """Seconds of one decoding step of `rows` rows at context length `context`, on `parallel`
+        GPUs."""
         shape, gpu, rates = self.shape, self.gpu, self.rates
         read = ENGINE * shape.products + rows * context * shape.cache_bytes
         by_memory = read / parallel / (gpu.bandwidth * rates["decoding_share"])

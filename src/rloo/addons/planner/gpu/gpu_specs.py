@@ -1,4 +1,4 @@
-"""The performance of GPUs, and the shares of it that a run achieves, with all sources."""
+"""The performance of GPUs, the shares of it that a run achieves, and the sources of the numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Simulates a run as events: groups are sampled, scored and trained in order, and engines fail.
 
-The simulation has no GPU and no model, only the time of each part. A rollout starts by the rule of
-`rloo.algorithm.async_rollout`: at most `staleness` earlier rollouts are not trained yet."""
+The simulation uses only the time of each part, and no properties of a GPU or a model. A rollout
+starts by the rule of `rloo.algorithm.async_rollout`: at most `staleness` earlier rollouts are not
+trained yet."""
 
 from __future__ import annotations
 
@@ -85,7 +86,8 @@ def simulate(flow: SimulatedRun) -> SimulationResult:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine: its version, the processes that sample now, and the time when it is up again."""
+    """An engine: its version, the processes that sample now, and the time of its next
+    availability."""
 
     version: int = -1
     up: float = 0.0

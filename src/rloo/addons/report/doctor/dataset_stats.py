@@ -24,7 +24,8 @@ from rloo.trainer.evaluate import Sets
 from rloo.trainer.prompt_lengths import longest_completion, prompts_of
 from rloo.types import Message, Prompt, Text
 
-# The number of prompts that are tried with their last words as completion; the most words tried.
+# The number of prompts that are tried with their last words as completion, and the largest number
+# of words that is tried.
 _TRIED_PROMPTS, _TRIED_WORDS = 16, 12
 # Messages of out-of-memory errors without a type: from other devices, and from a CPU.
 _LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -125,7 +126,7 @@ def _answered(
     render: Callable[[Sequence[Message]], str], messages: list[Message]
 ) -> tuple[list[Message], str]:
     """The messages, and their rendering with a one-word answer. Some templates require content as a
-    string, some as parts (models with images), and some as one or the other by role."""
+    string, some as parts (models with images), and some in a form that depends on the role."""
     parts = [{"type": "text", "text": _ANSWER}]
     answers: list[Any] = [_ANSWER, parts]
     if any(isinstance(message.get("content"), list) for message in messages):

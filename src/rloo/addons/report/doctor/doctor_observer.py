@@ -29,13 +29,13 @@ class DoctorObserver(Observer):
         self._watch.told |= {row["finding"]["name"] for row in files[ALARMS]}
 
     def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
-        """Judge the facts known before the first step."""
+        """Apply the rules to the facts that are known before the first step."""
         from rloo.addons.report.doctor.dataset_stats import facts_of
 
         self._examine(facts_of(parts, sets))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judge the run so far."""
+        """Apply the rules to the run so far."""
         self._watch.add({"step": step, **metrics})
         self._tell(step)
 
@@ -44,7 +44,7 @@ class DoctorObserver(Observer):
         self._watch.add_completions(rows)
 
     def on_error(self, error: BaseException) -> None:
-        """Judge the error that ends the run."""
+        """Apply the rules to the error that ends the run."""
         from rloo.addons.report.doctor.dataset_stats import facts_of_error
 
         self._examine(facts_of_error(error, self.run.note))

@@ -35,7 +35,7 @@ FEWEST_GROUPS, FEWEST_SOLVED = 10, 16
 MANY_MISSING = 0.2
 # Fewest recorded completions for a meaningful share.
 FEWEST = 12
-# Entropy (nats per token) below which completions of a prompt are alike; temperature that is low.
+# Sampling is nearly greedy below this entropy (nats per token) and this temperature.
 ALIKE, COLD = 0.1, 0.5
 # Standard deviation of rewards, relative to their mean, below which only noise separates
 # completions.

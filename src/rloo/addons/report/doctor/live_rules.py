@@ -19,7 +19,7 @@ PATIENCE, FEWEST = 4, 32
 
 class LiveDoctor:
     """Applies the rules to an active run. Only the first and the last rollouts are stored. `told`
-    are the names of findings that were already reported. `note` gets the errors of rules."""
+    are the names of findings that were already reported. Errors of rules are passed to `note`."""
 
     def __init__(self, config: Mapping[str, Any], note: Note = warn) -> None:
         self.config = config
@@ -58,7 +58,7 @@ class LiveDoctor:
             over=False,
         )
         early = len(kept) < PATIENCE or run.completions_of(run.rollouts) < FEWEST
-        tells = self.facts.keys() - {LONGEST}  # LONGEST is no fault
+        tells = self.facts.keys() - {LONGEST}  # LONGEST does not indicate a fault
         found = [] if early and not tells else diagnose(run, self._note)
         found = [f for f in found if f.name not in self.told and not (early and f.voids)]
         self.told |= {finding.name for finding in found}

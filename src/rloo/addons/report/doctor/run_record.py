@@ -120,7 +120,7 @@ class RecordedRun:
         return int(self.option("num_prompts", 4)) if any(map(math.isfinite, errors)) else 1
 
     def completions_of(self, rows: Sequence[Row]) -> int:
-        """The number of completions in `rows`; if unknown, with 8 per prompt."""
+        """The number of completions in `rows`, with 8 per prompt if that number is unknown."""
         return len(rows) * self.prompts * int(self.option("num_generations", 8) or 8)
 
     def texts(self, *, last: bool) -> list[str]:

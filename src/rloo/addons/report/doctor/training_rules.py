@@ -54,7 +54,7 @@ KL_STILL, ENTROPY_STILL, LENGTH_STILL = 1e-4, 0.05, 0.03
 LENGTH_SAME = 0.01
 # Scores that stay equal while held-out completions stay the same.
 SCORES = ("reward", "reward_std", "pass@1", "pass@1_greedy", "groups/signal")
-# KL per token from which on a policy has tried to learn.
+# KL per token from which on the steps of a policy are large enough to learn.
 KL_TRIED = 1e-3
 # With beta above this many standard deviations of the reward, no gain is visible.
 HELD_BACK = 10.0
