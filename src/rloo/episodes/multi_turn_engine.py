@@ -118,7 +118,7 @@ class MultiTurnEngine:
         their environments returned. The text is the same for all environments of a prompt."""
         name = None if self._stage is None else self._stage.name_of(prompt)
         cast, said = self._casts[name], next((x.said for x in leases if x.said is not None), None)
-        if said is not None or name is not None:  # a named environment has its own tools
+        if said is not None or name is not None:  # the tools depend on the environment's name
             prompt = self._told(prompt, said or "", cast.renderer, max_tokens)
         return [
             _Episode(prompt, number, cast, lease)

@@ -195,7 +195,7 @@ class RewardSet:
 
     @property
     def reads_state(self) -> bool:
-        """Whether a function takes the trainer's state."""
+        """Whether a function receives the trainer's state."""
         return any(r.accepts is None or "trainer_state" in r.accepts for r in self._rewards)
 
     @property

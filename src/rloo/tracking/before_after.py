@@ -71,7 +71,8 @@ def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> BeforeAfter
 def since_first(rollouts: Sequence[Mapping[str, float]]) -> BeforeAfter:
     """Compare the reward of the first rollout with the last rollouts, for a run that learns within
     its first third. A single rollout has few prompts, so its standard error is doubled, and is at
-    least twice the median error. If no errors are known, the first three rollouts are compared."""
+    least twice the median error. If no errors are known, the first three rollouts replace the
+    first."""
     rows = _known(rollouts, "reward")
     errors = [e for row in rows if math.isfinite(e := row.get("reward/standard_error", math.nan))]
     first, (_, last) = rows[: 1 if errors else FEWEST], windows(rows)

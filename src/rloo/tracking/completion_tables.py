@@ -13,7 +13,7 @@ from rloo.data.images import without_images
 from rloo.types import Group
 
 _logger = logging.getLogger(__name__)
-# Loggers with a class Table, which takes a DataFrame.
+# Loggers with a class Table, whose argument is a DataFrame.
 _LOGGERS = ("wandb", "trackio")
 
 

@@ -26,9 +26,8 @@ FUNCTION_MEAN = re.compile(r"rewards/.*/mean", re.DOTALL)
 
 
 def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
-    """Shorten a text to its start and its end, which mostly contains the answer. At most
-    `characters` characters and `lines` lines remain, plus a line with the size of the omitted
-    part."""
+    """Shorten a text to its start and its end, which mostly contains the answer: to at most
+    `characters` characters and `lines` lines, and a marker with the size of the omitted part."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from rloo.config.config import RLOOConfig
 
-# Not uploaded with a folder: checkpoints, which `hub_strategy` controls, and incomplete files.
+# Not uploaded with a folder: checkpoints (see `hub_strategy`), earlier runs, incomplete files.
 LEFT_OUT = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*.tmp", "rloo-weights-*", "earlier/*")
 # Files that grow during a background upload: pushed at the end.
 GROWING = ("*.jsonl", "runs/*")

@@ -28,7 +28,7 @@ class StepProfile:
         silence_profiler()
         self._cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
-        # On CUDA the allocator's own statistics give the peaks.
+        # On CUDA the peaks come from the allocator's statistics.
         self._profiler = profile(activities=activities, profile_memory=not self._cuda)
         self._seconds: dict[str, float] = defaultdict(float)
         self._peaks: dict[str, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""Checks of a run's input before torch, which takes seconds, is imported: missing files and
+"""Checks of a run's input before the import of torch, which takes seconds: missing files and
 folders, unknown rewards, and an output folder that cannot be written."""
 
 from __future__ import annotations

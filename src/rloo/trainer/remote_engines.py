@@ -16,7 +16,7 @@ from rloo.model.policy import Policy
 
 def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
     """The native or hf engine in separate processes, with the autocast `precision`. Raises
-    ValueError if `rollout_dtype` is set and the fused decoder does not support the model."""
+    ValueError if `rollout_dtype` is set and the fused decoder does not sample the model."""
     config, model = policy.config, policy.model
     why_slow = None
     if config.rollout_engine != "hf":

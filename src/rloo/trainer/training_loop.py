@@ -83,8 +83,8 @@ class TrainingLoop:
     def train(self, start: StartPoint) -> dict[str, float]:
         """Train from a checkpoint or from step 0; return Trainer's metrics of the run.
 
-        Every run ends in this method. At the end, also after an error, there is a checkpoint of the
-        last finished step, the terminal is restored, and summary.json contains the status.
+        Every run ends here. After a stop or an error a checkpoint of the last finished step is
+        saved (see `_save_what_is_done`). The terminal is restored; summary.json has the status.
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()

@@ -227,7 +227,7 @@ def _nothing_trained(run: RecordedRun) -> RuleResult | None:
         return None
     number = len(rows)
     steps = f"no weight changed in any of {number} steps" if number > 1 else "no weight changed"
-    # A KL penalty gives every step a gradient, even without a signal from rewards.
+    # With a KL penalty every step has a gradient, even without a signal from rewards.
     if all(row.get("update/no_signal") for row in rows) or mean(run.rollouts, "groups/signal") == 0:
         return RuleResult(
             f"{steps}: none had a completion with signal",
