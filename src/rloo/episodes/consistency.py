@@ -10,16 +10,17 @@ from typing import Any
 from rloo.distributed import World
 from rloo.types import Completion, Prompt
 
-# A hash of the first state of a prompt's episodes. If they began with a prompt other than the
-# row's, also its tokens and, if these differ too, its messages.
+# A hash of the first state of a prompt's episodes. If the episodes began with another prompt than
+# the row's, also the tokens of that prompt, and its messages if the messages differ too.
 Beginning = tuple[str | None, tuple[list[int], Any] | None]
 # Keys: the `noise_id` of the prompts.
 Beginnings = dict[int, Beginning]
 
 
 def beginnings_of(completions: Sequence[Completion], prompts: Sequence[Prompt]) -> Beginnings:
-    """The beginnings of the episodes in `completions`, without those that could not begin. Each
-    prompt has that of its first episode, which the others in this process share."""
+    """The beginnings of the episodes in `completions`, without episodes that could not begin. The
+    beginning of a prompt is the beginning of its first episode; in one process all episodes of a
+    prompt begin alike."""
     rows = {prompt.noise_id: prompt for prompt in prompts}
     found: Beginnings = {}
     for begun, start, _ in _begun(completions):
@@ -57,8 +58,8 @@ def require_alike(
 
 
 def with_prompt(completion: Completion, prompt: Prompt | None) -> Completion:
-    """The completion with `prompt` as the prompt of its episode. Unchanged if it has no episode or
-    `prompt` is None."""
+    """The completion with `prompt` as the prompt of its episode. Unchanged if the completion has no
+    episode or `prompt` is None."""
     if completion.episode is None or prompt is None:
         return completion
     return replace(completion, episode=replace(completion.episode, prompt=prompt))
@@ -67,7 +68,8 @@ def with_prompt(completion: Completion, prompt: Prompt | None) -> Completion:
 def _begun(
     completions: Sequence[Completion],
 ) -> list[tuple[Prompt, str | None, Mapping[str, Any]]]:
-    """The prompt, the hash of the first state, and that state of each episode that could begin."""
+    """For each episode that could begin: its prompt, the hash of its first state, and this
+    state."""
     episodes = [c.episode for c in completions if c.episode is not None]
     return [
         (e.prompt, e.start, e.state)

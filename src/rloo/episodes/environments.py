@@ -1,9 +1,9 @@
-"""Environments: each episode has exclusive use of one. All episodes of a group begin in the same
-state.
+"""Environments: each episode uses one environment exclusively. All episodes of a group begin in the
+same state.
 
-An environment is an object of the user's class, as in TRL: `reset(...)` begins an episode, its
-other public methods are tools. It is created once and reused for further episodes. A failed one is
-closed and not reused.
+An environment is an object of the user's class, as in TRL: `reset(...)` begins an episode, and the
+other public methods are tools. Environments are created once and reused for further episodes. An
+environment that has failed is closed and not reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rloo import plugins
 from rloo.episodes.tool_executor import Asked, ToolExecutor, ToolResult
 from rloo.types import Prompt, sound
 
-# Methods that this module calls; they are no tools.
+# Methods that this module calls; they are not tools.
 OURS = ("reset", "get_reward", "close")
 # Seconds that an environment may take to close, and that a server may take to list its tools.
 _CLOSING = 10.0
@@ -55,13 +55,13 @@ class EnvironmentPool:
         self._free: dict[str | None, list[Any]] = {name: [] for name in factories}
         self._caller = ToolExecutor()
         self._around: dict[str | None, type[Any]] = {}
-        for name in factories:  # one example of each shows its tools
+        for name in factories:  # one example per factory has the tools
             self._free[name].append(self._make(name))
         self.examples = {name: free[0] for name, free in self._free.items()}
         self.close = weakref.finalize(self, _close_all, self._free)
 
     def rewards(self) -> list[Callable[..., Any]]:
-        """A reward function for each class of environments that has `get_reward`."""
+        """A reward function for each class of environments that has a method `get_reward`."""
         kinds = dict.fromkeys(type(example) for example in self.examples.values())
         return [_reward_of(kind) for kind in kinds if hasattr(kind, "get_reward")]
 
@@ -82,7 +82,7 @@ class EnvironmentPool:
             self._named(number, name)
 
     def name_of(self, prompt: Prompt) -> str | None:
-        """The name of a row's environment. Raises ValueError for an unknown one."""
+        """The name of a row's environment. Raises ValueError for an unknown name."""
         return self._named(prompt.id, prompt.columns.get("environment"))
 
     def _named(self, number: int, name: Any) -> str | None:
@@ -100,9 +100,9 @@ class EnvironmentPool:
     def acquire(
         self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int, seconds: float
     ) -> Iterator[list[list[EnvironmentSlot]]]:
-        """Yield `counts` environments for each prompt, reset with its row and its seed. They return
-        to the pool afterwards. Raises ValueError if environments of one prompt begin in different
-        states."""
+        """Yield `counts` environments for each prompt, reset with the prompt's row and seed. The
+        environments return to the pool afterwards. Raises ValueError if environments of one prompt
+        begin in different states."""
         names = [self.name_of(prompt) for prompt in prompts]
         leases: list[list[EnvironmentSlot]] = [[] for _ in prompts]
         try:
@@ -165,8 +165,8 @@ def environment_tools(environment: Any) -> list[str]:
 
 
 def _reward_of(kind: Any) -> Callable[..., Any]:
-    """A reward function: `get_reward` of environments of exactly that class, None for others, as
-    in TRL."""
+    """A reward function: the result of `get_reward` for environments whose class is exactly `kind`,
+    None for other environments, as in TRL."""
 
     async def later(environments: Sequence[Any], **_: Any) -> list[Any]:
         return [await e.get_reward() if type(e) is kind else None for e in environments]
@@ -222,7 +222,7 @@ def _require_same(prompt: Prompt, leases: Sequence[EnvironmentSlot]) -> None:
         one, two = zip(values, ("in one", "in the other"), strict=True)
         raise ValueError(different_states(prompt.id, name, " ".join(one), " ".join(two)))
     for other in leases[1:]:
-        other.state = {}  # equal to the first one's
+        other.state = {}  # equal to the first state
 
 
 def different_states(prompt: int, name: str, one: str, other: str) -> str:
@@ -243,8 +243,8 @@ def _state_of(environment: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in a form whose equality is that of the values. For other objects: the name of the
-    class."""
+    """`value` in a form that is equal for equal values. An object of another type becomes the name
+    of its class."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple)):
@@ -269,7 +269,8 @@ def _close_all(free: Mapping[str | None, list[Any]]) -> None:
 
 
 def _close(environment: Any) -> None:
-    """Close an environment; if it has no `close`, the OpenEnv clients among its attributes."""
+    """Close an environment. If it has no `close`, close the OpenEnv clients among its
+    attributes."""
     close = getattr(environment, "close", None)
     if not callable(close):
         for held in getattr(environment, "__dict__", {}).values():
@@ -283,7 +284,7 @@ def _close(environment: Any) -> None:
 
 
 def _is_client(value: Any) -> bool:
-    """Whether `value` is a client of OpenEnv: its class or a base class is of that package."""
+    """Whether `value` is a client of OpenEnv: its class or a base class is in package `openenv`."""
     packages = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
     return "openenv" in packages and hasattr(value, "connect")
 

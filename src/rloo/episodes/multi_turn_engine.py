@@ -1,9 +1,9 @@
-"""An engine whose completions are episodes. It wraps any engine: it samples a turn, calls the tools
-in it, appends their replies, and samples the next turn.
+"""An engine whose completions are episodes. This engine wraps another engine: it samples a turn,
+makes the tool calls of the turn, appends the replies, and samples the next turn.
 
-Each round is one call of the inner engine, for all unfinished episodes. Token rows are append-only:
-the model's turns, as sampled, which are trained, and the replies, which are not. Both count in the
-length of the completion.
+Each round is one call of the inner engine, for all unfinished episodes. Token rows are append-only.
+They contain the model's turns as sampled, which are trained on, and the replies, which are not.
+Both count towards the length of the completion.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from rloo.types import (
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
     """Limits of an episode: the rounds of tool calls (None: as many as fit), the seconds that tools
-    may run in total, the tokens of a prompt, and those of prompt and completion together (None: any
-    number)."""
+    may run in total, the tokens of the prompt, and the tokens of prompt and completion together
+    (None: no limit)."""
 
     rounds: int | None = None
     seconds: float = 300.0
@@ -53,8 +53,9 @@ class EpisodeSetup:
 
 
 class MultiTurnEngine:
-    """Samples episodes with the engine `inner`. The keys of `casts` are names of environments; None
-    if one serves all rows, or if there is none. See `rloo.types.Engine`."""
+    """Samples episodes with the engine `inner`. The keys of `casts` are names of environments. The
+    key is None if one environment serves all rows, or if there is no environment. See
+    `rloo.types.Engine`."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class MultiTurnEngine:
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """One episode for each completion."""
+        """Sample one episode for each completion."""
         check_prompts(prompts)
         numbers = sample_indices(samples, prompts)
         counts = [len(own) for own in numbers]
@@ -113,11 +114,11 @@ class MultiTurnEngine:
     def _begin(
         self, prompt: Prompt, numbers: range, leases: Sequence[EnvironmentSlot], max_tokens: int
     ) -> list[_Episode]:
-        """The episodes of a prompt. All begin with the prompt and the text that `reset` of their
-        environments returned, which is the same for all."""
+        """The episodes of a prompt. All begin with the prompt and with the text that `reset` of
+        their environments returned. The text is the same for all environments of a prompt."""
         name = None if self._stage is None else self._stage.name_of(prompt)
         cast, said = self._casts[name], next((x.said for x in leases if x.said is not None), None)
-        if said is not None or name is not None:  # a named environment has its own tools
+        if said is not None or name is not None:  # the tools depend on the environment's name
             prompt = self._told(prompt, said or "", cast.renderer, max_tokens)
         return [
             _Episode(prompt, number, cast, lease)
@@ -126,7 +127,7 @@ class MultiTurnEngine:
 
     def _told(self, prompt: Prompt, said: str, dialect: Renderer, max_tokens: int) -> Prompt:
         """The prompt with an environment's text appended to its last message. Raises ValueError if
-        it is too long then."""
+        the result is too long."""
         assert isinstance(prompt.content, list)  # check_prompts
         *before, last = prompt.content
         content: list[Message] = [*before, {**last, "content": last["content"] + said}]
@@ -179,17 +180,18 @@ class MultiTurnEngine:
 
     @property
     def _last_turn(self) -> int:
-        """The number of the turn whose calls are no longer made; 0: no limit."""
+        """The first turn whose tool calls are not made; 0: no limit."""
         return 0 if self._limits.rounds is None else self._limits.rounds + 1
 
 
 def kept_across_turns(engine: Engine) -> AbstractContextManager[None]:
-    """A block in which the engine may reuse the prefixes that it has computed, if it can."""
+    """A context in which the engine may reuse prefixes that it has computed, if it supports
+    this."""
     return engine.prefix_caching() if isinstance(engine, PrefixCaching) else nullcontext()
 
 
 def check_prompts(prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError for prompts that no episode can begin with."""
+    """Raise ValueError for prompts with which no episode can begin."""
     for prompt in prompts:
         if isinstance(prompt.content, str):
             raise ValueError(
@@ -232,15 +234,15 @@ class _Episode:
         return self.lease.failed
 
     def row(self) -> Prompt:
-        """The input of the next turn. For the first turn it is the prompt object itself, so that
-        the engine computes it once for the whole group."""
+        """The input of the next turn. The input of the first turn is the prompt object itself, so
+        that the engine computes the prompt once for the whole group."""
         if not self.token_ids:
             return self.prompt
         tokens = self.prompt.token_ids + self.token_ids
         return replace(self.prompt, token_ids=tokens, offset=len(self.token_ids))
 
     def seconds_left(self, seconds: float) -> float:
-        """The rest of the `seconds` that tools may take in an episode."""
+        """The remainder of the `seconds` that tools may run in an episode."""
         return max(seconds - self.lease.seconds, 1e-3)  # 0 would be no limit
 
     def hear(self, turn: Completion, said: ParsedTurn) -> None:
@@ -255,7 +257,7 @@ class _Episode:
 
     def take(self, said: ParsedTurn, answers: Sequence[ToolReply], seconds: float) -> bool:
         """Append the replies of the tools. Returns False if the episode has failed: the tools took
-        more than `seconds` in total, or a tool reported it lost."""
+        more than `seconds` in total, or a tool reported the episode as lost."""
         lease = self.lease
         self.calls += len(answers)
         self.errors += sum(answer.is_error for answer in answers)
@@ -270,8 +272,8 @@ class _Episode:
         return True
 
     def append(self, tokens: Sequence[int], answers: int, max_tokens: int) -> bool:
-        """Append the tokens of the last `answers` messages. Returns False if no room would be left
-        for a turn: the messages are removed, and the episode ends here."""
+        """Append the tokens of the last `answers` messages. If they would leave no room for a turn,
+        remove the messages, end the episode and return False."""
         if len(self.token_ids) + len(tokens) >= max_tokens:
             del self.messages[-answers:]
             self.finish = "length"

@@ -1,8 +1,9 @@
-"""Conversion between tokens and messages: parses the calls in a turn's tokens, and renders replies
-as tokens to append.
+"""Converts between tokens and messages: parses the tool calls in a turn's tokens, and renders
+replies as tokens to append.
 
-Existing tokens are never rendered again. The appended tokens are those that the chat template puts
-after a turn. `renderer_check.py` verifies at the start that both give the same rows.
+Existing tokens are never rendered again. The appended tokens are those that the chat template
+places after a turn. At the start, `renderer_check.py` verifies that appended rows equal the chat
+template's rendering.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from rloo.types import Message, sound
 # Errors of parsing untrusted text: json's errors, a missing placeholder, a value of another shape
 # than the template expects, brackets nested too deep.
 _NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-# Inserted into the name of a special token, this turns the name into text. It is one of Unicode's
-# noncharacters, which no text should contain.
+# Inserted into the name of a special token, this mark turns the name into ordinary text. The mark
+# is a Unicode noncharacter, which no text should contain.
 _MARK = "\ufdd0"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model has written it; `fault` is the reason why it cannot be made."""
+    """A tool call as the model wrote it. `fault` is the reason why the call cannot be made."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -43,20 +44,21 @@ class ParsedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The chat template of a tokenizer with the arguments of a run: `options` has the tools."""
+    """The chat template of a tokenizer with a run's arguments; `options` contains the tools."""
 
     tokenizer: PreTrainedTokenizerBase
     options: dict[str, Any]
 
     def text(self, messages: Sequence[Message], *, opens: bool = True) -> str:
-        """The conversation as text; with `opens` it ends with the opening of the model's turn."""
+        """The conversation as text. With `opens`, the text ends with the start of the model's
+        turn."""
         rendered = self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=opens, tokenize=False, **self.options
         )
         return str(rendered)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a part of such a text; names of special tokens become special tokens."""
+        """The tokens of a part of a conversation; names of special tokens become special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -65,17 +67,19 @@ class ChatTemplate:
 
     @property
     def name(self) -> str:
-        """The tokenizer's name for messages."""
+        """The tokenizer's name in error messages."""
         return self.tokenizer.name_or_path or type(self.tokenizer).__name__
 
 
-# The message before a turn that is rendered for its replies; their tokens do not depend on it.
+# A user message in conversations that are rendered only for the tokens of replies, which do not
+# depend on this message.
 ASKED: Message = {"role": "user", "content": "x"}
 
 
 class Renderer:
-    """Parses and renders the turns of one model. `schema` is its response template, `opening` the
-    text with which the chat template opens a turn, and `end` the token that ends one."""
+    """Parses and renders the turns of one model. `schema` is the model's response template,
+    `opening` is the text with which the chat template opens a turn, and `end` is the token that
+    ends a turn."""
 
     def __init__(
         self, template: ChatTemplate, schema: dict[str, Any], *, opening: str, end: int
@@ -83,7 +87,7 @@ class Renderer:
         self.template, self.schema, self.opening, self.end = template, schema, opening, end
         self._end_text = template.decode([end])
         added = template.tokenizer.get_added_vocab()
-        # Added tokens of spaces only are ordinary text.
+        # Added tokens that consist of spaces are ordinary text.
         names = {name: token for name, token in added.items() if len(name) > 1 and name.strip()}
         self._special = frozenset(names.values())
         # Longest first: one name may begin with another.
@@ -113,15 +117,15 @@ class Renderer:
         return ParsedTurn(message | ({"tool_calls": made} if made else {}), calls)
 
     def answer(self, said: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """The tokens that follow a turn of the tokens `said`: the rest of that turn, the tools'
-        `messages`, and the opening of the next turn. Only the template's special tokens are
-        special; their names in a message are text."""
+        """The tokens that follow a turn with the tokens `said`: the rest of that turn, the tools'
+        `messages`, and the opening of the next turn. Names of special tokens in a message are
+        encoded as text."""
         tokens = self._behind(messages)
         if len(messages) not in self._specials_of:
             plain = self._behind([message | {"content": "x"} for message in messages])
             self._specials_of[len(messages)] = self._count_special(plain)
         if self._count_special(tokens) != self._specials_of[len(messages)]:
-            # A tokenizer may make special tokens of other characters, such as fullwidth ones.
+            # A tokenizer may also map other characters, such as fullwidth ones, to special tokens.
             tokens = self._behind([m | {"content": "(no text)"} for m in messages])
         return tokens[1:] if said[-1] == self.end else tokens
 
@@ -129,8 +133,9 @@ class Renderer:
         self, before: Sequence[Message], said: str, messages: Sequence[Message]
     ) -> list[int]:
         """The tokens of `messages` after the conversation `before`, and of the opening of the next
-        turn. `said` is the text of that conversation. Raises ValueError if the template now renders
-        it differently. Names of special tokens in these messages are text."""
+        turn. `said` is the rendered text of `before`. Raises ValueError if the template renders
+        `before` differently when `messages` follow. Names of special tokens in `messages` are
+        encoded as text."""
         inert = [message | {"content": self._inert(message["content"])} for message in messages]
         text = self.template.text([*before, *inert])
         if not text.startswith(said):
@@ -143,7 +148,8 @@ class Renderer:
         return [token for part in parts for token in self.template.encode(part)]
 
     def _behind(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens after a turn with these replies in the template, from its end token on."""
+        """The tokens that the template renders after a turn with these replies, from its end
+        token."""
         turn = {"role": "assistant", "content": "", "tool_calls": [_wrapped(messages[0]["name"])]}
         inert = [message | {"content": self._inert(message["content"])} for message in messages]
         text = self.template.text([ASKED, turn, *inert])
@@ -154,7 +160,7 @@ class Renderer:
         """`text` with a mark inside the name of every special token."""
         text, parts, begin = text.replace(_MARK, ""), [], 0
         while match := self._names.search(text, begin):
-            # Not after the match: another name may begin inside this one.
+            # Continue inside the match: another name may begin there.
             parts.append(text[begin : match.start() + 1])
             begin = match.start() + 1
         return _MARK.join([*parts, text[begin:]])

@@ -2,7 +2,7 @@
 render calls and replies to the tokens that an episode would append.
 
 The input of each turn should be the template's rendering of the conversation so far. Appended rows
-equal it if the input of one turn is a prefix of the input of the next.
+equal this rendering if the input of each turn is a prefix of the input of the next turn.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def find_renderer(
     try:
         seen = _seen(template)
     except _Rewritten:
-        # A model that always thinks first has no turns without a thought.
+        # A model that always reasons first has no turns without reasoning.
         seen = _seen(template, reasoning_content="So.")
     turns = [_turn(template, *both, stop_token_ids) for both in pairwise(seen)]
     end = template.encode(turns[0])[-1]

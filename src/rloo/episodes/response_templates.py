@@ -1,8 +1,8 @@
-"""Response templates (transformers' `parse_response`) for families of models whose tokenizers have
-none. They define how a model writes a tool call.
+"""Response templates (for transformers' `parse_response`) of model families whose tokenizers have
+none. A response template defines how a model writes a tool call.
 
 The model's name does not select a template: `renderer_check.py` renders a call with the model's
-chat template, and takes the first format that parses it back.
+chat template, and takes the first format that parses the call back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _tagged(name: str, argument: str) -> dict[str, Any]:
         "open_pattern": rf"<tool_call>\s*{name}",
         "close_pattern": r"</tool_call>\s*",
         "content": "xml-inline",
-        # Parsed as text: the tool's schema gives the types.
+        # Values are parsed as text; the tool's schema defines their types.
         "content_args": {"tag_pattern": argument, "value_parser": {"name": "text"}},
     }
 

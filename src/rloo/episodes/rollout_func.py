@@ -1,5 +1,5 @@
-"""Rollouts by a user's function (`rollout_func`, as in TRL): it gets prompts, and returns tokens,
-their log-probs, and a mask of the tokens that the model sampled."""
+"""Rollouts by a user's function (`rollout_func`, as in TRL). The function gets prompts, and returns
+tokens, their log-probs, and a mask of the tokens that the model sampled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rloo.types import (
 NEEDED = ("prompt_ids", "completion_ids", "logprobs")
 MASK = "env_mask"
 FAILED = "failed"
-# Results with one entry per token; reward functions do not get them.
+# Entries of the result that reward functions do not get: failures, and values per token.
 _OF_TOKENS = (*NEEDED, MASK, FAILED, "logprob_token_ids")
 # A prompt, and the number of one of its completions.
 _Row = tuple[Prompt, int]
@@ -52,7 +52,7 @@ class SampledTurn:
 
 
 class RolloutFuncEngine:
-    """An engine whose completions `function(prompts, trainer)` makes; `trainer()` returns the
+    """An engine whose completions are made by `function(prompts, trainer)`. `trainer()` returns the
     trainer. Inside the function, `turn` samples with the engine `inner`, and `rows` are the prompts
     with their columns. See `rloo.types.Engine`."""
 
@@ -83,9 +83,10 @@ class RolloutFuncEngine:
 
     def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[SampledTurn]:
         """Sample one completion for each row of tokens, with the current weights and sampling
-        options, of at most `max_tokens` (None: the limit of a completion). If there are as many
-        rows as prompts of the function, noise is keyed by the prompts, independent of the process;
-        else by the index of the row in this process. Raises RuntimeError outside the function."""
+        options. A completion has at most `max_tokens` tokens (None: the limit of a completion). If
+        there are as many rows as prompts of the function, the noise depends on the prompts and not
+        on the process. Otherwise the noise depends on the index of a row in this process. Raises
+        RuntimeError outside the function."""
         sampling, noise, own = self._called()
         sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
         self._turns += 1
@@ -103,8 +104,8 @@ class RolloutFuncEngine:
 
     def go_on(self, rows: Sequence[Prompt]) -> list[SampledTurn]:
         """Sample the next turn of each row. The `id` of a row is the index of its prompt among the
-        function's prompts; its last `offset` tokens are its completion so far. Noise is keyed by
-        prompt and offset, whatever the order of the rows. See `turn`."""
+        function's prompts. The last `offset` tokens of a row are its completion so far. The noise
+        depends on prompt and offset, not on the order of the rows. See `turn`."""
         sampling, noise, own = self._called()
         prompts = [replace(row, id=own[row.id][0].id, epoch=own[row.id][0].epoch) for row in rows]
         numbers = [range(own[row.id][1], own[row.id][1] + 1) for row in rows]
@@ -128,8 +129,9 @@ class RolloutFuncEngine:
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """The completions that the function makes. It gets each prompt once for each completion,
-        and is not called without any. Raises ValueError for invalid completions."""
+        """The completions that the function makes. The function gets each prompt once per
+        completion, and is not called if there are no completions. Raises ValueError for invalid
+        completions."""
         numbers = sample_indices(samples, prompts)
         keyed = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
         if not keyed:
@@ -150,7 +152,7 @@ class RolloutFuncEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The function's result: lists with one entry for each of its prompts, and other columns."""
+    """The function's result: lists with one entry per prompt of the function, and other columns."""
 
     lists: Mapping[str, Sequence[Any]]
     columns: Mapping[str, Any]

@@ -1,5 +1,5 @@
-"""Calls user functions, each with a time limit: functions one after another, coroutine functions
-concurrently."""
+"""Calls user functions, each with a time limit. Plain functions run one after another, coroutine
+functions run concurrently."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 from rloo.rewards.async_functions import LoopThread, is_coroutine
 from rloo.rewards.timeout import RewardTimeout, call_with_timeout
 
-# Seconds that the event loop has, beyond the deadline, to report a late coroutine.
+# Seconds after the deadline in which the event loop must report a late coroutine.
 _TELLS = 1.0
 
 
 class EpisodeLost(Exception):
-    """Raised by a tool if its episode cannot continue, and the model is not the cause."""
+    """Raised by a tool if its episode cannot continue for a reason that the model did not cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ Asked = tuple[Callable[[], Any], float]
 
 
 class ToolExecutor:
-    """Calls functions. Coroutine functions run in one event loop, which all executors share and
-    which stays open between calls: tools can use the connection that `reset` has opened."""
+    """Calls functions. Coroutine functions run in one event loop. All executors share this loop,
+    and it stays open between calls, so that tools can use a connection that `reset` has opened."""
 
     _shared: ClassVar[LoopThread | None] = None
 
     def call(self, asked: Sequence[Asked]) -> list[ToolResult]:
-        """The outcomes of the calls: first the functions, in order, then the coroutine functions,
-        concurrently."""
+        """The results of the calls: first the plain functions run, in order, then the coroutine
+        functions, concurrently."""
         waits = [is_coroutine(function) for function, _ in asked]
         found = {n: _call(*call) for n, call in enumerate(asked) if not waits[n]}
         found |= self._call_together({n: call for n, call in enumerate(asked) if waits[n]})

@@ -1,5 +1,5 @@
-"""The tools of a model: functions and the methods of its environment, their schemas, and their
-replies."""
+"""The tools of a model, their schemas and their replies. Tools are functions and the methods of an
+environment."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from rloo.types import sound
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """The reply to a call: its text, whether that is an error, and the seconds that it took. The
-    text is None if the call did not end in time, or if the episode is `lost` (the reason)."""
+    """The reply to a tool call: its text, whether the text is an error, and the seconds of the
+    call. The text is None if the call did not end in time, or if the episode is lost; `lost` is
+    then the reason."""
 
     text: str | None
     is_error: bool
@@ -29,7 +30,8 @@ class ToolReply:
 
 @dataclass(frozen=True, slots=True)
 class ToolRequest:
-    """A call with its time limit in seconds, and the environment of its episode, if any."""
+    """A tool call with its time limit in seconds, and its episode's environment, if there is
+    one."""
 
     call: ToolCall
     seconds: float
@@ -38,7 +40,7 @@ class ToolRequest:
 
 class ToolSet:
     """Functions by name, and the `methods` of environments like `example`. A reply of more than
-    `characters` is cut to its head and tail."""
+    `characters` characters is cut to its start and its end."""
 
     def __init__(
         self,
@@ -61,8 +63,8 @@ class ToolSet:
         self.schemas = [_schema_of(function) for function in described]
 
     def call(self, requests: Sequence[ToolRequest]) -> list[ToolReply]:
-        """The replies to the calls: functions run one after another, then coroutine functions
-        concurrently."""
+        """The replies to the calls. Plain functions run one after another, then coroutine functions
+        run concurrently."""
         faults = [self._fault_of(request) for request in requests]
         asked: list[Asked] = [
             (partial(self._function(request), **request.call.arguments), request.seconds)

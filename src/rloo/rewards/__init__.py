@@ -1,4 +1,4 @@
-"""Rewards: how functions are called and summed, how a spec names one, and the built-in ones."""
+"""Reward functions: how they are loaded, called and summed, and the built-in rewards."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The event loop thread in which coroutine functions run together, under one deadline."""
+"""A thread with an event loop that runs coroutine functions concurrently, under one deadline."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _TURN_SECONDS = 0.2
 class LoopThread:
     """An event loop in a separate thread, reused between calls.
 
-    The thread is separate because the caller may already run a loop (in a notebook). It is reused
-    because the clients of a coroutine function are bound to the loop in which they were first
-    used.
+    The thread is separate because the caller may already run a loop (in a notebook). The loop is
+    reused because the clients of a coroutine function are bound to the loop of their first use.
     """
 
     def __init__(self) -> None:
@@ -39,11 +38,12 @@ class LoopThread:
         context: Callable[[str], AbstractContextManager[None]],
         until: str = futures.ALL_COMPLETED,
     ) -> tuple[dict[str, futures.Future[Any]], list[str]]:
-        """Run coroutine functions, each within `context(name)`, until all are done, or one failed
-        (`until` FIRST_EXCEPTION), or `seconds` have passed; the unfinished ones are cancelled.
+        """Run coroutine functions, each within `context(name)`, until all are done, until one fails
+        (`until` FIRST_EXCEPTION), or until `seconds` have passed. Unfinished functions are
+        cancelled.
 
-        Returns the futures that are done, and the names of the others. The first name is that of
-        the coroutine that blocks the loop, if any.
+        Returns the finished futures, and the names of the unfinished functions. If a coroutine
+        blocks the loop, its name comes first.
         """
         over = threading.Event()
         running = {
@@ -73,7 +73,8 @@ class LoopThread:
         return free.wait(_RESPONSE_SECONDS)
 
     def close(self) -> None:
-        """Stop the loop; a coroutine that blocks it remains in the thread, a daemon."""
+        """Stop the loop. A coroutine that blocks the loop remains in the thread, a daemon
+        thread."""
         if not self._closed:
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -83,11 +84,11 @@ class LoopThread:
         while not self._closed:
             try:
                 self._loop.run_forever()
-            except BaseException:  # SystemExit of a task, which keeps it; asyncio lets it through
+            except BaseException:  # SystemExit of a task, which asyncio also raises here
                 continue
         cancelled = asyncio.all_tasks(self._loop)
         for task in cancelled:
-            task.cancel()  # of a call that was cancelled at this moment
+            task.cancel()  # tasks of a call that was just cancelled
         if cancelled:
             self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_RESPONSE_SECONDS))
         self._loop.close()
@@ -96,7 +97,7 @@ class LoopThread:
 def _wait(running: Collection[futures.Future[Any]], seconds: float | None, until: str) -> None:
     end = time.monotonic() + (seconds or math.inf)
     while (left := end - time.monotonic()) > 0:
-        # Wait in short intervals: a signal that another thread received is handled after each.
+        # Wait in short intervals. After each, Python handles signals that another thread received.
         done, pending = futures.wait(running, min(left, _TURN_SECONDS), until)
         failed = any(future.cancelled() or future.exception() for future in done)
         if not pending or (failed and until == futures.FIRST_EXCEPTION):

@@ -6,8 +6,9 @@ from rloo.types import Text
 
 
 def text_of(completion: Text) -> str:
-    """Return the text of a completion: the string itself, or the last assistant message's content,
-    its text parts joined; empty without such a message, and for one without text (a tool call)."""
+    """Return the text of a completion: the string itself, or the content of the last assistant
+    message, with its text parts joined. Empty if there is no assistant message, or if the message
+    has no text (a tool call)."""
     if isinstance(completion, str):
         return completion
     for message in reversed(completion):

@@ -1,6 +1,6 @@
-"""Checks of a dataset's references and of a tokenizer before the first sample, by the reward
-functions. `check_row(row)` of a function returns a reference that it cannot read. `seeks` is the
-text that it searches for in completions."""
+"""Checks by the reward functions, before the first sample, of a dataset's references and of a
+tokenizer. A function's `check_row(row)` returns the row's reference if the function cannot read it.
+A function's `seeks` is the text that the function searches for in completions."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 
 from rloo.rewards.reward_set import RewardSet
 
-# Only the rows that can be checked in this time.
+# Seconds for the rows of one reward function; further rows are not checked.
 _SECONDS = 10.0
 _COLUMNS = ("answer", "solution")
 
 
 def check_dataset(rewards: RewardSet, rows: Any, tokenizer: Any) -> None:
-    """Warn of references that a reward cannot read, with their rows, and of texts that it searches
-    for but that decoding removes. Raises ValueError if a reward can read no reference, or raises it
-    itself. `rows` is a dataset or a mapping of columns, `tokenizer` may be a processor."""
+    """Warn of rows whose reference a reward cannot read, and of special tokens that a reward
+    searches for but that decoding removes. Raises ValueError if a reward can read no reference, or
+    if its `check_row` raises ValueError. `rows` is a dataset or a mapping of columns; `tokenizer`
+    may be a processor."""
     _look_at_rows(rewards, rows)
     _look_at_tokens(rewards, getattr(tokenizer, "tokenizer", tokenizer).all_special_tokens)
 
@@ -35,7 +36,7 @@ def _look_at_rows(rewards: RewardSet, rows: Any) -> None:
         return
     for name, check_row in checks:
         _look(name, check_row, zip(*(rows[column] for column in names), strict=True), names)
-    if len(rewards.functions) == 1:  # several functions may each have their own rows
+    if len(rewards.functions) == 1:  # several functions may apply to different rows
         _look_for_none(checks[0][0], rows[names[0]], names[0])
 
 

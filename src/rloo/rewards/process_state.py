@@ -22,7 +22,7 @@ _LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "STACK")
 
 
 def list_states() -> list[State]:
-    """Return all states: those of torch if it is loaded, those of signals in the main thread."""
+    """Return all states; torch's if torch is imported, and those of signals in the main thread."""
     states: list[State] = [
         ("the working directory", _read_folder, os.chdir),
         ("the mask of new files' modes", _read_mask, os.umask),
@@ -48,15 +48,15 @@ def list_states() -> list[State]:
 
 @contextmanager
 def inference_mode_kept() -> Iterator[None]:
-    """At the end of this block, leave an inference mode that was entered in it and not left. Only
-    the exit of an enclosing inference mode can do that."""
+    """At the end of this block, leave an inference mode that was entered in the block and not left.
+    torch can do this only by leaving an enclosing inference mode."""
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "set_num_threads"):
         yield
         return
     learns = torch.is_grad_enabled()
     with torch.inference_mode(torch.is_inference_mode_enabled()):
-        torch.set_grad_enabled(learns)  # entering the mode changed it
+        torch.set_grad_enabled(learns)  # entering the mode changed the gradient mode
         yield
 
 
@@ -106,18 +106,18 @@ def _of_torch(torch: Any) -> Iterator[State]:
 def _read_precision(torch: Any) -> str | None:
     try:
         precision: str = torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by the interface that replaced this one
+    except RuntimeError:  # it was set by torch's newer interface
         return None
     return precision
 
 
 def _leave(before: bool) -> None:
-    """Do nothing: `inference_mode_kept` restores it."""
+    """Do nothing: `inference_mode_kept` restores the mode."""
 
 
 def _read_autocast(torch: Any) -> tuple[Any, ...]:
-    """Whether it is on and its dtype, on each device; its cache; and the nesting depth, since
-    leaving the outermost block clears the cache."""
+    """The state and the dtype of autocast on each device, the state of its cache, and the nesting
+    depth, since leaving the outermost block clears the cache."""
     torch.autocast_increment_nesting()
     depth = torch.autocast_decrement_nesting()
     on, kind = torch.is_autocast_enabled, torch.get_autocast_dtype
@@ -177,7 +177,7 @@ def _block(signals: set[int]) -> None:
 
 
 def _read_mask() -> int:
-    mask = os.umask(0o077)  # it can only be read by setting it
+    mask = os.umask(0o077)  # the mask can be read only by setting it
     os.umask(mask)
     return mask
 

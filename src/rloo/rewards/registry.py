@@ -1,5 +1,5 @@
-"""From a spec to a reward function: a built-in name, or a function of a module or a file. The file
-is executed: never pass text from a model or a dataset."""
+"""Loads the reward function that a spec names: a built-in reward, or a function of a module or a
+file. The module or file is executed: never take a spec from the text of a model or a dataset."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def load_reward(spec: str | Mapping[str, Any] | Callable[..., Any]) -> Callable[
       `{name: length, target_min: 10, target_max: 50}`: a built-in reward with options,
     - `package.module:function` or `path/to/file.py:function`: the user's own function.
 
-    Raises ValueError for an unknown name (suggesting the nearest one), bad options, a missing file
-    or module, and an attribute that is missing or not callable. Exceptions raised while importing
-    the user's module are passed on.
+    Raises ValueError for an unknown name (with the most similar name), for bad options, for a
+    missing file or module, and for an attribute that is missing or not callable. Exceptions raised
+    while importing the user's module are passed on.
     """
     if callable(spec):
         return spec
@@ -123,8 +123,9 @@ def _load_named(name: str, options: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _made(name: str, found: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """The reward function found by name, or the one that a factory returns for these options. A
-    reward function takes completions, as in TRL; a factory does not."""
+    """Return `found` if it is a reward function, else the reward function that the factory `found`
+    returns for `options`. A reward function has the parameter `completions`, as in TRL; a factory
+    has not."""
     known = inspect.signature(found).parameters
     if "completions" in known:
         if options:

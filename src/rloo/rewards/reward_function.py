@@ -14,14 +14,14 @@ from rloo.config.user_functions import NotAllowed
 from rloo.rewards.async_functions import is_coroutine
 from rloo.rewards.state_guard import show
 
-# The largest float32. Advantages are float32, in which a larger reward would be infinite.
+# The largest float32. Advantages are float32: a larger reward would become infinite.
 LARGEST = 3.4028234663852886e38
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function and the argument names it accepts; `accepts` is None if it takes any."""
+    """A reward function, and the argument names that it requires and accepts (None: any name)."""
 
     name: str
     function: Callable[..., Any]
@@ -31,7 +31,7 @@ class Reward:
 
     @property
     def is_async(self) -> bool:
-        """Whether its calls must be awaited."""
+        """Whether a call of the function must be awaited."""
         return is_coroutine(self.function)
 
 
@@ -49,7 +49,7 @@ class RewardLog:
         self.extras.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number; the step logs its mean. Raises ValueError for anything else."""
+        """Log a number; the step logs the mean. Raises ValueError for another type."""
         number = _unwrap(value)
         if not isinstance(number, numbers.Real):
             raise ValueError(f"log_metric({name!r}, ...) got {show(value)}; it takes a number")
@@ -57,8 +57,8 @@ class RewardLog:
 
 
 def read_signature(function: Callable[..., Any], name: str, weight: float) -> Reward:
-    """Return a function as a `Reward`, with the arguments that it takes. Raises ValueError if it
-    cannot be called by name."""
+    """Return a `Reward` with the arguments that `function` takes. Raises ValueError if the function
+    cannot be called with keyword arguments."""
     if not callable(function):
         raise ValueError(f"the reward {function!r} is a {type(function).__name__}, not a function")
     try:
@@ -82,7 +82,7 @@ def read_signature(function: Callable[..., Any], name: str, weight: float) -> Re
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a reward function in metrics: its own, or its class's."""
+    """Return the name of a reward function in metrics: its `__name__`, or its class's name."""
     function = getattr(function, "func", function)  # functools.partial
     return getattr(function, "__name__", type(function).__name__)
 
@@ -102,8 +102,9 @@ def make_arguments(
 
 
 def check_state(name: str, seen: Any, trainer_state: Any) -> None:
-    """Raise NotAllowed if the function `name` set a value of `seen`, its copy of the trainer's
-    state: the change would have no effect. It may change the copy's lists and dictionaries."""
+    """Raise NotAllowed if the function `name` set an attribute of `seen`, its copy of the trainer's
+    state: the change would have no effect. The lists and dictionaries of the copy may be
+    changed."""
     for key, value in getattr(seen, "__dict__", {}).items():
         known = getattr(trainer_state, key, None)
         if value is not known and not isinstance(known, (list, dict)):
@@ -121,9 +122,9 @@ def _copy_state(state: Any) -> Any:
 
 
 def _copy(value: Any) -> Any:
-    """Copy lists and dictionaries, not their leaves: completions of a group share columns."""
+    """Copy lists and dictionaries, but not leaves. Completions of a group share columns."""
     if isinstance(value, list):
-        # Test leaves here: one function call per token id would cost more than most rewards.
+        # The test is here: a function call per token id would take longer than most rewards.
         return [_copy(v) if isinstance(v, (list, dict)) else v for v in value]
     if isinstance(value, dict):
         return {key: _copy(v) for key, v in value.items()}
@@ -153,7 +154,7 @@ def read_rewards(result: Any, name: str, count: int) -> list[float | None]:
 
 
 def share_of_nan(result: Any) -> float:
-    """Return the share of a reward function's return values that are NaN, and so no reward."""
+    """Return the share of a reward function's return values that are NaN, which is no reward."""
     values = [_unwrap(value) for value in result]
     numbers_of = [value for value in values if isinstance(value, numbers.Real)]
     return sum(value != value for value in numbers_of) / max(1, len(values))

@@ -26,13 +26,13 @@ OPTIONS = (
 
 
 class RewardModel:
-    """A sequence classifier with one label; its score of prompt and completion is the reward.
-
-    Messages are rendered by the chat template of the model's own tokenizer, strings are joined;
-    neither gets additional special tokens. `model` is changed: it is set to evaluation mode, and
-    its configuration gets the tokenizer's padding token (or else its end-of-sequence token), by
-    which transformers finds the last token of a text. `batch_tokens` bounds the number of rows
-    times the length of the longest row in one forward pass.
+    """A sequence classifier with one label. The reward is its score of prompt and completion.
+    Messages are rendered by the chat template of the reward model's tokenizer; strings are
+    concatenated. No further special tokens are added. `model` is changed: it is set to evaluation
+    mode, and its configuration gets the tokenizer's padding token, or the end-of-sequence token if
+    there is no padding token. transformers uses this token to find the last token of a text.
+    `batch_tokens` limits the number of rows times the length of the longest row in one forward
+    pass.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class RewardModel:
         self._template_options = dict(chat_template_kwargs or {})
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """Return one score per completion, as the model gives it. Raises ValueError for a text
-        without tokens or longer than the model's context, and for a score that is not finite."""
+        """Return the model's score of each completion. Raises ValueError for a text without tokens
+        or longer than the model's context, and for a score that is not finite."""
         texts = [self._write(p, c) for p, c in zip(prompts, completions, strict=True)]
         encoded: Any = self.tokenizer(texts, add_special_tokens=False)
         rows = encoded["input_ids"]
@@ -123,7 +123,7 @@ class RewardModel:
         input_ids = pad_sequence(ids, batch_first=True, padding_value=self._pad)
         mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
         device = self.model.device
-        # In the model's own precision, whatever the policy's is.
+        # The reward model computes in its dtype, also if the policy uses autocast.
         with torch.autocast(device.type, enabled=False):
             output = self.model(input_ids=input_ids.to(device), attention_mask=mask.to(device))
         if output.logits.shape != (len(rows), 1):
@@ -146,15 +146,17 @@ def as_reward(
     """The reward function that `spec` names.
 
     - An existing folder, `owner/name` on the hub, or the mapping `{name: ..., normalize: true,
-      dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`,
-      loaded to `device` in the dtype in which it was saved, and `RunningNormReward` if asked for.
-      Built-in names take precedence over folders.
-    - A sequence classification module gives a `RewardModel`, in its present dtype and accelerator.
-    - An object with `get_rewards(prompts, completions)` gives a function that calls it.
-    - Anything else is passed to `load_reward`.
+      dtype: bfloat16, batch_tokens: 8192, device: cpu, revision: main}` gives a `RewardModel`.
+      The model is loaded to `device`, by default in the dtype of its files. With `normalize`, the
+      result is a `RunningNormReward`. Built-in names take precedence over folders.
+    - A sequence classification module gives a `RewardModel` in the module's dtype. The module is
+      moved only if its type of device is not that of `device`.
+    - An object with `get_rewards(prompts, completions)` gives a function that calls this method.
+    - Any other `spec` is passed to `load_reward`.
 
-    `processing_class` is the reward model's tokenizer; None loads the one saved with the model.
-    Raises ValueError if `spec` is not, or cannot be loaded as, a reward.
+    `processing_class` is the reward model's tokenizer; None loads the tokenizer that was saved
+    with the model. Raises ValueError if `spec` names no reward, or if the reward cannot be
+    loaded.
     """
     options = _read_options(spec)
     is_module = isinstance(spec, nn.Module) and not hasattr(spec, "get_rewards")
@@ -199,7 +201,7 @@ def _from_object(judge: Any) -> Callable[..., Any]:
 
 
 def _read_options(spec: Any) -> dict[str, Any] | None:
-    """`spec` as the options of a model to load, `name` included; None if it names no model."""
+    """The options of the model that `spec` names, with `name`; None if it names no reward model."""
     if isinstance(spec, str):
         return {"name": spec} if is_reward_model(spec) else None
     if not isinstance(spec, Mapping) or not is_reward_model(spec.get("name")):

@@ -37,9 +37,9 @@ from rloo.types import Text
 
 @dataclass(frozen=True, slots=True)
 class RawScores:
-    """The rewards and logs of one call of each function, by name; None for a call that failed and
-    may be missing. `count` completions were scored; the functions received `seen` of them (None:
-    all)."""
+    """The rewards and logs of one call of each function, by name. The rewards are None if the call
+    failed and `on_error` is `missing`. There are `count` completions, of which the functions
+    received `seen` (None: all)."""
 
     count: int
     by_function: dict[str, list[float | None] | None]
@@ -47,8 +47,8 @@ class RawScores:
     seen: int | None = None
 
     def among(self, places: Sequence[int], count: int) -> RawScores:
-        """Return the same for `count` completions. `places` are those that were scored; the others
-        get None."""
+        """Spread the scores over `count` completions. `places` are the indices of the scored
+        completions; other completions get None."""
 
         def spread(values: list[Any]) -> list[Any]:
             known = dict(zip(places, values, strict=True))
@@ -70,8 +70,8 @@ class RawScores:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """The rewards of N completions; every list has N entries. `totals` are weighted sums over the
-    functions that returned a number, None if none did. `extras` are the columns logged with
-    `log_extra`, `metrics` the means of values logged with `log_metric`."""
+    functions that returned a number; None if no function returned a number. `extras` are the
+    columns logged with `log_extra`, `metrics` the means of values logged with `log_metric`."""
 
     totals: list[float | None]
     by_function: dict[str, list[float | None]]
@@ -84,14 +84,13 @@ class RewardSet:
 
     A function gets the arguments that its signature names: `prompts`, `completions`,
     `completion_ids`, any dataset column, `trainer_state`, `log_extra(column, values)`,
-    `log_metric(name, value)`; with `**kwargs` it gets all of them. It returns one number per
-    completion, None or nan where it does not apply. Coroutine functions run together in one event
-    loop that lives as long as the set; the others run one after another, in the caller's thread if
-    that is the main one.
-
-    `timeout` is the deadline of one call in seconds (None or 0: no limit). `on_error` applies to a
-    call that misses it, raises, returns an invalid reward or changes the state of the process:
-    `raise` ends the run, `missing` warns and scores None.
+    `log_metric(name, value)`; with `**kwargs` it gets all of them. A function returns one number
+    per completion, or None or nan if it does not apply to the completion. Coroutine functions run
+    concurrently in one event loop, which exists as long as the set. Other functions run one after
+    another, in the caller's thread if it is the main thread. `timeout` is the deadline of one call
+    in seconds (None or 0: no limit). `on_error` applies to a call that misses the deadline, raises,
+    returns an invalid reward or changes the state of the process. `raise` ends the run; `missing`
+    issues a warning and scores None.
     """
 
     def __init__(
@@ -105,8 +104,9 @@ class RewardSet:
         sources: Sequence[Any] | None = None,
     ) -> None:
         """`sources` are the specs from which `load_reward` can load each function again (None:
-        unknown). Raises ValueError if there is no function, if one cannot be called by name, or if
-        weights or names are not one per function. Equal names get `_2`, `_3`, ... appended."""
+        unknown). Raises ValueError if there is no function, if a function cannot be called with
+        keyword arguments, or if there is not one weight or name per function. Equal names get `_2`,
+        `_3`, ... appended."""
         if not functions:
             raise ValueError("there is no reward function; at least one is needed (reward_funcs)")
         weights = [1.0] * len(functions) if weights is None else weights
@@ -124,7 +124,7 @@ class RewardSet:
         self.timeout = timeout if timeout and math.isfinite(timeout) else None
         self.on_error: Literal["raise", "missing"] = on_error
         self.sources = list(sources or [None] * len(functions))
-        # Arguments besides columns that functions may take, if episodes have them.
+        # Arguments besides columns that functions may take, if completions are episodes.
         self.offered: tuple[str, ...] = ()
         self._loop: LoopThread | None = None
 
@@ -144,12 +144,13 @@ class RewardSet:
         return tuple(dict.fromkeys(name for reward in self._rewards for name in reward.requires))
 
     def reads(self, column: str) -> bool:
-        """Return whether a function has a parameter of this name."""
+        """Return whether a function has a parameter named `column`."""
         return any(column in (*(r.accepts or ()), *r.requires) for r in self._rewards)
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise ValueError for errors of the first call: required parameters that are no columns,
-        columns with reserved names, and those of a function's own `check_columns(columns)`."""
+        """Raise ValueError for errors that the first call would raise: required parameters that are
+        no columns, columns with reserved names, and errors of a function's method
+        `check_columns(columns)`."""
         columns = list(columns)
         for column in columns:
             if column in RESERVED:
@@ -181,20 +182,20 @@ class RewardSet:
     ) -> Scores:
         """Score N completions; every list, in `columns` too, has one entry per completion.
 
-        Every function gets its own copies of the lists and of lists and dictionaries within them.
-        With `learn`, a function's own `normalize(scores)` puts its scores on a running scale.
-        Without it, as in evaluation, no state changes, so that scores can be compared over the run.
-        Raises ValueError with function, row and value for a wrong number of rewards or for a reward
-        that is not finite, TimeoutError for a call that misses the deadline, and NotAllowed for one
-        that exits or that changes the state of the process or of the trainer. Exceptions of a
-        function are passed on with a note that names it.
+        Every function gets separate copies of the lists and of lists and dictionaries within them.
+        With `learn`, a function's method `normalize(scores)` puts its scores on a running scale.
+        Without `learn`, as in evaluations, no state changes, so that scores can be compared over
+        the run. Raises ValueError with function, row and value for a wrong number of rewards or for
+        a reward that is not finite. Raises TimeoutError for a call that misses the deadline. Raises
+        NotAllowed for a call that exits or changes the state of the process or of the trainer.
+        Exceptions of a function are passed on with a note that names the function.
         """
         raw = self.call(prompts, completions, completion_ids, columns, trainer_state)
         return self.combine([raw], learn=learn)
 
     @property
     def reads_state(self) -> bool:
-        """Whether a function takes the trainer's state."""
+        """Whether a function receives the trainer's state."""
         return any(r.accepts is None or "trainer_state" in r.accepts for r in self._rewards)
 
     @property
@@ -274,11 +275,11 @@ class RewardSet:
         return Scores(totals, by_function, extras, means)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all functions that have one, by name, as JSON values."""
+        """Return the states of all functions with `state_dict`, by name, as JSON values."""
         return {name: function.state_dict() for name, function in self._having("state_dict")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, for every function whose name is in it."""
+        """Restore what `state_dict` returned, for every function that `state` names."""
         for name, function in self._having("state_dict"):
             if name in state:
                 function.load_state_dict(state[name])
@@ -309,9 +310,9 @@ class RewardSet:
     def _catch(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             if self.on_error == "raise":
-                error.in_run = True  # type: ignore[attr-defined]  # no fault of the input
+                error.in_run = True  # type: ignore[attr-defined]  # not an error of the input
                 raise
             return error
 
@@ -389,8 +390,9 @@ def _metrics(part: RawScores) -> dict[str, list[float]]:
 
 
 def _as_one_call(calls: Sequence[tuple[int, list[float]]]) -> float:
-    """The mean of values that calls logged, as if they had been one call. If all logged equally
-    many, each call's mean is weighted by its completions, else every value counts the same."""
+    """The mean of the values that several calls logged, as if one call had logged them. If all
+    calls logged the same number of values, each call's mean is weighted by its completions.
+    Otherwise all values have the same weight."""
     if len(calls) > 1 and len({len(numbers) for _, numbers in calls}) == 1:
         weighted = [count * sum(numbers) / len(numbers) for count, numbers in calls]
         return sum(weighted) / sum(count for count, _ in calls)

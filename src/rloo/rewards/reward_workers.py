@@ -1,7 +1,7 @@
-"""Worker processes that call reward functions, so that groups are scored while others are sampled.
+"""Worker processes that call reward functions, while the main process samples further groups.
 
-Each function is sent once: as a name, which the worker loads, or as a function pickled by dill. The
-results are JSON only.
+Each function is sent once: as a spec, which the worker loads, or as a function pickled by dill. The
+workers return only JSON.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from rloo.rewards.state_guard import describe_timeout, show
 from rloo.rewards.timeout import GRACE_SECONDS
 from rloo.types import Text
 
-# A function whose pickle is larger refers to a model or a dataset.
+# The largest pickle of a function. A larger pickle contains a model or a dataset.
 MOST_BYTES = 2**26
 START_SECONDS = 120.0
-# For a worker that is started elsewhere, perhaps on a machine that is still booting.
+# Seconds until a remote worker must have connected; its machine may still be booting.
 COME_SECONDS = 1800.0
 # The exit status when faulthandler ends a process whose function ignores its deadline.
 _LATE = 1
 
 
 class RewardWorkerPool:
-    """`size` worker processes that score groups in parallel; each calls all functions. Each process
-    has its own copy of a function's module state. Call `close` to end them."""
+    """`size` worker processes that score groups in parallel. Each process calls all functions, and
+    has a separate copy of the state of their modules. `close` ends the processes."""
 
     def __init__(self, rewards: RewardSet, size: int, hub: WorkerRegistry | None = None) -> None:
-        """Workers are started here, or connect to `hub` if there is one. Raises ValueError if
-        `unavailable_reason` returns a reason."""
+        """Start the workers on this machine, or wait for them to connect to `hub`. Raises
+        ValueError if `unavailable_reason` returns a reason."""
         if (reason := unavailable_reason(rewards)) is not None:
             raise ValueError(reason)
         setup = written((_parts(rewards), rewards.names, rewards.timeout, rewards.on_error))
@@ -60,12 +60,13 @@ class RewardWorkerPool:
     def submit(
         self, seed: int, make: Callable[[], Sequence[Any]], state: bytes = b""
     ) -> Future[tuple[list[Text], RawScores]]:
-        """Score the result of `make`: the arguments of `RewardSet.call` without the trainer's
-        state, which is `state`, pickled by `written`. `seed` seeds the global generators. The
-        future gives the completions' texts and raw scores."""
+        """Score the completions that `make` returns. `make` returns the arguments of
+        `RewardSet.call` without the trainer's state. `state` is the trainer's state, pickled by
+        `written`. `seed` seeds the global random generators. Returns a future of the completions'
+        texts and raw scores."""
 
         def job(worker: Worker) -> tuple[list[Text], RawScores]:
-            arguments = tuple(make())  # in this thread, since it takes time
+            arguments = tuple(make())  # in this thread, since `make` takes time
             message = written((seed, arguments, state))
             return arguments[1], self._score(message, len(arguments[1]), worker)
 
@@ -118,7 +119,7 @@ class RewardWorkerPool:
 
 
 def unavailable_reason(rewards: RewardSet) -> str | None:
-    """Return why these functions must run in this process; None if workers can run them."""
+    """Return the reason why workers cannot call these functions; None if they can."""
     for name, source, function in zip(
         rewards.names, rewards.sources, rewards.functions, strict=True
     ):
@@ -129,7 +130,7 @@ def unavailable_reason(rewards: RewardSet) -> str | None:
             continue
         try:
             size = len(written(function))
-        except Exception as error:  # whatever its objects raise
+        except Exception as error:  # objects may raise anything
             return f"the reward function {name!r} cannot be sent to another process: {show(error)}"
         if size > MOST_BYTES:
             return (
@@ -147,7 +148,7 @@ def _parts(rewards: RewardSet) -> list[Any]:
 def written(value: Any) -> bytes:
     """Pickle a value for the workers."""
     buffer = io.BytesIO()
-    # Pickle only the globals that it refers to: a script's others may include a model.
+    # Pickle only the globals that the function uses: other globals of a script may include a model.
     dill.dump(value, buffer, recurse=True)
     return buffer.getvalue()
 

@@ -27,8 +27,9 @@ class RunningMoments:
             self.squares += difference * (value - self.mean)
 
     def standardise(self, values: Sequence[float]) -> list[float]:
-        """Return (values - mean) / deviation, with the moments of the numbers so far. The deviation
-        has Bessel's correction and counts as 1 if it is 0 or unknown."""
+        """Return (values - mean) / deviation, with mean and standard deviation of the numbers so
+        far. The deviation has Bessel's correction. A deviation that is 0 or unknown is replaced by
+        1."""
         deviation = math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
         return [(value - self.mean) / (deviation or 1.0) for value in values]
 
@@ -50,12 +51,13 @@ class RunningNormReward:
         self._past = RunningMoments()
 
     def __call__(self, prompts: Sequence[Text], completions: Sequence[Text]) -> list[float]:
-        """Return the function's own scores; the state does not change."""
+        """Return the function's scores, not standardised; the state does not change."""
         return self._function(prompts, completions)
 
     def normalize(self, scores: Sequence[float | None]) -> list[float | None]:
-        """Standardise scores by the mean and deviation of all earlier ones; None stays None. The
-        moments are updated afterwards, since a score that counts in its own scale is biased."""
+        """Standardise scores by the mean and standard deviation of all earlier scores; None stays
+        None. The moments are updated afterwards: a scale that depends on the score itself is
+        biased."""
         known = [score for score in scores if score is not None]
         scaled = iter(self._past.standardise(known))
         self._past.update(known)

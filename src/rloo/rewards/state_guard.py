@@ -20,8 +20,8 @@ def blame(name: str, seconds: float | None) -> Iterator[None]:
     """Name the reward function `name` in exceptions of a block that calls it.
 
     RewardTimeout becomes a TimeoutError. SystemExit and KeyboardInterrupt, which would end the run
-    without an error, become NotAllowed. An Exception is passed on with a note, and the exception of
-    a signal (Ctrl-C) unchanged.
+    without an error, become NotAllowed. An Exception is passed on with a note. The exception of a
+    signal (Ctrl-C) is passed on unchanged.
     """
     with noting_signals() as came:
         try:
@@ -43,7 +43,7 @@ def blame(name: str, seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def keep_state(names: str) -> Iterator[None]:
-    """Restore process state that a block changes, and raise NotAllowed for it; in the block,
+    """Restore the process state that a block changes, and then raise NotAllowed. In the block,
     os._exit raises SystemExit."""
     exit_now, process = os._exit, os.getpid()
 
@@ -81,7 +81,7 @@ def describe_timeout(name: str, seconds: float | None) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """Return the text of an error, or its repr if that fails."""
+    """Return the text of an error, or its repr if `str` fails."""
     try:
         return str(error)
     except Exception:  # a user's own __str__ may raise anything

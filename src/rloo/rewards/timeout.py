@@ -1,12 +1,13 @@
-"""One call under a deadline that holds whatever the function does.
+"""A call with a deadline that the function cannot evade.
 
-The function runs in the caller's own thread if that is the main one: libraries such as math-verify
-use SIGALRM for their own deadlines, which only the main thread can, and a thread that hangs could
-not be ended. To leave SIGALRM to them, this module uses a signal that is ignored by default
-(SIGURG). A waiting thread sends it; it also interrupts a sleep, a lock or a read from a socket. If
-the function ignores the signal (a C call, `except BaseException` in a loop), faulthandler ends the
-process up to 5 s later. Its thread needs no interpreter lock. It writes the traceback, and the
-status is 1. Its timer is set again at the deadline, since a function may have cancelled it.
+If the caller is in the main thread, the function runs in the main thread, for two reasons.
+Libraries such as math-verify use SIGALRM for their deadlines, which works only in the main thread.
+A thread that hangs cannot be ended. SIGALRM is left to these libraries: this module uses SIGURG, a
+signal that is ignored by default. At the deadline a waiting thread sends SIGURG, which also
+interrupts a sleep, a lock or a read from a socket. If the function ignores the signal (a C call,
+`except BaseException` in a loop), faulthandler ends the process up to 5 s later: it writes the
+traceback, and the exit status is 1. The thread of faulthandler needs no interpreter lock. The timer
+of faulthandler is set again at the deadline, since a function may have cancelled it.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 
 
 class RewardTimeout(BaseException):
-    """Raised inside a function that takes too long. It is no Exception, since functions catch
-    those."""
+    """Raised inside a function that takes too long. This class is not an Exception, since functions
+    catch Exception."""
 
 
 def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any:
-    """Return `function()`. Raises RewardTimeout if it took longer than `seconds` (None or 0: no
-    limit), even if it returned or raised something else in the end."""
+    """Return `function()`. Raises RewardTimeout if the call took longer than `seconds` (None or 0:
+    no limit), even if the call finally returned or raised another error."""
     if not seconds:
         return function()
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -81,7 +82,7 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
         wait, end = seconds, time.monotonic() + seconds + _grace(seconds)
         while not done.wait(wait):
             passed.set()
-            # Set it again: the function may have used or cancelled the timer.
+            # The function may have used or cancelled the timer of faulthandler.
             _end_process_in(max(end - time.monotonic(), _REPEAT_SECONDS / 2))
             signal.pthread_kill(threading.main_thread().ident or 0, _SIGNAL)
             wait = _REPEAT_SECONDS
@@ -112,7 +113,7 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
 
 
 def _call_in_a_thread(seconds: float, function: Callable[[], Any]) -> Any:
-    """Only the main thread receives signals. Here a late function continues in a daemon thread."""
+    """Call the function in a daemon thread, which gets no signals; a late function continues."""
     results: list[Any] = []
     errors: list[BaseException] = []
 

@@ -13,13 +13,15 @@ from rloo.tools.exact_gradient import GradientComparison, TabularPolicy, logits_
 
 SIZES = (2, 3, 4)
 KL_WEIGHT = 0.3
-# Relative to the norm of the exact gradient; an estimator may compute in float32.
+# The largest error, relative to the norm of the exact gradient, that counts as exact. An estimator
+# may compute in float32.
 EXACT = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorComparison:
-    """One row of the table: `found`, and leave-one-out's result `usual` for comparison."""
+    """One row of the table: the result `found`, and leave-one-out's result `usual` for
+    comparison."""
 
     rewards: str
     beta: float
@@ -56,9 +58,9 @@ def report(config: RLOOConfig) -> Iterator[str]:
 def enumerate_cases(
     estimator: LoadedEstimator, betas: tuple[float, ...]
 ) -> Iterator[EstimatorComparison]:
-    """Yield comparisons for binary and graded rewards, two prompts and groups of 2 to 4. A group
-    estimator is enumerated at each prompt separately, a rollout estimator on both together, with
-    fewer tokens."""
+    """Yield comparisons for binary and graded rewards, two prompts and groups of 2 to 4. An
+    estimator of groups is enumerated for each prompt separately. An estimator of whole rollouts is
+    enumerated for both prompts together, with fewer tokens."""
     usual = load_estimator(RLOOConfig(estimator="rloo"))
     num_tokens = 2 if estimator.over_rollout else 3
     for rewards in ("binary", "graded"):

@@ -1,5 +1,6 @@
-"""All rollouts that a small policy (a table of logits in float64) can sample, with their
-probabilities: the expected gradient of an estimator against the exact gradient.
+"""Compares the expected gradient of an estimator with the exact gradient. The expectation is over
+all rollouts that a small policy (a table of logits in float64) can sample, with their
+probabilities.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ def logits_table(number: int, num_tokens: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TabularPolicy:
-    """A prompt with a tabular policy and a finite list of completions: one or two of V tokens.
-    Token 0 is the end.
+    """A prompt with a tabular policy and a finite list of completions. A completion has one or two
+    tokens of a vocabulary of V tokens. Token 0 ends a completion.
 
-    `logits` (V + 1, V) are the policy: row 0 for the first token, row 1 + a after token a;
-    `reference` are those of the reference, `reward_S` the rewards of `sequences`.
+    `logits` (V + 1, V) define the policy: row 0 is for the first token, row 1 + a for the token
+    after token a. `reference` (V + 1, V) are the logits of the reference. `reward_S` are the
+    rewards of `sequences`.
     """
 
     logits: Tensor
@@ -59,7 +61,8 @@ class TabularPolicy:
         return torch.stack([rows[place] for place in chosen])
 
     def token_kl(self) -> Tensor:
-        """Return the KL penalty of the same tokens at beta 1: log policy - log reference."""
+        """Return the KL penalty of all tokens of all sequences at beta 1: log policy - log
+        reference."""
         return self.token_logprobs(self.logits) - self.token_logprobs(self.reference)
 
     def logprob_S(self, logits: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class TabularPolicy:
         return sum_by(self.token_logprobs(logits), index, len(self.sequences))
 
     def exact_gradient(self, beta: float) -> Tensor:
-        """Return the gradient of E[reward] - beta KL(policy || reference) by the logits."""
+        """Return the gradient of E[reward] - beta KL(policy || reference) w.r.t. the logits."""
         logits = self.logits.clone().requires_grad_()
         logprob_S = self.logprob_S(logits)
         kl_S = logprob_S - self.logprob_S(self.reference)
@@ -78,10 +81,12 @@ class TabularPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GradientComparison:
-    """The expected gradient of an estimator at one prompt, compared with the exact one. `scale` is
-    its projection on the exact gradient over that gradient's norm, `cosine` their cosine, `error`
-    the norm of the difference over the exact norm. `variance` is the trace of the gradient's
-    covariance over the squared scale: the noise per unit of signal."""
+    """The expected gradient of an estimator at one prompt, compared with the exact gradient.
+    `scale` is the projection of the expected gradient on the exact gradient, divided by the norm of
+    the exact gradient. `cosine` is the cosine of the angle between both. `error` is the norm of
+    their difference, divided by the norm of the exact gradient. `variance` is the trace of the
+    covariance of the estimated gradient, divided by the squared scale: the noise per unit of
+    signal."""
 
     scale: float
     cosine: float
@@ -92,12 +97,12 @@ class GradientComparison:
 def measure(
     estimator: LoadedEstimator, bandits: Sequence[TabularPolicy], size: int, beta: float
 ) -> list[GradientComparison]:
-    """Compare `estimator` with the exact gradient at each of `bandits`, all of one V, over all
-    rollouts that have `size` completions of each. The loss is the mean over completions; ratios are
-    1."""
+    """Compare `estimator` with the exact gradient at each of `bandits`, over all rollouts with
+    `size` completions of each bandit. All bandits have the same V. The loss is the mean over
+    completions; ratios are 1."""
     first, num_prompts = bandits[0], len(bandits)
     number = len(first.sequences)
-    # R rollouts of N completions: the sequence and the prompt of each.
+    # R rollouts of N completions: the sequence and the prompt of each completion.
     drawn = list(itertools.product(range(number), repeat=size * num_prompts))
     sequence_RN = torch.tensor(drawn)
     prompt_RN = torch.arange(num_prompts).repeat_interleave(size).expand_as(sequence_RN)

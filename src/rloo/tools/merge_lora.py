@@ -17,10 +17,10 @@ from rloo.tracking.model_card import write_merged_card
 
 
 def merge(config: RLOOConfig) -> list[str]:
-    """Merge the adapter `config.model` into its base and write the model, its tokenizer and a card
-    to `config.output_dir`, in `save_dtype` or the precision of the base's files. The sum is
-    computed in float32. Returns lines about the result. Raises ValueError if the model is no
-    adapter, and for weights that are not finite."""
+    """Merge the adapter `config.model` into its base model. Write the merged model, its tokenizer
+    and a model card to `config.output_dir`, in `save_dtype` or else in the dtype of the base's
+    files. The sum is computed in float32. Returns lines about the result. Raises ValueError if the
+    model is not an adapter, and if a weight is not finite."""
     name, out = str(config.model), Path(config.output_dir).absolute()
     loaded, tokenizer = load_model(config, device=torch.device("cpu"))
     model: Any = loaded

@@ -1,5 +1,5 @@
-"""Comparison of the start of a run with its end, with confidence intervals. All comparisons use
-this module, so that they agree."""
+"""Compares the start of a run with its end, with confidence intervals. All comparisons use this
+module, so that their results agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rloo.tracking.metrics import Z, deviation
 
 T = TypeVar("T")
-# The most rollouts in each window.
+# The largest number of rollouts in a window.
 WINDOW_ROLLOUTS = 8
 # With fewer rollouts, the standard error itself is too uncertain.
 FEWEST = 3
@@ -22,8 +22,8 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """Two means, with 95 % intervals, over `size` rollouts each; `moved`: see `direction`, None if
-    it is unknown."""
+    """Two means over `size` rollouts each, with 95 % intervals. `moved` is the result of
+    `direction` (None: unknown)."""
 
     before: float
     after: float
@@ -39,7 +39,8 @@ class BeforeAfter:
 
     @property
     def moved(self) -> int | None:
-        """1 or -1 for a change beyond chance, else 0."""
+        """1 for an increase beyond chance, -1 for a decrease beyond chance, else 0; None:
+        unknown."""
         known = (self.before, self.after, *self.before_bounds, *self.after_bounds)
         if self.size < FEWEST or not all(map(math.isfinite, known)):
             return None
@@ -52,24 +53,26 @@ class BeforeAfter:
 
 
 def windows(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
-    """Return the first and the last third, at most 8 rows each; the gap separates them. Two rows
-    give one each; a single row is both the first and the last."""
+    """Return the first and the last third of the rows, at most 8 rows each. With two rows, each
+    window has one row. A single row is in both windows."""
     size = min(WINDOW_ROLLOUTS, max(1, len(rows) // 3))
     return rows[:size], rows[max(0, len(rows) - size) :]
 
 
 def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> BeforeAfter:
-    """Compare a metric in the first rollouts with the last ones. The reward's error is that of each
-    rollout; other metrics' errors come from the spread over rollouts."""
+    """Compare the mean of a metric in the first rollouts and in the last rollouts. The error of the
+    mean reward comes from the errors of the rollouts; errors of other metrics come from the spread
+    over rollouts."""
     first, last = (_known(rows, name) for rows in windows(rollouts))
     (before, before_bounds), (after, after_bounds) = _mean(first, name), _mean(last, name)
     return BeforeAfter(before, after, before_bounds, after_bounds, min(len(first), len(last)))
 
 
 def since_first(rollouts: Sequence[Mapping[str, float]]) -> BeforeAfter:
-    """Compare the reward of the very first rollout with the last ones, for a run that learns within
-    its first third. A single rollout has few prompts, so its error is doubled, and is at least
-    twice the median error. If no errors are known, compare the first three rollouts."""
+    """Compare the reward of the first rollout with the last rollouts, for a run that learns within
+    its first third. A single rollout has few prompts, so its standard error is doubled, and is at
+    least twice the median error. If no errors are known, the first three rollouts replace the
+    first."""
     rows = _known(rollouts, "reward")
     errors = [e for row in rows if math.isfinite(e := row.get("reward/standard_error", math.nan))]
     first, (_, last) = rows[: 1 if errors else FEWEST], windows(rows)
@@ -99,9 +102,10 @@ def _bounds(evaluation: Mapping[str, Any], name: str) -> tuple[float, float]:
 def direction(
     before: float, before_bounds: Sequence[float], after: float, after_bounds: Sequence[float]
 ) -> int:
-    """Return 1 if `after` is larger than `before` beyond chance, -1 if it is smaller, else 0: by
-    the 95 % interval of the difference, computed from the two intervals (Newcombe 1998, method 10).
-    They count as independent, which is conservative for measurements on the same problems."""
+    """Return 1 if `after` is larger than `before` beyond chance, -1 if it is smaller beyond chance,
+    else 0. The criterion is the 95 % interval of the difference, computed from the two intervals
+    (Newcombe 1998, method 10). The two intervals are treated as independent, which is conservative
+    for measurements on the same problems."""
     difference = after - before
     (before_low, before_high), (after_low, after_high) = before_bounds, after_bounds
     if difference - math.hypot(after - after_low, before_high - before) > 0:
@@ -112,8 +116,9 @@ def direction(
 
 
 def mean_reward(rows: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Return the mean reward of the rows and its standard error, with steps as independent. If a
-    row has no error (one prompt), it comes from the spread over steps. NaN if unknown."""
+    """Return the mean reward of the rows and its standard error; NaN if unknown. Steps are treated
+    as independent. If a row has no standard error (one prompt), the error comes from the spread
+    over steps."""
     known = _known(rows, "reward")
     if not known:
         return math.nan, math.nan

@@ -20,7 +20,7 @@ Callback = TrainerCallback | type[TrainerCallback]
 
 
 def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
-    """Return the loggers of `report_to`. Raises ValueError for an unknown or unusable one."""
+    """Return the loggers of `report_to`. Raises ValueError for an unknown or unusable logger."""
     if config.report_to in ("none", [], ["none"]):
         return []
     from transformers.integrations import get_reporting_integration_callbacks
@@ -40,7 +40,8 @@ def _made(kind: type[TrainerCallback]) -> TrainerCallback:
     try:
         logger.__init__()  # type: ignore[misc]
     except BaseException:
-        # MLflow's destructor needs attributes that are missing now, and Python prints its error.
+        # MLflow's destructor would need attributes that are missing, and Python would print its
+        # error.
         logger.__class__ = _Unmade  # type: ignore[assignment]
         raise
     return logger
@@ -49,8 +50,9 @@ def _made(kind: type[TrainerCallback]) -> TrainerCallback:
 class Events:
     """Sends a run's events to its callbacks, in Trainer's order and with Trainer's arguments.
 
-    Trainer's own DefaultFlowCallback comes first: it sets the flags of `control` (log, evaluate,
-    save, stop) from the intervals in `state`. Others may change the flags; training obeys them.
+    transformers' DefaultFlowCallback comes first: it sets the flags of `control` (log, evaluate,
+    save, stop) from the intervals in `state`. Other callbacks may change the flags. Training obeys
+    them.
     """
 
     def __init__(
@@ -74,12 +76,13 @@ class Events:
         )
 
     def lengthen(self, config: RLOOConfig, scheduler: Any) -> None:
-        """From now on, send the options and the scheduler of a training run of another length."""
+        """Send the options and the scheduler of a run of another length with all later events."""
         self._arguments = to_training_arguments(config)
         self.handler.lr_scheduler = scheduler
 
     def send(self, event: str, **details: Any) -> None:
-        """Call the method `event` of every callback. All ranks get the main process's flags."""
+        """Call the method `event` of every callback. All ranks get the flags of the main
+        process."""
         getattr(self.handler, event)(self._arguments, self.state, self.control, **details)
         if self._world.collectives is not None and event not in ALONE:
             asked = {n: bool(v) for n, v in vars(self.control).items() if n.startswith("should_")}
@@ -87,7 +90,8 @@ class Events:
 
     @contextmanager
     def of_optimizer(self) -> Iterator[None]:
-        """In this context, send events before (after clipping) and after every optimizer step."""
+        """In this context, send events before every optimizer step (after clipping) and after
+        it."""
         stepper = self._stepper
         before = stepper.before_step, stepper.after_step
         stepper.before_step = partial(self.send, "on_pre_optimizer_step")

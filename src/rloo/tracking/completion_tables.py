@@ -13,20 +13,20 @@ from rloo.data.images import without_images
 from rloo.types import Group
 
 _logger = logging.getLogger(__name__)
-# Loggers with a class Table, which takes a DataFrame.
+# Loggers with a class Table, whose argument is a DataFrame.
 _LOGGERS = ("wandb", "trackio")
 
 
 def log_tables(step: int, groups: Sequence[Group], config: RLOOConfig) -> None:
-    """Send a rollout's completions to the loggers of `report_to` that have tables, as
-    `completions`: one row each, with a column per reward function and per column of `log_extra`.
-    With `log_unique_prompts` one row per prompt."""
+    """Send the completions of a rollout, as the table `completions`, to the loggers of `report_to`
+    that support tables. Each completion is a row, with a column per reward function and per column
+    of `log_extra`. With `log_unique_prompts` there is one row per prompt."""
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to
     chosen = [name for name in _LOGGERS if name in named or "all" in named]
     for name in chosen:
         try:
             logger = importlib.import_module(name)
-        except ImportError:  # "all" means those that are installed
+        except ImportError:  # "all" means all installed loggers
             continue
         if name == "wandb" and logger.run is None:
             continue

@@ -26,8 +26,8 @@ FUNCTION_MEAN = re.compile(r"rewards/.*/mean", re.DOTALL)
 
 
 def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
-    """Keep start and end (which mostly has the answer) of a text: at most so many characters and
-    lines, plus a line that says how much is left out."""
+    """Shorten a text to its start and its end, which mostly contains the answer: to at most
+    `characters` characters and `lines` lines, and a marker with the size of the omitted part."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
@@ -39,8 +39,8 @@ def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
 
 
 def flow(phrases: Sequence[str], width: int, indent: int = 0) -> list[str]:
-    """Join phrases to lines of at most `width` cells. Lines break between phrases and are indented
-    from the second one on. A longer phrase has a line of its own."""
+    """Join phrases to lines of at most `width` cells. Lines break only between phrases. The second
+    and later lines are indented. A phrase of more than `width` cells is a separate line."""
     lines: list[str] = []
     for phrase in phrases:
         if lines and cell_len(longer := f"{lines[-1]}  {phrase}") <= width:
@@ -73,8 +73,8 @@ def _describe(value: Any) -> str:
 
 
 def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
-    """Return pass@k with 95 % intervals, unless the reward is graded (`is_graded`), mean reward,
-    length, and the sample size."""
+    """Return the phrases of an evaluation: pass@k with 95 % intervals, unless the reward is graded
+    (`is_graded`); mean reward, length, and the sample size."""
     parts = [
         f"{name.replace('_', ' ')} {percent(value, metrics.get(f'{name}_interval'))}"
         for name, value in metrics.items()
@@ -95,14 +95,14 @@ def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def is_graded(metrics: Mapping[str, Any]) -> bool:
-    """Return whether the first reward function is graded, as a reward model is, and not pass or
-    fail. The mean reward is then the main metric, since pass@k has no meaning."""
+    """Return whether the first reward is graded, like the score of a reward model, and not pass or
+    fail. For a graded reward pass@k has no meaning, and the mean reward is the main metric."""
     return metrics.get("reward_kind") == "graded"
 
 
 def held_out(metrics: Mapping[str, Any]) -> tuple[str, float, str]:
     """Return the main metric of an evaluation: its name, its value, and the value with its error.
-    The metric is pass@1, or the reward if that is graded or pass@1 is missing."""
+    The metric is pass@1, or the reward if the reward is graded or pass@1 is missing."""
     if "pass@1" in metrics and not is_graded(metrics):
         value = metrics["pass@1"]
         return "pass@1", value, percent(value, metrics.get("pass@1_interval"))
@@ -120,8 +120,8 @@ def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None)
 
 
 def write_line(console: Console, text: str, style: str = "", *, prose: bool = False) -> None:
-    """Print untrusted text, without markup, in one style. On a terminal, `prose` is broken between
-    words; other lines are not broken, so that they can be copied."""
+    """Print untrusted text, without markup, in one style. On a terminal, `prose` is wrapped between
+    words. Other lines are not wrapped, so that they can be copied."""
     whole = not (prose and console.is_interactive)
     console.print(safe(text, console, style), highlight=False, soft_wrap=whole)
 
@@ -157,6 +157,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return the time of day in `seconds` from now, with the date unless it is within 12 hours."""
+    """Return the time of day in `seconds` from now, with the date if it is 12 hours away or
+    more."""
     then = time.localtime(time.time() + seconds)
     return time.strftime("%H:%M" if seconds < 12 * 3600 else "%a %d %b %H:%M", then)

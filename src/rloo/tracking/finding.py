@@ -9,7 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A diagnostic rule that applies to a run."""
+    """The result of a diagnostic rule that applies to a run. If it `voids` the run, the run's
+    improvement does not count."""
 
     name: str
     title: str
@@ -29,7 +30,8 @@ class Finding:
 
 
 def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
-    """Yield findings as lines below a verdict that starts with the first one that voids the run."""
+    """Yield the findings as lines below the verdict. The verdict contains the first finding that
+    voids the run, so only the change of this finding is repeated."""
     void = next((finding for finding in findings if finding.voids), None)
     for finding in findings:
         yield f"Change: {finding.change}." if finding is void else finding.line

@@ -13,8 +13,8 @@ Note = Callable[[str], object]
 
 
 def attempt(what: str, diagnose: Callable[[], T], otherwise: T, note: Note) -> T:
-    """Return the result of `diagnose`, or `otherwise` if it raises. Then `note` gets the text that
-    `what` cannot be found out, and why."""
+    """Return the result of `diagnose`. If `diagnose` raises, return `otherwise`, and call `note`
+    with a text that names `what` and the error."""
     try:
         return diagnose()
     except Exception as error:  # chat templates, tokenizers and records are the user's

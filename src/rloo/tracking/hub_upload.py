@@ -9,7 +9,7 @@ from typing import Any
 
 from rloo.config.config import RLOOConfig
 
-# Checkpoints are pushed only as `hub_strategy` says; the others are incomplete files.
+# Not uploaded with a folder: checkpoints (see `hub_strategy`), earlier runs, incomplete files.
 LEFT_OUT = ("_*", "checkpoint-*", "tmp-checkpoint-*", "*.tmp", "rloo-weights-*", "earlier/*")
 # Files that grow during a background upload: pushed at the end.
 GROWING = ("*.jsonl", "runs/*")
@@ -44,8 +44,8 @@ class HubUploader:
         revision: str | None = None,
         wait: bool = True,
     ) -> Any:
-        """Upload a folder to `place` in the repository and return the commit; without `wait` a
-        future, for which `finish` waits too. Raises the errors of huggingface_hub."""
+        """Upload a folder to `place` in the repository and return the commit. Without `wait`,
+        return a future, which `finish` also waits for. Raises the errors of huggingface_hub."""
         uploaded = _api(token or self._config.hub_token).upload_folder(
             repo_id=self.repo_id,
             folder_path=folder,
@@ -60,7 +60,8 @@ class HubUploader:
         return uploaded
 
     def push_checkpoint(self, output_dir: Path, checkpoint: Path, step: int) -> None:
-        """Start the uploads that `hub_strategy` asks for at a save: the model, the checkpoint."""
+        """Start the uploads that `hub_strategy` requests at a save: the model, and the
+        checkpoint."""
         message = f"Training in progress, step {step}"
         places = {"checkpoint": "last-checkpoint", "all_checkpoints": checkpoint.name}
         self.upload(output_dir, message, wait=False)
@@ -68,7 +69,7 @@ class HubUploader:
             self.upload(checkpoint, f"{message}, checkpoint", place=place, wait=False)
 
     def finish(self, note: Callable[[str], None]) -> None:
-        """Wait for all background uploads, and note the failed ones."""
+        """Wait for all background uploads, and note each failed upload."""
         errors = [error for future in self._pending if (error := future.exception())]
         self._pending = []
         for error in errors:

@@ -1,5 +1,5 @@
-"""Validators of values from JSON files that may be damaged or written by hand: each returns a valid
-value, or raises UnfitValue."""
+"""Validators of values from JSON files, which may be damaged or written by hand. A validator
+returns a valid value or raises UnfitValue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 # Returns the validated value; raises UnfitValue for an invalid one.
 Take = Callable[[Any], Any]
-# JavaScript, which draws the report, has exact integers up to here.
+# The largest integer that is exact in JavaScript, which draws the report.
 LARGEST_COUNT = 2**53
 LARGEST_NUMBER = 1e100
 
@@ -19,7 +19,8 @@ class UnfitValue(Exception):
 
 
 def anything(value: Any, levels: int = 20) -> Any:
-    """Return any value that is not nested deeper: no run writes one, and recursion would fail."""
+    """Return any value with at most `levels` levels of nesting. No run writes a deeper value, on
+    which recursion would fail."""
     if isinstance(value, (dict, list)):
         if levels == 0:
             raise UnfitValue
@@ -29,7 +30,7 @@ def anything(value: Any, levels: int = 20) -> Any:
 
 
 def number(value: Any) -> int | float:
-    """Return a finite number that is small enough to add a million squares."""
+    """Return a finite number whose square can be added a million times without overflow."""
     if number_or_none(value) is None:
         raise UnfitValue
     return value
@@ -73,7 +74,7 @@ def switch(value: Any) -> bool:
 
 
 def label(value: Any) -> str | int:
-    """Return a string or an integer that identifies something."""
+    """Return an identifier: a string, or an integer of at least 0."""
     return value if isinstance(value, str) else count(value)
 
 
@@ -92,7 +93,8 @@ def one_of(*takes: Take) -> Take:
 
 
 def several(each: Take, size: int | None = None) -> Take:
-    """Return a validator of a list of such values, of that `size` if it is given."""
+    """Return a validator of lists whose values `each` validates, of `size` values if it is
+    given."""
 
     def take(value: Any) -> list[Any]:
         if not isinstance(value, list) or len(value) != (len(value) if size is None else size):
@@ -107,8 +109,9 @@ def record(
     known: Mapping[str, Take] | None = None,
     others: Take = anything,
 ) -> Take:
-    """Return a validator of a mapping: `needed` and `known` by name, other entries by `others`. An
-    invalid entry is left out; a mapping without a `needed` one is invalid."""
+    """Return a validator of a mapping. `needed` and `known` validate entries by name, `others`
+    validates all other entries. Invalid entries are left out. A mapping without a valid entry for
+    each name in `needed` is invalid."""
     must = needed or {}
     takes = {**(known or {}), **must}
 

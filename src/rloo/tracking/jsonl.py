@@ -1,4 +1,4 @@
-"""Strict JSON files for other programs: one row per line, and atomic writes of whole files."""
+"""The files of a run in strict JSON, for other programs: their names, and atomic writes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ALARMS = "alarms.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 PAGE = "report.html"
-# The starting policy's completions of evaluation prompts, if something compares with them.
+# The starting policy's completions of evaluation prompts, if an evaluation compares with them.
 START = "start_completions.json"
-# The folder of the output of processes other than the main one.
+# The folder with the output of all processes except the main process.
 LOGS = "logs"
-# The events of these processes, in that folder.
+# The events of these processes, a file in the folder LOGS.
 EVENTS = "launch.jsonl"
 
 
@@ -49,13 +49,14 @@ def strict(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented and atomically, without secrets (notes may quote them)."""
+    """Write one JSON object, indented and atomically. Secrets, which notes may quote, are
+    hidden."""
     write_text(path, json.dumps(hide(strict(value)), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically. After a power cut, it is either the old file, or, once this has
-    returned, the new one."""
+    """Write a file atomically. After a power failure the file has its old or its new content. Once
+    this function has returned, the file has its new content."""
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

@@ -23,8 +23,8 @@ _INDENT = 2
 
 
 class LineDisplay:
-    """Prints lines. If printing fails (the terminal or reader is gone, the stream is closed), the
-    printing ends, not the run. A step costs 3 us if no line is due.
+    """Prints the lines of a run. If printing fails (the terminal or reader is gone, the stream is
+    closed), printing stops and the run continues. A step takes 3 us if no line is printed.
 
     A subclass with a live view for terminals (`moves`) overrides `is_live`, `sample`, `stop` and
     the methods with an underscore.
@@ -92,7 +92,7 @@ class LineDisplay:
         """Add an evaluation to a live view."""
 
     def step(self, step: int, *, scored: Sequence[Row], recent: Sequence[Row], due: bool) -> None:
-        """Show the state after a step: print a line if one is `due`, or if 10 s have passed."""
+        """Show the state after a step: print a line if `due`, or 10 s after the last line."""
         now = time.monotonic()
         self._progress = partial(
             progress_line,
@@ -129,7 +129,7 @@ class LineDisplay:
         return gigabytes(psutil.Process().memory_info().rss)
 
     def _waiting(self, now: float, metrics: Row) -> float:
-        """Time since the first step of this session over the time of the steps themselves."""
+        """Time since the first step of this session, divided by the sum of the step times."""
         if self._began is None:
             self._began = now
             return 1.0
@@ -149,7 +149,7 @@ class LineDisplay:
 
 class _Output(Console):
     def on_broken_pipe(self) -> None:
-        raise BrokenPipeError  # rich's own would end the run
+        raise BrokenPipeError  # rich's method would end the run
 
 
 def make_console() -> Console:

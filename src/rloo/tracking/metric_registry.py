@@ -1,7 +1,8 @@
 """The table of all metrics: unit, meaning, healthy range, and aggregation over ranks.
 
-`python tools/metrics_page.py` generates docs/metrics.md from it, the report draws its ranges, and
-alarms compare with them. It is independent of the code that computes metrics, and imports none.
+`python tools/metrics_page.py` generates docs/metrics.md from this table. The report draws the
+healthy ranges, and alarms compare metrics with the ranges. This module does not import the code
+that computes the metrics.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from typing import Literal
 # Aggregation over ranks. "all": over the completions of all ranks, each counted once; "largest":
 # the maximum over ranks; "main": the main rank's value; "same": equal on all ranks.
 Ranks = Literal["all", "largest", "main", "same"]
-# Which direction is better, if that is known.
+# The better direction of a metric, if one is known.
 Better = Literal["", "higher", "lower"]
 
 
 @dataclass(frozen=True, slots=True)
 class HealthyRange:
-    """A metric is healthy from `low` to `high` (None: no limit); with `of_start` these are
-    multiples of its own value in the run's first steps. A value outside needs attention, but is not
-    always a fault."""
+    """A metric is healthy from `low` to `high` (None: no limit). With `of_start` both limits are
+    multiples of the metric's value in the run's first steps. A value outside the range needs
+    attention, but is not always a fault."""
 
     low: float | None = None
     high: float | None = None
     of_start: bool = False
 
     def bounds(self, start: float | None = None) -> tuple[float, float]:
-        """Return the lowest and highest healthy value; without limits if `start` is needed and
-        unknown."""
+        """Return the lowest and highest healthy value. The limits are infinite if `start` is needed
+        and unknown."""
         low = -math.inf if self.low is None else self.low
         high = math.inf if self.high is None else self.high
         if not self.of_start:
@@ -42,7 +43,7 @@ class HealthyRange:
         return low * start, high * start
 
     def holds(self, value: float, start: float | None = None) -> bool:
-        """Whether the value is healthy; one that is not a number is not."""
+        """Whether the value is healthy; NaN is not healthy."""
         low, high = self.bounds(start)
         return low <= value <= high
 
@@ -57,9 +58,9 @@ class HealthyRange:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row. `name` may contain `<function>`, a reward function's name, `<task>`, the name of a
-    reasoning-gym task, or `<k>`, a number. `unit` is empty for a pure number. `note` is text that a
-    page adds to `meaning`, a plain sentence."""
+    """One row of the table. `name` may contain `<function>`, a reward function's name, `<task>`,
+    the name of a reasoning-gym task, or `<k>`, a number. `unit` is empty for a pure number.
+    `meaning` is a plain sentence. `note` is text that a page adds to `meaning`."""
 
     name: str
     unit: str
@@ -322,8 +323,8 @@ def of_steps() -> Iterator[Metric]:
 
 @cache
 def find(name: str) -> Metric | None:
-    """Return the row for a name from metrics.jsonl, evaluations.jsonl or a log, where a name may
-    start with `eval_`; None for a metric that a reward function logged."""
+    """Return the row for a metric's name in metrics.jsonl, evaluations.jsonl or a log, where the
+    name may start with `eval_`. None for a metric that a reward function logged."""
     rows = [row for part in PARTS.values() for row in part]
     for row in sorted(rows, key=lambda row: row.name.count("<")):  # exact names first
         pattern = re.escape(row.name).replace("<function>", ".+").replace("<k>", r"\d+")

@@ -1,6 +1,6 @@
 """The statistics of a step as pure functions from plain numbers to a flat dict of named numbers.
 
-Metrics that TRL also has have TRL's names; `metric_registry.py` explains each of them.
+A metric that TRL also logs has TRL's name; `metric_registry.py` explains each metric.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rloo.types import Episode, Group
 Z = 1.959963984540054
 
 
-# A step's own metrics, without those of each reward function.
+# The names of a step's metrics, without the metrics of single reward functions.
 OWN = {row.name for row in of_steps() if not row.name.startswith("rewards/")}
 
 
 def require_free(names: Iterable[str], taken: Collection[str]) -> None:
-    """Raise ValueError if a user's metric has a name of the run's own metrics or in `taken`."""
+    """Raise ValueError if a user's metric has the name of a metric of the run or in `taken`."""
     for name in names:
         if name in OWN or name in taken:
             raise ValueError(
@@ -31,7 +31,7 @@ def require_free(names: Iterable[str], taken: Collection[str]) -> None:
 
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each metric's mean over the parts of a rollout that have it, weighted by size."""
+    """Return each metric's mean, weighted by size, over the parts of a rollout with this metric."""
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     having = {name: [(n, m[name]) for n, m in parts if name in m] for name in names}
     return {
@@ -73,7 +73,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """The metrics of multi-turn completions; none without them."""
+    """The metrics of multi-turn completions; empty without episodes."""
     if not episodes:
         return {}
     calls = sum(episode.calls for episode in episodes)
@@ -88,8 +88,8 @@ def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 def task_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
     """Return the metrics of each task in a dataset gym:NAME: the share of completions whose first
-    reward passed, the task's share of the prompts, and the prompts' mean level, if they have one.
-    Empty for other datasets."""
+    reward passed, the task's share of the prompts, and the mean level of the prompts, if they have
+    levels. Empty for other datasets."""
     by_task: dict[str, list[Group]] = {}
     for group in groups:
         if {"task", "level", "entry"} <= group.prompt.columns.keys():
@@ -106,7 +106,7 @@ def task_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
 
 
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:
-    """Standard error of the mean reward, by prompts: completions of one are not independent."""
+    """Standard error of the mean reward over prompts: completions of a prompt are dependent."""
     means = [fmean(group) for group in rewards if group]
     return deviation(means) / math.sqrt(len(means)) if len(means) >= 2 else math.nan
 
@@ -120,9 +120,10 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """Return the 95 % confidence interval of the mean of per-prompt values in [0, 1]: Wilson's,
-    with the number of Bernoulli draws of the same variance in place of the number of prompts. It
-    also suits means over several samples, and stays within [0, 1]."""
+    """Return the 95 % confidence interval of the mean of per-prompt values in [0, 1]. It is
+    Wilson's interval, but with the number of Bernoulli draws of the same variance in place of the
+    number of prompts. The interval is therefore also valid for values that are means over several
+    samples, and it stays within [0, 1]."""
     n, mean = len(values), fmean(values)
     variance = deviation(values) ** 2 if n > 1 else 0.0
     if variance > 0:
@@ -156,8 +157,8 @@ def window_mean(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def sampled_entropy(logprobs: Iterable[Sequence[float]]) -> dict[str, float]:
-    """Return the mean of -log p over all sampled tokens. If the policy was sampled without filters,
-    its expectation is the policy's entropy, and it needs no forward pass."""
+    """Return the mean of -log p over all sampled tokens, which needs no forward pass. If the policy
+    was sampled without filters, the expectation of this mean is the policy's entropy."""
     values: list[float] = []
     count = 0
     for of_completion in logprobs:

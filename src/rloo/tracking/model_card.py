@@ -1,4 +1,4 @@
-"""The model card, README.md of a trained model: its training and its results."""
+"""Writes the model card, README.md of a trained model, about its training and its results."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ def write_card(
     datasets: str | Sequence[str] | None = None,
     tags: str | Sequence[str] | None = None,
 ) -> None:
-    """Write README.md in `output_dir`, replacing any other: metadata for the hub, then text. `name`
-    is by default that of the hub repository or folder, `datasets` those of the options. The text
-    names local folders by their last part. The metadata leaves them out, since its names are hub
-    ids. Results are those of the first and the last evaluation in the folder, if there are two."""
+    """Write README.md in `output_dir`: metadata for the hub, then text. An existing README.md is
+    replaced. `name` is by default the name of the hub repository or folder; `datasets` are by
+    default the datasets of the options. The text names a local folder by the last part of its path.
+    The metadata leaves out local folders, since it contains only hub ids. The results are those of
+    the first and the last evaluation in the folder, if there are two."""
     from huggingface_hub import ModelCardData
 
     config, folder = policy.config, Path(policy.config.output_dir)
@@ -88,7 +89,7 @@ def write_card(
 
 def write_merged_card(folder: Path, adapter: str, base: str) -> None:
     """Write the card of a merged model: the card of `adapter`, if this package wrote it, changed to
-    that of a complete model."""
+    the card of a complete model."""
     from huggingface_hub import ModelCard, ModelCardData
 
     source, merged = Path(adapter, FILE), f"The adapter is merged into its base, {_shown(base)}."

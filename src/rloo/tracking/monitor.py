@@ -1,8 +1,8 @@
 """Shows and records a run: console, JSON files, and the callbacks and loggers of transformers.
 
-It does not change training, except that callbacks may set flags on the `TrainerControl` that the
-loop reads. `line_display.py` prints the lines, `console.py`, `progress_line.py` and
-`summary_text.py` contain their text. All other outputs of a run are observers.
+The monitor does not change training. Only callbacks may set flags on the `TrainerControl`, which
+the loop reads. `line_display.py` prints the lines; `console.py`, `progress_line.py` and
+`summary_text.py` compose their text. All other outputs of a run are observers.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ if TYPE_CHECKING:
     from rloo.tracking.callbacks import Events
 
 NUM_RECORDED_COMPLETIONS = 4
-# Groups are recorded in full at rollouts that enter the next of so many intervals of the run.
+# The number of intervals of a run. At the first rollout of each, groups are recorded in full.
 MOMENTS = 8
 # Metrics that are logged as the last value of a window, not as its mean.
 LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
 
 class Monitor:
-    """The console output and the files, in `folder`, of one run; it must exist before the first
+    """The console output of a run, and its files in `folder`, which must exist before the first
     step.
 
-    Steps count finished optimizer steps, from 1. The order of calls is: `load_state_dict` when
-    resuming, then `start`, `attach`, those of the loop, and `finish`. `finish` also restores the
-    terminal, so it must be called when training fails, too. With `silent`, on ranks other than the
-    main one, it only sends the callbacks their events.
+    Step numbers count finished optimizer steps, from 1. The order of calls is: `load_state_dict` if
+    the run resumes, `start`, `attach`, the calls of the loop, and `finish`. `finish` also restores
+    the terminal, so it must be called even if training fails. With `silent`, on ranks other than
+    the main rank, the monitor only sends events to the callbacks.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Monitor:
         self._screen.start(facts, str(info.get("device", "cpu")))
 
     def _tell_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Alarm once if an engine in other processes disagrees with the trainer. Only the first
-        step on a rollout counts: later ones have other weights."""
+        """Alarm once if the log-probs of an engine in other processes differ from the trainer's.
+        Only the first step on a rollout is checked: later steps have other weights."""
         limit, found = tolerance_of(self.config), metrics.get("mismatch/mean", 0.0)
-        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights disagree by design
+        fresh = metrics.get("staleness/max", 0.0) == 0.0  # older weights have other log-probs
         if "engine/lost" in metrics and fresh and found > limit and not self._told_of_mismatch:
             self._told_of_mismatch = True
             self.alarm(
@@ -120,29 +120,29 @@ class Monitor:
             )
 
     def note(self, text: str) -> None:
-        """Print a line that the user must see, once, and repeat it in the summary."""
+        """Print a note that the user must see, once. The summary repeats all notes."""
         if text not in self.notes:
             self.notes.append(text)
             self._screen.say(f"note: {text}", "yellow", prose=True)
 
     def alarm(self, text: str, why: str = "", change: str = "") -> None:
-        """Print in red that something is wrong: the problem, in figures; the reason why it matters;
-        and the one change to try, as options. A live view shows the last one, and the summary has
-        all of them, among its notes."""
+        """Print an alarm in red: the problem, with figures; the reason why it matters; and the
+        options to change. A live view shows the last alarm. The summary lists all alarms among its
+        notes."""
         reasons = (("why", why), ("try", change))
         self.notes.append("; ".join([text, *(f"{word}: {said}" for word, said in reasons if said)]))
         self._screen.alarm(text, why, change)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the logging state for a checkpoint, with rows that are not written yet. Syncs all
-        other rows to disk first, since the checkpoint counts them."""
+        """Return the logging state for a checkpoint, including rows that are not written yet. All
+        other rows are first synced to disk, since the checkpoint does not contain them."""
         self._journal.sync()
         rows = {name: list(rows) for name, rows in self._journal.waiting.items()}
         return {"waiting": rows, "window": len(self.window), "last_table": self._last_table}
 
     def load_state_dict(self, saved: Mapping[str, Any], *, step: int, evaluated_at: int) -> None:
-        """Continue from `step`: drop rows of later steps and evaluations and torn lines from the
-        files, so that nothing occurs twice or is missing."""
+        """Continue from `step`: remove torn lines, and rows of later steps and evaluations, from
+        the files, so that no row occurs twice or is missing."""
         if self._silent:
             return
         self._journal.waiting |= saved["waiting"]
@@ -171,7 +171,7 @@ class Monitor:
         self._notify("on_resume", files)
 
     def check_written(self) -> None:
-        """Raise the OSError that keeps rows from being written, at the end of a run."""
+        """At the end of a run, raise the OSError that prevents rows from being written."""
         self._journal.sync()
         for error in self._journal.errors.values():
             raise error
@@ -185,9 +185,9 @@ class Monitor:
             self.note(f"{name} cannot be written: {error}; its rows are kept for later")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a row to metrics.jsonl and show progress: a live view on a terminal, and
-        everywhere a line at every log (without a view also after 10 s). With `disable_tqdm` only
-        the lines of logs are printed, as by Trainer."""
+        """Append a row to metrics.jsonl and show progress: on a terminal in a live view, and always
+        as a line at every log (without a live view also every 10 s). With `disable_tqdm` lines are
+        printed only at logs, as by Trainer."""
         self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True
@@ -222,9 +222,9 @@ class Monitor:
         self._record(ALARMS, [{"step": step, "finding": asdict(finding)}])
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
-        """Record some completions of a rollout; with `log_completions`, at every log, record all
-        and print some. A live view gets one completion at first, and then at logs, every few
-        steps."""
+        """Record some completions of a rollout. With `log_completions`, at every log, record all of
+        them and print some. A live view shows a completion of the first rollout, and later one at a
+        log, at most every few steps."""
         self.last_groups = groups
         if self._silent:
             return
@@ -251,7 +251,7 @@ class Monitor:
             self._screen.sample(step, groups[0])
 
     def groups(self, step: int, detailed: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Record some groups of a rollout in full, at up to nine rollouts between the first and the
+        """Record some groups of a rollout in full: at up to nine rollouts from the first to the
         last, and with `log_completions` at every log."""
         number, last = ((n - 1) // self._steps_per_rollout for n in (step, self.max_steps))
         here, before = (n * MOMENTS // max(last, 1) for n in (number, number - 1))
@@ -276,9 +276,9 @@ class Monitor:
     def finish(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json atomically; print the verdict and the names of the result files.
 
-        `summary` has status, steps, start and end (metrics of the evaluations, empty without any),
-        wall_seconds, num_tokens, seed, config and versions. This adds max_steps, notes,
-        refused_steps, training (averages of the first and last steps), findings and the verdict.
+        `summary` has status, steps, start and end (metrics of the evaluations, empty without
+        evaluations), wall_seconds, num_tokens, seed, config and versions. `finish` adds max_steps,
+        notes, refused_steps, training (averages of the first and last steps), findings and verdict.
         """
         self._screen.stop()
         findings = [f for found in self._notify("on_finish", summary) for f in found]
@@ -333,14 +333,14 @@ class Monitor:
     def attach(
         self, events: Events, log: Callable[[dict[str, float]], object] | None = None
     ) -> None:
-        """From now on, send events to these callbacks and log to the history in their state, with
-        `log` (which calls `log_numbers`) or with `log_numbers`."""
+        """Send later events to these callbacks, and log to the history in their state. `log` must
+        call `log_numbers`, and is by default `log_numbers`."""
         self._events = events
         self._log = log or self.log_numbers
 
     def log(self, metrics: Mapping[str, float] | None) -> None:
-        """Notify the callbacks that a step ended. At a log, also send the means since the last one.
-        None stands for a step whose metrics are already known."""
+        """Notify the callbacks that a step ended. At a log, also send the means since the last log.
+        `metrics` is None for a step whose metrics are already known."""
         assert self._events is not None
         self.window += [] if metrics is None else [dict(metrics)]
         self._events.send("on_step_end")
@@ -361,7 +361,7 @@ class Monitor:
 
     @property
     def mean_loss(self) -> float:
-        """The mean loss over all steps of the run; 0 without any."""
+        """The mean loss over all steps of the run; 0 without steps."""
         return fmean(self._losses) if self._losses else 0.0
 
     def log_totals(self, totals: dict[str, float]) -> dict[str, float]:

@@ -16,8 +16,8 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ObservedRun:
-    """The options and the folder of an observed run. `say` prints a line, `note` a line that the
-    summary repeats; `found` prints an alarm in a step and records it in alarms.jsonl."""
+    """The options and the folder of an observed run. `say` prints a line. `note` prints a line that
+    the summary repeats. `found` prints an alarm of a step and records the alarm in alarms.jsonl."""
 
     config: RLOOConfig
     folder: Path
@@ -27,45 +27,45 @@ class ObservedRun:
 
 
 class Observer:
-    """Receives the events of a run, on the main process only. It never changes training. Methods
-    that a subclass does not override do nothing. If one raises, the run notes it, and the observer
-    gets no more events."""
+    """Receives the events of a run, in the main process only, and never changes training. Methods
+    that a subclass does not override do nothing. If a method raises, the run notes the error, and
+    the observer gets no more events."""
 
     def __init__(self, run: ObservedRun) -> None:
         self.run = run
 
     def on_resume(self, files: Mapping[str, Sequence[Row]]) -> None:
-        """The run resumes. `files` are its rows so far, by file name."""
+        """Called if the run resumes. `files` are the run's rows so far, by file name."""
 
     def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
         """Called before the first step. `parts` is a `TrainerComponents`; `sets` are the evaluation
         prompts by name."""
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row of metrics.jsonl."""
+        """Called with a row of metrics.jsonl."""
 
     def on_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Rows of completions.jsonl, sent after their step."""
+        """Called with rows of completions.jsonl, after their step."""
 
     def on_evaluation(self, row: Row) -> None:
-        """A row of evaluations.jsonl."""
+        """Called with a row of evaluations.jsonl."""
 
     def on_error(self, error: BaseException) -> None:
-        """The run ends because of an error or a signal."""
+        """Called if an error or a signal ends the run."""
 
     def on_finish(self, summary: Mapping[str, Any]) -> Sequence[Finding]:
-        """The run is over, and its summary is about to be written. Return the problems found."""
+        """Called at the end, before the summary is written. Return the problems found."""
         return ()
 
     def on_end(self) -> None:
-        """All files of the run are written."""
+        """Called when all files of the run are written."""
 
     def on_repeat(self) -> None:
-        """A finished run is started again, and there is nothing to do."""
+        """Called if a finished run is started again, so that nothing is left to do."""
 
 
 class Observers:
-    """All installed observers. `note` names an observer that failed."""
+    """All installed observers. If an observer fails, a note names it."""
 
     def __init__(self, run: ObservedRun) -> None:
         self._run = run
@@ -75,7 +75,7 @@ class Observers:
                 self._all[name] = make(run)
 
     def notify(self, event: str, *arguments: Any) -> list[Any]:
-        """Call this method of each observer. Return the results that are not None."""
+        """Call the method `event` of each observer. Return the results that are not None."""
         found = []
         for name, observer in list(self._all.items()):
             try:

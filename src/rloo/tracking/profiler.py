@@ -22,13 +22,13 @@ _PREFIX = "phase: "
 
 
 class StepProfile:
-    """A profile: enter it around the work and `phase` around each part, then call `write`."""
+    """A profile. Enter it around the work, enter `phase` around each part, then call `write`."""
 
     def __init__(self, device: torch.device) -> None:
         silence_profiler()
         self._cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._cuda
-        # On CUDA the allocator's own statistics give the peaks.
+        # On CUDA the peaks come from the allocator's statistics.
         self._profiler = profile(activities=activities, profile_memory=not self._cuda)
         self._seconds: dict[str, float] = defaultdict(float)
         self._peaks: dict[str, int] = defaultdict(int)
@@ -147,7 +147,7 @@ class StepProfile:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A Markdown table, aligned so that it also reads as plain text; the first row is the head."""
+    """A Markdown table, aligned to be readable as plain text; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = ("-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:]))
 
@@ -159,8 +159,8 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class PhaseTimer:
-    """Seconds by phase, under the metrics' names, since the last `take`. If `profile` is set, it
-    records the phases too."""
+    """The seconds of each phase since the last `take`, under the names of the metrics. If `profile`
+    is set, the profile also records the phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -20,9 +20,9 @@ from rloo.tracking.console import (
 
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
-    """The progress after one step: phrases by subject, each of which stays in one line. `progress`
-    is step, pace and end; `reward` its mean and its change; `rows` the others, by name; `span`
-    tells over how many steps they are averaged."""
+    """The progress after one step, as phrases by subject. A phrase is never broken. `progress` is
+    step, pace and end. `reward` is the mean reward and its change. `rows` are the other phrases, by
+    name. `span` describes the steps over which metrics are averaged."""
 
     step: int
     max_steps: int
@@ -32,8 +32,8 @@ class ProgressLine:
     span: str
 
     def line(self) -> str:
-        """Return most of them in one line, for a file or a pipe, without the time of day, the split
-        of time (metrics.jsonl has it), and the reward of a single function, which is the total."""
+        """Return one line for a file or a pipe. It leaves out the time of day, the split of time
+        (which is in metrics.jsonl), and the reward of a single function, which is the total."""
         names = {"rewards": ", ".join(self._functions())}
         names |= {name: "  ".join(self.rows[name]) for name in ("rollout", "policy")}
         memory = [phrase for phrase in self.rows["time"] if phrase.startswith("memory")]
@@ -58,9 +58,9 @@ def progress_line(
     waiting: float = 1.0,
     memory: str = "",
 ) -> ProgressLine:
-    """Return the progress after `step`. `scored` are all steps with rewards, in order; `recent` the
-    last steps, over which metrics are averaged. `waiting` is the time of the whole run, evaluations
-    and checkpoints included, over that of its steps."""
+    """Return the progress after `step`. `scored` are all steps with rewards, in order; `recent` are
+    the last steps, over which metrics are averaged. `waiting` is the time of the run, including
+    evaluations and checkpoints, divided by the time of its steps."""
     speed = _recent_mean(recent, "step_time")
     progress = [f"step {step}/{max_steps}"]
     if math.isfinite(speed):
@@ -92,7 +92,7 @@ def progress_line(
             shares,
             ("KL {:.3g}", "kl", 1.0),
             ("entropy {:.3g}", "entropy", 1.0),
-            # With an engine in other processes, it shows whether they sample from the policy.
+            # For an engine in other processes, this shows whether it samples from the policy.
             *((("mismatch {:.2g}", "mismatch/mean", 1.0),) if "engine/lost" in recent[-1] else ()),
         ),
         "time": [*_time_split(recent), *([f"memory {memory}"] if memory else [])],

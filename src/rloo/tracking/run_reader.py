@@ -1,8 +1,8 @@
-"""Reads a run's folder: the only module that parses its files.
+"""Reads a run's folder. Only this module parses a run's files.
 
-Nothing here fails because of a torn line, or a file that is missing, of an older version, or
-written by hand. A row has the valid entries of its line. The others are left out, and reported in
-`faults`.
+No function fails because of a torn line, or a file that is missing, of an older version, or written
+by hand. A row contains the valid entries of its line; other entries are left out. `faults` lists
+unreadable lines and files.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _finding(value: Any) -> dict[str, Any]:
 
 
 def _measured(value: Any) -> dict[str, Any]:
-    """The metrics of an evaluation and its intervals, which are pairs, without nulls."""
+    """The metrics and the intervals (pairs) of an evaluation, without nulls."""
     takes: dict[str, Take] = {"name": text, "dataset": text, "reward_kind": text, "step": count}
     pair = several(number, 2)
     given = record()(value)
@@ -156,8 +156,8 @@ ROWS: dict[str, Take] = {
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The rows of a run's files in the order of steps, its summary (empty if there is none), and
-    its options. Unknown numbers are NaN in `metrics` and left out in `evaluations`; `alarms` are
-    findings that were reported during the run. `faults` tells which data could not be read.
+    its options. Unknown numbers are NaN in `metrics` and left out in `evaluations`. `alarms` are
+    findings that were reported during the run. `faults` lists the data that could not be read.
     """
 
     path: Path
@@ -184,8 +184,8 @@ class RunFolder:
 
 
 def read_folder(folder: Path, options: Row | None = None) -> RunFolder:
-    """Read a folder, with known `options` or its own. A folder without a run has no rows and no
-    summary."""
+    """Read a folder. `options` are by default read from the folder. A folder without a run has no
+    rows and no summary."""
     faults: list[str] = []
     names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, ALARMS)
     rows = {name.removesuffix(".jsonl"): read_rows(folder / name, faults) for name in names}
@@ -207,8 +207,8 @@ def read_begun(folder: Path) -> RunFolder:
 
 
 def read_rows(path: Path, faults: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of one of the files in ROWS, sorted by step if they have one. The number of
-    invalid lines is appended to `faults`, except a last line that is still being written."""
+    """Return the rows of a file in ROWS, sorted by step if they have steps. The number of invalid
+    lines is appended to `faults`. A last line that is still being written does not count."""
     rows, lost = [], 0
     written = _text(path, faults)
     lines = written.split("\n")
@@ -232,14 +232,14 @@ def row_of(name: str, line: str) -> dict[str, Any] | None:
 
 
 def read_summary(folder: Path, faults: list[str] | None = None) -> dict[str, Any]:
-    """Return the valid entries of summary.json; empty if there is none."""
+    """Return the valid entries of summary.json; empty if there is no such file."""
     return read_object(folder / SUMMARY, _SUMMARY, faults)
 
 
 def read_object(
     path: Path, take: Take = anything, faults: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return the mapping in a file; empty if there is none."""
+    """Return the mapping in a file; empty if there is no file or no valid mapping."""
     written = _text(path, faults)
     try:
         return record()(take(_parsed(written)))
@@ -251,7 +251,7 @@ def read_object(
 
 def _text(path: Path, faults: list[str] | None) -> str:
     try:
-        # Reading anything else, such as a pipe, might block or have side effects.
+        # Only regular files are read: reading a pipe might block or have side effects.
         return path.read_text(encoding="utf-8-sig", errors="replace") if path.is_file() else ""
     except OSError as error:
         if faults is not None:

@@ -15,8 +15,9 @@ from rloo.tracking.run_reader import row_of
 
 
 class JsonlWriter:
-    """A run's files of one JSON row per line. A row that cannot be written now (a full disk) waits,
-    in order, and is written with the next one. A checkpoint must store the rows in `waiting`."""
+    """The files of a run with one JSON row per line. A row that cannot be written (a full disk)
+    stays in `waiting` and is written before later rows. A checkpoint must store the rows in
+    `waiting`."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder
@@ -24,7 +25,7 @@ class JsonlWriter:
         self.errors: dict[str, OSError] = {}
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Append one line per row; a kill leaves at most one torn line, at the end."""
+        """Append one line per row. If the process is killed, at most the last line is torn."""
         self.waiting[name] += [strict(row) for row in rows]
         self.write(name)
 
@@ -43,7 +44,7 @@ class JsonlWriter:
                     if sync:
                         os.fsync(file.fileno())
                 except OSError:
-                    os.truncate(path, whole)  # or the next row would continue a torn line
+                    os.truncate(path, whole)  # otherwise the next row would continue a torn line
                     raise
         except OSError as error:
             self.errors[name] = error
@@ -52,7 +53,8 @@ class JsonlWriter:
             self.errors.pop(name, None)
 
     def sync(self) -> None:
-        """Sync all files to disk, as far as possible, before a checkpoint counts their rows."""
+        """Sync all files to disk, as far as possible, before a checkpoint that relies on their
+        rows."""
         for name in self.waiting:
             self.write(name, sync=True)
         fsync_path(self.folder)
@@ -60,8 +62,8 @@ class JsonlWriter:
     def truncate(
         self, name: str, keep: Callable[[Mapping[str, Any]], bool]
     ) -> tuple[list[dict[str, Any]], int]:
-        """Rewrite a file with the lines to keep, unchanged, and the waiting rows, without
-        unreadable lines. Returns the rows and the number of unreadable lines."""
+        """Rewrite a file with the lines that `keep` accepts, unchanged, and the waiting rows.
+        Unreadable lines are dropped. Returns the rows and the number of unreadable lines."""
         path, lines, unreadable = self.folder / name, [], 0
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         for line in filter(str.strip, text.split("\n")):

@@ -1,4 +1,4 @@
-"""Prompts and completions as readable text. They are untrusted: see
+"""Prompts and completions as readable text. The text is untrusted: see
 `rloo.distributed.standard_streams.inert`."""
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def counts_of(episode: Episode | None) -> dict[str, Any]:
 
 
 def record_of(step: int, group: Group, index: int, *, images: Path | None) -> dict[str, Any]:
-    """Return a completion as a row of completions.jsonl. Images are saved to the folder `images`,
-    or not at all if it is None."""
+    """Return a completion as a row of completions.jsonl. Images are saved to the folder `images`
+    (None: not saved)."""
     content = group.prompt.content
     record: dict[str, Any] = {
         "step": step,

@@ -18,10 +18,10 @@ GRADED = "graded"
 
 
 def summary_text(summary: Mapping[str, Any]) -> str:
-    """Return the result of the run, one sentence per line: by the evaluations before and after if
-    there were both, otherwise by the training reward in the first and last rollouts. A finding that
-    voids the run comes first, and figures are then given without a verdict. `summary` is the
-    content of summary.json; see `Monitor.finish`."""
+    """Return the result of the run, one sentence per line. The result compares the evaluations
+    before and after training if there are both, otherwise the training reward in the first and last
+    rollouts. A finding that voids the run comes first; then the figures have no verdict. `summary`
+    is the content of summary.json; see `Monitor.finish`."""
     start, end = summary.get("start") or {}, summary.get("end") or {}
     void = next((f for f in summary.get("findings") or () if f["voids"]), None)
     figures = _held_out(summary, start, end) if start and end else _training_reward(summary)
@@ -38,8 +38,8 @@ def summary_text(summary: Mapping[str, Any]) -> str:
 
 
 def training_of(rollouts: Sequence[Mapping[str, float]]) -> dict[str, Any] | None:
-    """Return the first and the last rollouts in comparison: the rewards, each with its error or
-    whether it moved, and drifting metrics. None for fewer than two rollouts."""
+    """Compare the first and the last rollouts: the mean reward with its error, the direction in
+    which each single reward changed, and metrics that drift. None for fewer than two rollouts."""
     if len(rollouts) < 2:
         return None
     first, last = (
@@ -70,8 +70,9 @@ def headline(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
 def _judge_that_fell(
     summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]
 ) -> str:
-    """A sentence if an evaluation-only reward fell, else an empty string. The run is then no
-    success, even if training rewards rose. Training rewards are those in the training metrics."""
+    """A sentence if an evaluation-only reward fell, else an empty string. If such a reward fell,
+    the run is no success, even if training rewards rose. Evaluation-only rewards are those without
+    a training metric."""
     trained = (summary.get("training") or {}).get("by_reward") or ()
     for name in end if trained else ():
         if is_of_function(name) and name not in trained:
@@ -115,7 +116,7 @@ def _shown(metrics: Mapping[str, Any], name: str) -> str:
 
 
 def _unjudged(summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
-    """The figures of a run that does not count."""
+    """The figures of a run whose improvement does not count."""
     if start and end:
         name = headline(start, end)
         if None not in (start.get(name), end.get(name)):
@@ -153,7 +154,8 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
 
 
 def _by_reward(summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
-    """Each reward separately, if there are several, also evaluation-only ones, and win rates."""
+    """Each reward separately, if there are several, including evaluation-only rewards, and win
+    rates."""
     names = [name for name in end if is_of_function(name)] if start else []
     known = {
         name: (start[name], end[name], change_between(start, end, name).moved)

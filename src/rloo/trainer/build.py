@@ -47,7 +47,7 @@ from rloo.tracking.jsonl import LOGS
 from rloo.trainer.cpu_settings import let_segments_grow, set_arithmetic, set_threads
 from rloo.types import Engine, Prompt, Sampling
 
-# A prompt of up to this many characters is always tokenised, since that takes a second at most.
+# A prompt of at most this many characters is always tokenised, which takes at most a second.
 LONG_TEXT = 1_000_000
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
@@ -64,9 +64,10 @@ def make_rewards(
     *,
     device: torch.device,
 ) -> RewardSet:
-    """The given rewards, or else those named by `args.reward`, in any form that `as_reward` takes.
-    `processing_classes` are the tokenizers of reward models, one per reward (None: the model's
-    tokenizer). Raises ValueError if their numbers differ."""
+    """Load the given rewards, or the rewards that `args.reward` names. `as_reward` lists the
+    accepted forms. `processing_classes` are the tokenizers of reward models, one per reward (None:
+    the reward model's tokenizer). Raises ValueError if their number is not the number of
+    rewards."""
     specs: Any = args.reward if given is None else given
     specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
     tokenizers: Any = [None] * len(specs) if processing_classes is None else processing_classes
@@ -96,7 +97,7 @@ def make_rewards(
 
 
 def _source_of(spec: Any, function: Any) -> Any:
-    """The spec with which another process can load the function; None if no name is enough."""
+    """The spec from which another process can load the function; None if there is no such spec."""
     of_a_model = isinstance(function, (RunningNormReward, RewardModel))
     named = isinstance(spec, (str, Mapping)) and not of_a_model
     return spec if named else None
@@ -111,8 +112,8 @@ def make_source(
     args: RLOOConfig,
     limit: PromptLengthLimit,
 ) -> Prompts:
-    """The prompts of a dataset, tokenised. Raises ValueError for rows that cannot be prompts, for
-    prompts beyond the `limit` (see `prompt_limit`), and for missing columns that a reward needs.
+    """The tokenised prompts of a dataset. Raises ValueError for rows that cannot be prompts, for
+    prompts beyond the `limit` (see `prompt_limit`), and if a column that a reward needs is missing.
     """
     rows = load_given(spec, split, args)
     options = args.chat_template_kwargs or {}
@@ -151,7 +152,7 @@ def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[D
 
 
 def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | IterableDataset:
-    """The rows of a dataset in any of its forms."""
+    """The rows of a dataset that is given by a name, by a path or as rows."""
     rows = load_task_rows(spec, split, args) if isinstance(spec, str) else None
     if rows is not None:
         return rows
@@ -161,15 +162,15 @@ def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | Ite
 
 
 def arrange(source: Prompts, args: RLOOConfig) -> Prompts:
-    """The prompts to train on, in the order that their dataset's spec defines, if it has one."""
+    """The training prompts in the order of the dataset's spec; unchanged without a spec."""
     spec = dataset_spec(args.dataset)
     arranged: Prompts = source if spec is None else spec.arrange(source, args)
     return arranged
 
 
 def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
-    """The evaluation sets by name; the name of a single set is "". Reads `eval_size` rows of a
-    stream. Every split is a set, unless `eval_split` names one."""
+    """The evaluation sets by name; a single set has the name "". The first `eval_size` rows of a
+    stream are read. Every value of a mapping is a set, unless `eval_split` selects one."""
     if given is None:
         return {}
     if isinstance(given, Mapping) and args.eval_split is None:
@@ -187,8 +188,8 @@ def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
 def prompts_of_sets(
     given: RowSets | None, args: RLOOConfig, read: Callable[[Rows, str], Prompts]
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """The prompts of all evaluation sets by name, and notes about them. `read(rows, split)` returns
-    the prompts of one set."""
+    """The prompts of all evaluation sets by name, and notes about the prompts. `read(rows, split)`
+    returns the prompts of one set."""
     prompts, notes = {}, []
     for name, rows in eval_sets(given, args).items():
         split = args.eval_split if isinstance(rows, str) else None
@@ -198,7 +199,7 @@ def prompts_of_sets(
         except ValueError as error:
             raise ValueError(f"in {where}: {error}") from error
         notes += length_notes(source, where)
-        assert isinstance(source, PromptDataset)  # `eval_sets` has read the streams
+        assert isinstance(source, PromptDataset)  # `eval_sets` has converted streams to tables
         prompts[name] = source.all_prompts(args.eval_size)
     return prompts, notes
 
@@ -206,8 +207,9 @@ def prompts_of_sets(
 def prompt_limit(
     model: PreTrainedModel, args: RLOOConfig, *, evaluation: bool = False
 ) -> PromptLengthLimit:
-    """The limit on prompts: room for the longest completion in the model's context, and only tokens
-    that the model embeds. Raises ValueError if there is no room for a prompt."""
+    """The limits on a prompt: the longest completion must fit behind the prompt into the model's
+    context, and the model must embed every token. Raises ValueError if the completion leaves no
+    room for a prompt, and for a stop token that the model does not embed."""
     name, completion = "max_completion_length", args.max_completion_length
     if evaluation and (own := args.eval_options.max_completion_length) is not None:
         name, completion = "eval_kwargs.max_completion_length", own
@@ -231,7 +233,7 @@ def prompt_limit(
 
 
 def world_of(args: RLOOConfig) -> World:
-    """The World of the processes that train together, connected as `args` say."""
+    """Connect the processes that train together, with the options `args`; return their World."""
     world = make_world(
         use_cpu=args.use_cpu,
         timeout=args.ddp_timeout,
@@ -243,8 +245,8 @@ def world_of(args: RLOOConfig) -> World:
 
 
 def seed_all(args: RLOOConfig) -> None:
-    """Seed the global random generators. With `full_determinism` torch raises an error if it has no
-    deterministic kernel, also after the run, as with Trainer."""
+    """Seed the global random generators. With `full_determinism` torch raises an error for an
+    operation without a deterministic kernel. As with Trainer, this also holds after the run."""
     if args.full_determinism:
         transformers.enable_full_determinism(args.seed)
     else:
@@ -263,7 +265,7 @@ def length_notes(source: Prompts, where: str) -> list[str]:
 
 def make_state(source: Prompts | None, args: RLOOConfig, batches: BatchSizes) -> TrainerState:
     """The TrainerState of a run at step 0, with the number of steps and all intervals resolved.
-    Raises ValueError if they would depend on the length of a stream."""
+    Raises ValueError if the number of steps would depend on the length of a stream."""
     steps = args.max_steps
     if isinstance(source, IterablePromptDataset) and steps <= 0:
         raise ValueError(
@@ -290,8 +292,8 @@ def make_sampling(
     *,
     evaluation: bool = False,
 ) -> Sampling:
-    """The sampling options of training, or of `evaluation`, including everything that ends a
-    completion. Stop strings need the `tokenizer`."""
+    """The sampling options of training, or of `evaluation`, with all stop conditions. Stop strings
+    need the `tokenizer`."""
 
     def setting(name: str) -> Any:
         own = getattr(args.eval_options, name) if evaluation else None
@@ -311,7 +313,7 @@ def make_sampling(
 
 
 def bias_of(sampling: Sampling) -> list[str]:
-    """A note if sampling is filtered, so that its distribution is not the policy's."""
+    """A note if sampling is filtered: tokens then do not have the policy's distribution."""
     note = (
         "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are drawn from "
         "another distribution than the one that is trained, which biases the gradient"
@@ -334,9 +336,9 @@ def _refuse_copies(policy: Policy, args: RLOOConfig) -> None:
 
 
 def make_engine(policy: Policy, args: RLOOConfig, owner: Any = None) -> Engine:
-    """The engine that samples; adds a note if it is slow. An engine with servers reports their
-    events to the monitor of its `owner`, a trainer, which it references weakly. Raises ValueError
-    if the engine cannot provide the weight copy or the dtype of the options
+    """Build the rollout engine; adds a note if the engine is slow. An engine with servers reports
+    server events to the monitor of its `owner`, a trainer, through a weak reference. Raises
+    ValueError if the engine does not support the weight copy or the dtype of the options
     (`engine_kwargs.copy_weights`, `rollout_dtype`)."""
     set_arithmetic(policy, args)
     if engine_spec(args.rollout_engine).own_processes:
@@ -415,7 +417,8 @@ def _telling(owner: Any) -> Callable[[str], None]:
 
 
 def _require_room(policy: Policy) -> None:
-    """Raise ValueError if a sharded model's full weights, for the engine, do not fit every rank."""
+    """Raise ValueError if a model is sharded and a rank has no memory for the full weights, which
+    the engine needs."""
     parameters = list(policy.model.parameters())
     if not any(map(is_sharded, parameters)):
         return

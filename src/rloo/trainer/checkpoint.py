@@ -1,8 +1,8 @@
 """Checkpoints: written atomically, verified before use, without pickle.
 
 A checkpoint is the folder `checkpoint-{step}`: a model that `from_pretrained` loads, the state of
-the run, and `manifest.json` with the size and SHA-256 of every file. It is written under another
-name, synced and renamed, so that a reader sees a complete checkpoint or none.
+the run, and `manifest.json` with the size and SHA-256 of every file. The folder is written under
+another name, synced and renamed, so that a reader sees a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _TAKEN = "; the one before is taken"
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The state of a run after `step` optimizer steps, without the weights. `optimizer` and
-    `scheduler` come from `PolicyOptimizer.state`, `rng` from `capture_rng`. `trainer_state` has
-    everything else as plain JSON values."""
+    `scheduler` come from `PolicyOptimizer.state`, `rng` from `capture_rng`. `rollout` is the
+    unfinished rollout, if there is one. `trainer_state` is the rest of the state as JSON values."""
 
     step: int
     optimizer: Flat
@@ -53,7 +53,7 @@ class Checkpoint:
 
 
 def model_alone(step: int) -> Checkpoint:
-    """A checkpoint without a state, which cannot be resumed from (save_only_model)."""
+    """A checkpoint without training state (save_only_model). No run can resume from it."""
     return Checkpoint(step, ({}, None), {}, {}, {})
 
 
@@ -65,10 +65,10 @@ def save_checkpoint(
     keep: int | None,
     best: Path | None = None,
 ) -> Path:
-    """Write `directory/checkpoint-{step}` and return its path. After its verification only the
-    newest `keep` checkpoints up to this step stay (None: all), and always `best`.
-    `write_model(folder)` writes model and tokenizer. A failure leaves no partial checkpoint, and
-    earlier checkpoints unchanged."""
+    """Write `directory/checkpoint-{step}`, and return its path. The new checkpoint is verified
+    before others are removed: the newest `keep` checkpoints up to this step (None: all) and `best`
+    remain. `write_model(folder)` writes model and tokenizer. After a failure there is no partial
+    checkpoint, and earlier checkpoints are unchanged. Raises ValueError if `keep` is below 1."""
     if keep is not None and keep < 1:
         raise ValueError(
             f"save_total_limit is {keep}; the newest checkpoint always stays (save_total_limit)"
@@ -92,9 +92,9 @@ def save_checkpoint(
 
 
 def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
-    """Write a model and its tokenizer into `directory` itself. Files of the same names are replaced
-    after all new ones are on the disk. A README.md that a library writes is dropped.
-    `write_model` and errors are as in `save_checkpoint`."""
+    """Write a model and its tokenizer into `directory`. Existing files are replaced only after all
+    new files are on the disk. A README.md that a library writes is deleted. `write_model` and
+    errors are as in `save_checkpoint`."""
     with _written(directory, "model") as temporary:
         write_model(temporary)
         (temporary / "README.md").unlink(missing_ok=True)
@@ -110,8 +110,8 @@ def save_model(directory: Path, write_model: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _written(directory: Path, name: str) -> Iterator[Path]:
-    """`atomic_directory`, with an OSError for the errors that safetensors and tokenizers (in Rust)
-    raise if the disk fails."""
+    """`atomic_directory`, but with OSError in place of the errors that safetensors and tokenizers
+    (Rust code) raise if the disk fails."""
     with atomic_directory(directory, f"checkpoint-{name}") as temporary:
         try:
             yield temporary
@@ -132,8 +132,8 @@ def _write_state(folder: Path, checkpoint: Checkpoint) -> None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Verify a checkpoint and read its state; `from_pretrained` reads the weights. Raises
-    ValueError, with the name of the file, if a file is missing or differs in any bit from the
-    manifest, and if the folder is not a checkpoint of this program."""
+    ValueError if a file is missing or does not match the manifest; the error names the file. Raises
+    ValueError also if the folder is not a checkpoint of this program."""
     step = verify_checkpoint(path, whole=True)
     optimizer, *others = (_read_tensors(path, name) for name in PARTS)
     scheduler, rng = (unflatten(meta, tensors) for tensors, meta in others)
@@ -146,8 +146,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def verify_checkpoint(path: Path, *, whole: bool = False) -> int:
-    """Compare every file with the manifest; return the step. Raises as `load_checkpoint` does. With
-    `whole` a checkpoint of the model only is an error too."""
+    """Compare every file with the manifest; return the step. Raises the errors of
+    `load_checkpoint`. With `whole`, a checkpoint without training state is also an error."""
 
     def damaged(fact: str, *, how: str = "damaged") -> ValueError:
         return ValueError(f"checkpoint {path} is {how}: {fact}")
@@ -195,8 +195,8 @@ def verify_checkpoint(path: Path, *, whole: bool = False) -> int:
 
 def find_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest undamaged checkpoint in `directory` (None if there are no checkpoints), and the
-    faults of newer ones. Raises ValueError if all are damaged, since no run must silently start
-    over."""
+    errors of newer, damaged checkpoints. Raises ValueError if all checkpoints are damaged:
+    otherwise a run would silently start again."""
     checkpoints, damaged = list_checkpoints(directory), []
     for _, path in reversed(checkpoints):
         try:
@@ -235,7 +235,7 @@ def _read_tensors(folder: Path, name: str) -> Flat:
     file = folder / f"{name}.safetensors"
     try:
         tensors = load_file(file) if file.exists() else {}
-    except (RuntimeError, SafetensorError) as error:  # it was just verified, so the disk fails
+    except (RuntimeError, SafetensorError) as error:  # the file is verified, so the disk fails
         raise OSError(f"{file} cannot be read: {error} (resume_from_checkpoint)") from error
     return tensors, json.loads((folder / f"{name}.json").read_text())
 
@@ -253,8 +253,9 @@ def _hash_json(value: Any) -> str:
 
 
 def _put_in_place(temporary: Path, final: Path) -> list[Path]:
-    # A folder cannot be renamed onto another, so an old checkpoint of the same step is renamed
-    # first, to a name that still counts as a checkpoint: at every moment one of the two exists.
+    # A folder cannot be renamed to the name of an existing folder. An old checkpoint of the same
+    # step is therefore renamed first. Its new name still counts as a checkpoint, so one of the two
+    # exists at every moment.
     aside = final.with_name(f"{final.name}-replaced")
     if final.exists():
         if aside.exists():
@@ -275,8 +276,8 @@ def _leads_nowhere(path: Path) -> bool:
 
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
-    """All folders with names of checkpoints, also through symlinks, and dangling symlinks, sorted
-    by step. A replaced checkpoint precedes its replacement."""
+    """All checkpoint folders with their steps, sorted by step. Symlinks are included, also dangling
+    ones. A replaced checkpoint precedes its replacement."""
     folders = [p for p in directory.glob("checkpoint-*") if p.is_dir() or _leads_nowhere(p)]
     found = [(step, path) for path in folders if (step := _step_of(path)) is not None]
     return sorted(found, key=lambda item: (item[0], not item[1].name.endswith("-replaced")))

@@ -1,4 +1,4 @@
-"""Writes a run's checkpoints and result: on the main process, or on all ranks if it is sharded."""
+"""Writes a run's checkpoints and result. All ranks write a sharded checkpoint."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _write_parts(parts: TrainerComponents, tensors: dict[str, Tensor], folder: P
 
 
 def write_result(parts: TrainerComponents, owner: TrainerHooks) -> None:
-    """Write the model of a run, its tokenizer and its card. Collective."""
+    """Write the trained model, its tokenizer and its model card. Collective."""
     folder = parts.monitor.output_dir
     with parts.policy.files.collected():
         if not parts.world.is_main:

@@ -24,13 +24,13 @@ from rloo.trainer.preflight import check_threads
 
 # Parameters of glibc's mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# With fewer parameters a run ends before a faster library has repaid its measurement.
+# With fewer parameters the measurement takes more time than a faster library saves in a run.
 _WORTH_MEASURING = 2**20
 
 
 def keep_freed_memory() -> None:
-    """Make glibc reuse large freed blocks. A CPU update allocates and frees the same ones
-    repeatedly, and the system clears every page that it gives out. Peak memory stays the same."""
+    """Make glibc reuse large freed blocks. A CPU update repeatedly allocates and frees blocks of
+    the same sizes, and the operating system zeroes every new page. Peak memory does not change."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, 2**30)
@@ -39,18 +39,19 @@ def keep_freed_memory() -> None:
 
 def let_segments_grow(device: torch.device) -> None:
     """Turn on torch's expandable segments on a GPU, against fragmentation by micro-batches and
-    caches of varying sizes. A setting of the user in the environment wins. Call it before the first
-    tensor on the GPU."""
+    caches of varying sizes. A user's setting in the environment has priority. Call this function
+    before the first tensor is on the GPU."""
     given = any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     if device.type == "cuda" and not given:
-        # Not through the environment: vLLM servers would inherit it, and its pools cannot grow.
+        # Not by an environment variable: vLLM servers would inherit it, and their memory pools do
+        # not support expandable segments.
         torch_compat.let_segments_grow()
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
-    """Use `num_threads` CPU threads, or one or all, whichever is faster in a short test: with small
-    matrices more threads can cost more in waiting than they gain, especially on a busy machine.
-    Returns the reason for the number."""
+    """Use `num_threads` CPU threads. By default use one or all, whichever is faster in a short
+    test: with small matrices, several threads can wait longer than they save, especially on a busy
+    machine. Returns the reason for the number."""
     if args.num_threads is not None:
         check_threads(args.num_threads)
         torch.set_num_threads(args.num_threads)
@@ -75,9 +76,9 @@ def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
 
 
 def _settle_products(policy: Policy, args: RLOOConfig) -> None:
-    """Use oneDNN for the products in `onednn`, or for those that a measurement in the main process
-    finds faster. If some process has no oneDNN, or one with other results, MKL computes all, and a
-    note says so."""
+    """Use oneDNN for the matrix products in `onednn`. By default a measurement in the main process
+    selects the products that oneDNN computes faster. If oneDNN is missing in a process, or has
+    different results there, MKL computes all products, and a note is added."""
     chosen = args.cpu_options.onednn
     if chosen is None and count_parameters(policy.model) < _WORTH_MEASURING:
         chosen = []
@@ -94,7 +95,7 @@ def _settle_products(policy: Policy, args: RLOOConfig) -> None:
 
 
 def _settle_compiled(policy: Policy, args: RLOOConfig) -> None:
-    """Use compiled functions if `torch_compile` is set; if that is not possible, add a note."""
+    """Use compiled functions if `torch_compile` is set; add a note if compilation is impossible."""
     gpu_kernels.use(False)
     if args.torch_compile:
         here = _compile_unavailable_reason(policy, args)
@@ -115,9 +116,9 @@ def _compile_unavailable_reason(policy: Policy, args: RLOOConfig) -> str | None:
 
 
 def set_arithmetic(policy: Policy, args: RLOOConfig) -> None:
-    """Choose the matrix library and whether kernels in C are used (`cpu_kwargs`), the same for all
-    processes. A note says why they are not used. Raises ValueError if the options require them and
-    a process cannot use them."""
+    """Choose the matrix library and whether the C kernels are used (`cpu_kwargs`). All processes
+    make the same choice. If the C kernels are unavailable on a CPU, a note has the reason. Raises
+    ValueError if the options require the C kernels and a process cannot use them."""
     on_cpu, reason = policy.device.type == "cpu", None
     if on_cpu:
         _settle_products(policy, args)
@@ -151,9 +152,9 @@ def arithmetic() -> dict[str, Any]:
 
 
 def resume_arithmetic(config: RLOOConfig, before: Mapping[str, Any]) -> list[str]:
-    """Restore the arithmetic of an earlier session (`before`), unless the options set it. Returns
-    the settings that differ now."""
-    earlier = {"onednn": [], "kernels": False, **(before.get("cpu_kwargs") or {})}  # newer options
+    """Restore the threads, libraries and kernels of an earlier session (`before`), unless the
+    options set them. Returns the settings that differ from the earlier session."""
+    earlier = {"onednn": [], "kernels": False, **(before.get("cpu_kwargs") or {})}  # may lack keys
     if config.num_threads is None:
         torch.set_num_threads(before["num_threads"])
     if config.cpu_options.onednn is None:

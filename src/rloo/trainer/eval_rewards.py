@@ -41,9 +41,9 @@ class EvalRewards:
         trained: RewardSet,
         world: World,
     ) -> EvalRewards:
-        """Build from rewards in any form that training takes, and objects with `judge`; default:
-        `args.eval_reward`. Raises ValueError for a name that is also trained, and for judges
-        without `eval_on_start`."""
+        """Build from `given`, by default `args.eval_reward`: rewards in any form that training
+        accepts, and objects with a method `judge`. Raises ValueError for a reward that is also
+        trained, and for judges without `eval_on_start`."""
         specs: Any = args.eval_reward if given is None else given
         specs = list(specs) if isinstance(specs, (list, tuple)) else [specs]
         pairwise = {name_of(s): s for s in specs if callable(getattr(s, "judge", None))}
@@ -73,9 +73,9 @@ class EvalRewards:
     def measure(
         self, name: str, groups: Sequence[Group], judge: RewardScorer, step: int
     ) -> dict[str, Any]:
-        """The metrics of the groups of the evaluation set `name`: mean, deviation and interval of
-        each reward, and the win rate against the completions of step 0 with the same prompt and
-        index."""
+        """The metrics of the groups of the evaluation set `name`: mean, standard deviation and
+        confidence interval of each reward, and the win rate against the completions of step 0 with
+        the same prompt and index."""
         if self.rewards is None and not self.pairwise:
             return {}
         metrics: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class EvalRewards:
                 metrics[f"rewards/{function}/std"] = deviation(flat)
         now = {"texts": [group.texts for group in groups], "scores": by_function}
         found = {}
-        if judge.world.is_main:  # only it has the file, and a judge is called once
+        if judge.world.is_main:  # other processes lack the file, and a judge is called once
             if step == 0:
                 self._keep(name, now)
             elif (start := self._kept(name)) is not None:
@@ -134,7 +134,7 @@ def _win(before: float | None, after: float | None) -> float | None:
 
 
 def _rate(name: str, wins: Sequence[Sequence[float | None]]) -> dict[str, Any]:
-    """The win rate and its interval: the mean over prompts of each prompt's mean."""
+    """The win rate (the mean over prompts of each prompt's mean) and its confidence interval."""
     known = [[w for w in some if w is not None] for some in wins]
     means = [fmean(some) for some in known if some]
     if not means:

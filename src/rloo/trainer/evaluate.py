@@ -1,7 +1,7 @@
-"""Held-out accuracy through the same engine and rewards as training, with confidence intervals.
+"""Measures held-out accuracy with the engine and rewards of training, with confidence intervals.
 
-Every evaluation samples with the same noise, which training does not use. Training is not affected,
-and two evaluations of a run differ by the policy, not by chance.
+Every evaluation samples with the same noise, which training does not use. Evaluations do not affect
+training. Two evaluations of a run differ only because the policy differs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rloo.types import Completion, Engine, Group, Prompt, Sampling
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """How an evaluation samples and counts. A completion passes if the first reward function gives
-    it at least `pass_threshold`; one that could not be scored does not pass."""
+    """The sampling and the pass criterion of an evaluation. A completion passes if its first reward
+    is at least `pass_threshold`. A completion without a score does not pass."""
 
     sampling: Sampling
     num_samples: int
@@ -60,8 +60,8 @@ def evaluate(
     engine: Engine, prompts: Sequence[Prompt], judge: RewardScorer, settings: EvaluationSettings
 ) -> tuple[dict[str, Any], list[Group]]:
     """The metrics (sampled and greedy accuracy, pass@k, mean reward, lengths) and the sampled
-    groups. `*_interval` are 95 % intervals over the prompts; `reward_kind` is "0 or 1" or `graded`,
-    by the first reward. Raises ValueError for a k larger than the number of samples."""
+    groups. `*_interval` are 95 % intervals over the prompts. `reward_kind`, the kind of the first
+    reward, is "0 or 1" or `graded`. Raises ValueError if a k exceeds the number of samples."""
     num_samples, threshold = settings.num_samples, settings.pass_threshold
     if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
@@ -89,8 +89,8 @@ def evaluate(
 
 
 def kind_of(groups: Sequence[Group], threshold: float) -> str:
-    """The kind of the first reward: "0 or 1" if pass@k is meaningful, for values 0 and 1 (or -1 and
-    1) or a threshold other than 1; else `graded`."""
+    """The kind of the first reward: "0 or 1" if pass@k is meaningful, else `graded`. pass@k is
+    meaningful if all values are 0 or 1, if all are -1 or 1, or if the threshold is not 1."""
     given = {score for g in groups for score in next(iter(g.scores.values()))} - {None}
     binary = given <= {0.0, 1.0} or given <= {-1.0, 1.0}
     return "0 or 1" if binary or threshold != 1.0 else GRADED
@@ -115,7 +115,7 @@ Results = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Evaluates the policy during training; leaves RNG and training state untouched."""
+    """Evaluates the policy during training. Random generators and training state do not change."""
 
     policy: Policy
     engine: Engine
@@ -144,9 +144,9 @@ class Evaluator:
 
 
 def loss_of(groups: Sequence[Group]) -> float:
-    """The loss that TRL reports, of completions under the weights that sampled them: minus the mean
-    of the leave-one-out advantages. The advantages of a group sum to 0, so it is 0 up to rounding
-    and says nothing about the policy."""
+    """The loss that TRL reports for an evaluation: minus the mean of the leave-one-out advantages.
+    All ratios are 1, since the same weights sampled the completions. The advantages of a group sum
+    to 0. The loss is therefore 0 up to rounding and does not measure the policy."""
     rewards = [math.nan if r is None else r for group in groups for r in group.rewards]
     numbers = [number for number, group in enumerate(groups) for _ in group.rewards]
     return 0.0 - float(subtract_baseline(torch.tensor(rewards), torch.tensor(numbers)).mean())
@@ -162,9 +162,10 @@ def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, 
 
 
 def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfig) -> bool:
-    """Whether this evaluation is better than all previous ones; if so, it is stored in `state`. The
-    metric is `metric_for_best_model`, by default `eval_reward`. If the default metric is missing
-    (several evaluation sets), the result is False; any other missing one raises ValueError."""
+    """Whether this evaluation is better than all previous ones; if so, its value and step are
+    stored in `state`. The metric is `metric_for_best_model`, by default `eval_reward`. If the
+    default metric is missing (several evaluation sets), the result is False. Any other missing
+    metric raises ValueError."""
     name = "eval_" + (config.metric_for_best_model or "reward").removeprefix("eval_")
     if name not in metrics:
         if config.metric_for_best_model is None:
@@ -183,8 +184,8 @@ def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfi
 
 
 def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
-    """A note if the evaluation sets of a trainer, by name, are not used. Raises ValueError if there
-    is nothing to evaluate on, and if no set has the metric for the best model."""
+    """A note if training does not use the evaluation `sets` of a trainer. Raises ValueError if an
+    evaluation is requested and there is no set, and if no set has the metric for the best model."""
     args: RLOOConfig = owner.args
     evaluates = args.eval_on_start or args.eval_strategy != "no"
     if evaluates and not sets:
@@ -218,8 +219,8 @@ def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
 
 
 def _known_metrics(owner: Any) -> set[str] | None:
-    """The names of the metrics of an evaluation. None if they cannot be known in advance: a reward
-    that logs, a judge, episodes or a subclass may add some."""
+    """The names of the metrics of an evaluation. None if the names are not known in advance: a
+    reward that logs, a judge, episodes or a subclass may add metrics."""
     rewards: RewardSet = owner.rewards
     judged = owner.judging.rewards is not None or owner.judging.pairwise
     overridden = type(owner).evaluate.__qualname__ != "RLOOTrainer.evaluate"
@@ -234,8 +235,9 @@ def _known_metrics(owner: Any) -> set[str] | None:
 
 
 def _may_log(function: Callable[..., Any]) -> bool:
-    """Whether a reward function may log a metric: it has the parameter `log_metric`; or it has
-    **kwargs and uses that name or passes them on; or its code cannot be inspected."""
+    """Whether a reward function may log a metric. This is true if it has the parameter
+    `log_metric`; if it has **kwargs, and uses the name `log_metric` or passes **kwargs on; or if
+    its code cannot be inspected."""
     accepts = read_signature(function, "", 1.0).accepts
     if accepts is not None:
         return "log_metric" in accepts

@@ -1,5 +1,5 @@
-"""The members of a run, written to a file for `rloo status`, and the stop file of `rloo stop`. Both
-commands need only the run's folder, on any machine."""
+"""Writes the processes of a run to a file for `rloo status`, and reacts to the stop file of
+`rloo stop`. Both commands need only the run's folder, on any machine."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ def _watch(
     hub, before, asked = parts.world.worker_registry, "", False
     while True:
         now = json.dumps(known | {"workers": hub.members() if hub else []})
-        with suppress(OSError):  # on a full disk training raises its own error
+        with suppress(OSError):  # if the disk is full, training raises an error
             if now != before:
                 _replace(folder / MEMBERS, now)
                 before = now
-            # Without a handler, as in a script's thread, the signal would end the process.
+            # In a script's thread no handler is installed, and the signal would end the process.
             heard = callable(signal.getsignal(signal.SIGTERM))
             if heard and not asked and (folder / STOP).exists():
                 asked = True

@@ -27,19 +27,19 @@ if TYPE_CHECKING:  # a run without tools does not load them
     from rloo.episodes.environments import EnvironmentPool
     from rloo.episodes.tools import ToolSet
 
-# The prompt of rows without one; the environment adds its text.
+# The prompt of a row without a prompt; the environment adds the text.
 _NOTHING = [{"role": "user", "content": ""}]
 Factory = Callable[[], Any]
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
-# A factory, its spec, or a mapping of either by the names in the column `environment`.
+# A factory, its spec, or a mapping from names in the column `environment` to either.
 Factories = Factory | str | Mapping[str, Factory | str] | None
 
 
 @dataclass(frozen=True, slots=True)
 class MultiTurnSetup:
     """The tools, environments or rollout function of a run. The keys of `tools` are names of
-    environments; None if one serves all rows, or if there is none. Empty: completions are single
-    turns, and no method has an effect."""
+    environments. The key is None if one environment serves all rows, or if there is no environment.
+    If the setup is empty, completions are single turns, and no method has an effect."""
 
     tools: Mapping[str | None, ToolSet] = field(default_factory=dict)
     environments: EnvironmentPool | None = None
@@ -52,8 +52,8 @@ class MultiTurnSetup:
         return [*rewards.functions, *self.functions, *self.factories, *own]
 
     def dataset(self, rows: Any, args: RLOOConfig, batches: BatchSizes) -> Any:
-        """Return `rows`. If there are none and a single environment supplies the prompts, return
-        one rollout of empty prompts; `max_steps` then sets the run's length, as in TRL."""
+        """Return `rows`. If there are no rows and a single environment supplies the prompts, return
+        empty prompts for one rollout; `max_steps` then sets the run's length, as in TRL."""
         if (
             rows is not None
             or self.environments is None
@@ -64,8 +64,8 @@ class MultiTurnSetup:
         return Dataset.from_dict({"prompt": [_NOTHING] * batches.prompts_per_rollout})
 
     def rows(self, given: Any, args: RLOOConfig) -> Any:
-        """`given` rows, with an empty prompt if there are environments and the rows have no column
-        `prompt`. Rows that are given by name are returned unchanged."""
+        """Return the `given` rows. If there are environments and the rows have no column `prompt`,
+        add a column of empty prompts. Rows that are given by name are returned unchanged."""
         if self.environments is None or args.prompt_template is not None:
             return given
         if isinstance(given, Mapping):
@@ -85,14 +85,14 @@ class MultiTurnSetup:
 
     def shown(self, args: RLOOConfig, name: str | None = None) -> RLOOConfig:
         """`args` with the tools' schemas, which the chat template shows to the model."""
-        if name not in self.tools:  # tools depend on the row; its episode renders the prompt again
+        if name not in self.tools:  # tools depend on the row: the episode renders the prompt again
             return args
         given = args.chat_template_kwargs or {}
         return args.with_values(chat_template_kwargs={**given, "tools": self.tools[name].schemas})
 
     def checked(self, source: Prompts) -> Prompts:
-        """The same prompts. Raises ValueError for rows without an environment, and if an episode
-        cannot begin with the first prompt."""
+        """Return `source`, after checks. Raises ValueError for rows without an environment, and if
+        an episode cannot begin with the first prompt."""
         if self.tools and isinstance(source, PromptDataset):
             from rloo.episodes.multi_turn_engine import check_prompts
 
@@ -104,8 +104,8 @@ class MultiTurnSetup:
         return source
 
     def with_rewards(self, given: Any, args: RLOOConfig) -> tuple[Any, RLOOConfig]:
-        """The `given` rewards, or those that `args` name, followed by those of environments, with
-        weight 1."""
+        """The `given` rewards, by default those of `args`, followed by the environments' rewards
+        with weight 1; and `args` with all weights."""
         if self.environments is None or not (own := self.environments.rewards()):
             return given, args
         specs = args.reward if given is None else given
@@ -115,17 +115,18 @@ class MultiTurnSetup:
         return [*specs, *own], args
 
     def with_environment_rewards(self, rewards: RewardSet) -> RewardSet:
-        """The same rewards, with the parameters that its functions may have besides columns."""
+        """Return `rewards`, after setting the parameters besides columns that functions may
+        have."""
         if self.environments is not None:
             rewards.offered = ("environments",)
-        if self.rollout_func is not None:  # it may return any column
+        if self.rollout_func is not None:  # a rollout_func may return any column
             rewards.offered = rewards.required
         return rewards
 
     def wrap_engine(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
-        """An engine whose completions are episodes; `engine` itself without tools. Raises
-        ValueError for an unsuitable chat template, and for combinations that several processes
-        cannot support."""
+        """Wrap `engine` in an engine whose completions are episodes. Without tools, return
+        `engine`. Raises ValueError for an unsuitable chat template, and for combinations that do
+        not work with several processes."""
         if self.rollout_func is not None or self.tools:
             self._check_processes(engine, trainer)
         if self.rollout_func is not None:
@@ -162,7 +163,7 @@ class MultiTurnSetup:
         return MultiTurnEngine(engine, casts, limits, self.environments)
 
     def _check_processes(self, engine: Engine, trainer: Any) -> None:
-        """Raise ValueError for combinations that cannot work over several processes."""
+        """Raise ValueError for combinations that do not work with several processes."""
         world, judging = trainer.world, trainer.judging.rewards
         divided = any(map(is_sharded, trainer.policy.parameters))
         if world.size > 1 and divided and not engine.capabilities.copies_weights:
@@ -197,8 +198,9 @@ def multi_turn_setup(
     own: RolloutFunc | None,
     args: RLOOConfig,
 ) -> MultiTurnSetup:
-    """The setup of the `given` tools, or else those of `args.tools`; likewise for environments.
-    Raises ValueError for invalid tools, and for options that cannot be combined with tools."""
+    """The setup of the `given` tools (default: `args.tools`) and environment `factories` (default:
+    `args.environment_factory`), or of the rollout function `own`. Raises ValueError for invalid
+    tools, and for options that cannot be combined with tools."""
     specs = args.tools if given is None else given
     factories = args.environment_factory if factories is None else factories
     if own is not None and (specs or factories is not None):

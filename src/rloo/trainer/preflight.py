@@ -1,5 +1,5 @@
-"""Checks of a run's input before torch is loaded, which takes seconds: missing files and folders,
-unknown rewards, and an output folder that cannot be written."""
+"""Checks of a run's input before the import of torch, which takes seconds: missing files and
+folders, unknown rewards, and an output folder that cannot be written."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from rloo.rewards.registry import check_folder as check_reward_folder
 from rloo.rewards.registry import check_reward, is_reward_model
 from rloo.trainer.run_lock import refuse_if_owned
 
-# More threads only wait for each other; with thousands libgomp fails.
+# More threads per processor only wait for each other. With thousands, libgomp fails.
 THREADS_PER_PROCESSOR = 64
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def read_options(arguments: list[str]) -> RLOOConfig:
-    """The configuration of a command line. If it names no model and no data, the embedded task's
-    options are its base."""
+    """The configuration of a command line. If the command line names no model and no data, the
+    options of the embedded task are the defaults."""
     return parse_command_line(arguments, str(EMBEDDED_FILE))
 
 
@@ -47,7 +47,7 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
     if trains:
         with _noting(faults):
             check_folder(config)
-            if not is_launched():  # else another process of this run may own it
+            if not is_launched():  # otherwise another process of this run may own it
                 refuse_if_owned(Path(config.output_dir))
         with _noting(faults):
             _check_checkpoint(config)
@@ -96,7 +96,7 @@ def _noting(faults: list[str]) -> Iterator[None]:
 
 
 def check_threads(number: int | None) -> None:
-    """Raise ValueError for more threads than this machine can have."""
+    """Raise ValueError if the number of threads exceeds the limit for this machine."""
     most = THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
     if number is not None and number > most:
         raise ValueError(
@@ -141,8 +141,8 @@ def _check_checkpoint(config: RLOOConfig) -> None:
 
 
 def check_model(name: str | None, how: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError if `name` is neither a folder with a model nor available from the hub.
-    `how` are transformers' arguments to load it."""
+    """Raise ValueError if `name` is neither a folder with a model nor available from the hub. `how`
+    are the arguments for transformers' `from_pretrained`."""
     if name is None:
         raise ValueError("no model is named; name a hub id or a folder (model)")
     path = Path(name).expanduser()
@@ -183,7 +183,7 @@ def _check_reward(spec: str | Mapping[str, Any]) -> None:
 def _check_hub_id(
     what: str, name: str, cached: Callable[[str], bool], option: str | None = None
 ) -> None:
-    """Raise ValueError if `name` is no hub id, or is not cached while the hub is unreachable."""
+    """Raise ValueError if `name` is not a hub id, or is not cached and the hub is unreachable."""
     option = option or what
     if not _HUB_ID.fullmatch(name) or name.endswith((".json", ".jsonl", ".parquet", ".csv")):
         raise ValueError(f"{what} {name} does not exist on this disk ({option})")
@@ -195,7 +195,7 @@ def _check_hub_id(
 
 
 def _no_hub() -> str | None:
-    """The reason why the hub is unreachable, if it is known without a request."""
+    """The reason why the hub is unreachable, if the reason is known without a request."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
@@ -219,7 +219,7 @@ def _cached_model(name: str, how: Mapping[str, Any] = MappingProxyType({})) -> b
 
 
 def _cached_dataset(name: str) -> bool:
-    """Whether `datasets` may have prepared the dataset before, or the hub cache has its files."""
+    """Whether the cache of `datasets` or of the hub may contain the dataset."""
     from huggingface_hub import constants
 
     prepared = os.environ.get("HF_DATASETS_CACHE", os.path.join(constants.HF_HOME, "datasets"))

@@ -1,4 +1,4 @@
-"""Checks that all ranks of a run start alike, stay alike, and end together."""
+"""Checks that all ranks of a run start with equal state, keep equal weights, and end together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from rloo.tracking.jsonl import versions
 
 @contextmanager
 def ranks_in_sync(parts: TrainerComponents, state: TrainState) -> Iterator[None]:
-    """Handle stop signals in this block. An error in one process ends the block in all of them, and
-    none leaves it before the main process has saved everything. Raises ValueError if an earlier
-    error has left the processes out of step."""
+    """Handle stop signals in this block. An error in one process ends the block in all processes.
+    No process leaves the block before the main process has saved everything. Raises ValueError if
+    an earlier error has left the processes out of sync."""
     parts.world.require_device_groups()
     links = parts.world.collectives
     if links is not None:
@@ -39,8 +39,9 @@ def ranks_in_sync(parts: TrainerComponents, state: TrainState) -> Iterator[None]
 def check_ranks_agree(
     world: World, config: RLOOConfig, policy: Policy, called: Sequence[Any], data: Any
 ) -> None:
-    """Raise ValueError, with both values and ranks, if a process differs from the main one in
-    options, weights, the functions `called` (rewards, tools), prompts or versions."""
+    """Raise ValueError if a process differs from the main process in options, weights, the
+    functions `called` (rewards, tools), prompts or versions. The error has both values and
+    ranks."""
     if world.collectives is None:
         return
     sources = [_source_of(function) for function in called]
@@ -62,8 +63,8 @@ def check_ranks_agree(
 
 
 def check_same_weights(parts: TrainerComponents, state: TrainState) -> bool:
-    """Whether some process was asked to save. Raises WeightsDiverged if the weights of the ranks
-    differ."""
+    """Whether a process has received a request to save. Raises WeightsDiverged if the weights of
+    the ranks differ."""
     if parts.world.collectives is None:
         return parts.stop.save_wanted
     # Sharded weights have a single copy, so there is nothing to compare.

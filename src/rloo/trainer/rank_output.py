@@ -13,13 +13,13 @@ import psutil
 from rloo.config.config import RLOOConfig
 from rloo.config.launcher_env import restart_count
 
-# The variable with the file for a rank's output until the run has a folder.
+# Environment variable: the path of a rank's output file until the run folder exists.
 OUTPUT = "RLOO_RANK_OUTPUT"
 
 
 def redirect_output(path: Path) -> None:
-    """Append this process's output to the file `path`, preceded by its earlier output if the
-    launcher has saved that. Creates the file's folder. Raises OSError."""
+    """Append this process's output to the file `path`. Earlier output that the launcher has saved
+    is copied to the file first. Creates the file's folder. Raises OSError."""
     sys.stdout.flush()
     sys.stderr.flush()
     path.parent.mkdir(exist_ok=True)
@@ -37,8 +37,8 @@ def redirect_output(path: Path) -> None:
 
 
 def restarted(config: RLOOConfig) -> RLOOConfig:
-    """The options of a rank. After a restart by the launcher (torchrun or `rloo train`) the run
-    resumes automatically, from its own checkpoint if there is one."""
+    """The options of a rank. After a restart by the launcher (torchrun or `rloo train`),
+    `resume_from_checkpoint` is "auto", so that the run resumes from its own checkpoint."""
     if restart_count() == 0:
         return config
     from rloo.trainer.checkpoint import list_checkpoints  # needs torch
@@ -46,8 +46,8 @@ def restarted(config: RLOOConfig) -> RLOOConfig:
     began = psutil.Process(os.getppid()).create_time()
     made = [path for _, path in list_checkpoints(Path(config.output_dir))]
     own = any(path.stat().st_mtime >= began for path in made)
-    # Until this run has saved a checkpoint, the options to overwrite or resume stay in force, and a
-    # folder with another run's checkpoints is still refused.
+    # Until this run has saved a checkpoint, the options to overwrite or resume still apply. A
+    # folder with another run's checkpoints is then still an error.
     if own or not (made or config.resume_from_checkpoint or config.overwrite_output_dir):
         return replace(config, resume_from_checkpoint="auto", overwrite_output_dir=False)
     return config

@@ -15,7 +15,8 @@ from rloo.model.policy import Policy
 
 
 def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
-    """The native or hf engine in separate processes, with the autocast `precision`."""
+    """The native or hf engine in separate processes, with the autocast `precision`. Raises
+    ValueError if `rollout_dtype` is set and the fused decoder does not sample the model."""
     config, model = policy.config, policy.model
     why_slow = None
     if config.rollout_engine != "hf":
@@ -50,7 +51,7 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
     how = engine_worker_config(
         model,
         engine=engine,
-        # A remote worker sees only the GPUs that it may use.
+        # A remote worker sees only its own GPUs, so the device has no index.
         device=policy.device.type if hub else str(policy.device),
         pad_token_id=policy.pad_token_id,
         precision=computed,

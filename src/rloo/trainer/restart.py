@@ -15,10 +15,11 @@ _PLACE = ("is_world_process_zero", "is_local_process_zero", "is_hyper_param_sear
 
 
 class InitialLearningRates:
-    """The learning rates before the first step, to start the schedule again."""
+    """The initial state of a schedule, to restart the schedule."""
 
     def __init__(self, scheduler: Any, remake: Callable[[int], Any] | None = None) -> None:
-        """`remake(steps)` creates a schedule of that length; None: the user's schedule stays."""
+        """`remake(steps)` creates a schedule for `steps` steps; None: the user's schedule is
+        reused."""
         self._scheduler, self._remake = scheduler, remake
         self._state = copy.deepcopy(scheduler.state_dict())
 
@@ -39,8 +40,8 @@ class InitialLearningRates:
 
 
 def lengthen(trainer: Any, args: RLOOConfig, state: TrainerState) -> None:
-    """Give a trainer `args` of another length, and a new schedule for `state.max_steps`, as for
-    `args.max_steps = 4; trainer.train()`."""
+    """Set the options of a trainer to `args`, which have another run length, and create a schedule
+    for `state.max_steps`. A script causes this by `args.max_steps = 4; trainer.train()`."""
     schedule = trainer._schedule.of_length(max(state.max_steps, 1))
     trainer.policy.stepper.scheduler = schedule
     vars(trainer).update(args=args, lr_scheduler=schedule)
@@ -49,7 +50,7 @@ def lengthen(trainer: Any, args: RLOOConfig, state: TrainerState) -> None:
 
 def forget(state: TrainerState, control: TrainerControl, fresh: TrainerState) -> None:
     """Reset the state of an ended run to `fresh`, and clear all flags of `control`. Both objects
-    stay the same, since callbacks and rewards hold them."""
+    are changed in place, since callbacks and rewards hold references to them."""
     place = {name: getattr(state, name) for name in _PLACE}
     vars(state).update({**vars(fresh), **place})
     vars(control).update(vars(TrainerControl()))

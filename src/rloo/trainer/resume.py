@@ -21,11 +21,11 @@ from rloo.trainer.checkpoint import Checkpoint, load_checkpoint
 from rloo.trainer.cpu_settings import resume_arithmetic
 
 # fmt: off
-# A restored optimizer and schedule have their own values of these; new ones would be ignored.
+# A restored optimizer and schedule contain the old values; new values would have no effect.
 FIXED = (
     "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "fp16",
 )
-# These options do not change what is computed.
+# These options do not change the computation.
 HARMLESS = (
     "max_steps", "num_train_epochs", "output_dir", "overwrite_output_dir", "resume_from_checkpoint",
     "model", "save_strategy", "save_steps", "save_total_limit", "logging_steps",
@@ -39,7 +39,8 @@ HARMLESS = (
     "engine_kwargs.devices", "vllm_server_timeout", "engine_kwargs.request_timeout",
     "engine_kwargs.restarts", "vllm_gpu_memory_utilization",
 )
-# Chosen automatically in the first session, and unchanged unless the user sets them now.
+# Options that the first session chose automatically; a resumed run keeps the choice, unless the
+# user sets the option.
 CHOSEN = (
     "num_threads", "cpu_kwargs.onednn", "cpu_kwargs.kernels", "max_tokens_per_micro_batch",
     "packing",
@@ -49,8 +50,8 @@ CHOSEN = (
 
 
 def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) -> Checkpoint:
-    """The state of a run, without the weights. `told` has the resolved options (`config`) and the
-    values that a resumed run reports further, as JSON values."""
+    """The state of a run, without the weights. `told` contains the resolved options (`config`) and
+    the values that a resumed run continues to report, as JSON values."""
     policy = parts.policy
     in_parts = parts.config.state_dict_type == "sharded"
     optimizer, scheduler, scaler = policy.stepper.state(in_parts=in_parts)
@@ -70,7 +71,7 @@ def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) 
 
 
 def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
-    """The options with another effect than those of an earlier session, with both values."""
+    """The options that affect the computation and have changed, with both values."""
     before, now = by_entry(resolved_form(before)), by_entry(config.to_dict())
     return [
         f"{name} {before[name]} -> {now[name]}"
@@ -80,19 +81,21 @@ def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
 
 
 def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
-    """The options that the user has set: in the first session, or now with another value. Equal
-    values do not count, since a session that resumes by config.yaml names every option."""
+    """The options that the user has set: in an earlier session, or now with a different value.
+    Equal values do not count, since config.yaml, from which a session may resume, has every
+    option."""
     before, values = resolved_form(saved["config"]), config.to_dict()
     now = {n for n in config.named if n not in before or values[n] != before[n]}
-    return options_of(saved["named"]) | now if "named" in saved else config.named  # a newer entry
+    return options_of(saved["named"]) | now if "named" in saved else config.named  # may be missing
 
 
 def restore(
     parts: TrainerComponents, state: TrainState, path: Path, *, same_options: bool = False
 ) -> dict[str, Any]:
     """Restore a run from a checkpoint; return the checkpoint's trainer_state. Raises ValueError if
-    it is of another model or of other starting weights, and for changed options that a restored
-    optimizer would ignore. Other changes become a note, or an error with `same_options`."""
+    the checkpoint has another model or other initial weights, and for changed options that a
+    restored optimizer would ignore. Other changed options add a note, or raise ValueError with
+    `same_options`."""
     checkpoint, policy = load_checkpoint(path), parts.policy
     saved = checkpoint.trainer_state
     require_same_shapes(saved["shapes"], parameter_shapes(policy.model))
@@ -103,7 +106,7 @@ def restore(
         )
     changed = changed_options(saved["config"], parts.config)
     batches = asdict(parts.batches)
-    before = saved.get("batches", batches)["completions_per_step"]  # a newer entry
+    before = saved.get("batches", batches)["completions_per_step"]  # older checkpoints lack it
     if before != batches["completions_per_step"]:
         now = f"{batches['completions_per_step']} (on {parts.world.size} processes)"
         changed.append(f"completions of an optimizer step {before} -> {now}")
@@ -128,7 +131,7 @@ def restore(
     state.trainer.epoch = parts.rollouts.epoch
     best = saved["state"]["best_global_step"]
     state.trainer.best_metric, state.trainer.best_global_step = saved["state"]["best_metric"], best
-    # Found by its number, since the run's folder may have been moved.
+    # By its step instead of its path, since the run's folder may have been moved.
     folder = path.parent / f"checkpoint-{best}"
     state.trainer.best_model_checkpoint = str(folder) if folder.is_dir() else None
     parts.events.load_state_dict(saved["callbacks"])
@@ -146,7 +149,7 @@ def _compare(saved: dict[str, Any], parts: TrainerComponents, changed: list[str]
                 f"value: leave it as it was, or start another run ({name})"
             )
     changed += resume_arithmetic(config, before)
-    # A budget that did not fit into memory then is not tried again.
+    # A token budget that exceeded the memory in an earlier session is not tried again.
     too_large = [change["from"] for change in saved["budget_changes"]]
     if config.max_tokens_per_micro_batch in (None, *too_large):
         policy.max_tokens = before["max_tokens_per_micro_batch"]

@@ -11,10 +11,10 @@ from rloo.tracking.model_card import FILE as CARD
 from rloo.tracking.model_card import has_other_card
 
 ARCHIVE_DIR = "earlier"
-# The folder during the move; it gets its number after everything is moved.
+# The folder's name during the move. Afterwards the folder is renamed to its number.
 _MOVING = "moving"
-# The files of a result, as transformers and peft name them, and files that scripts save as with
-# Trainer.
+# The files of a trained model, as transformers and peft name them, and the files that scripts save
+# by Trainer's methods.
 RESULT = (
     "*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
     "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -27,8 +27,8 @@ RESULT = (
 
 
 def archive_run(folder: Path, records: list[Path]) -> Path:
-    """Move `records` and the result of a run to a new folder `earlier/N` in `folder`; returns it.
-    The next call completes an interrupted move."""
+    """Move `records` and the result of a run to a new folder `earlier/N` in `folder`; return the
+    new folder. If a move is interrupted, the next call completes it."""
     (folder / ARCHIVE_DIR / _MOVING).mkdir(parents=True, exist_ok=True)
     for item in [*_result(folder), *records]:  # records last, since they identify a run
         place = folder / ARCHIVE_DIR / _MOVING / item.relative_to(folder)

@@ -46,14 +46,14 @@ RUN_FILES = (
     f"profile/{TRACE}", f"profile/{REPORT}",
 )  # fmt: skip
 AUTO = "auto"
-# The keys that the summary of a finished run has at least.
+# The keys that the summary of a finished run must have.
 RESULT = {"steps", "config", "totals"}
 
 
 @dataclass(frozen=True, slots=True)
 class StartPoint:
     """The start of a run: a checkpoint, or None for step 0. With `same_options` the run resumes
-    only if its options are the same. `finished` is the summary of a run that has finished."""
+    only if its options equal the checkpoint's. `finished` is the summary of a finished run."""
 
     checkpoint: Path | None
     same_options: bool = False
@@ -65,9 +65,9 @@ class StartPoint:
 def acquire_run_dir(
     config: RLOOConfig, resume_from_checkpoint: str | bool | None
 ) -> Iterator[StartPoint]:
-    """Own `config.output_dir` in this block, and prepare it for a run from the start point that
-    `resume_from_checkpoint`, or else the option, names. Raises ValueError for a folder of the
-    model, of another program or of another run."""
+    """Lock `config.output_dir` in this block, and prepare the folder for a run.
+    `resume_from_checkpoint`, or else the option of that name, selects the start point. Raises
+    ValueError for the model's folder, and for a folder of another program or of another run."""
     check_folder(config)
     folder = Path(config.output_dir).absolute()
     resume = resume_from_checkpoint or config.resume_from_checkpoint
@@ -96,7 +96,7 @@ def acquire_run_dir(
 def acquire_run_dir_on_main(
     world: World, config: RLOOConfig, resume_from_checkpoint: str | bool | None
 ) -> Iterator[StartPoint]:
-    """As `acquire_run_dir`, done by the main process for all processes. Collective."""
+    """Call `acquire_run_dir` in the main process, for all processes. Collective."""
     if world.is_main:
         with ExitStack() as stack:
             try:
@@ -132,7 +132,7 @@ def _require_same_run(folder: Path, config: RLOOConfig) -> None:
 
 
 def _make(folder: Path) -> None:
-    """Create a folder and sync its parents: a power cut cannot lose it with its checkpoints."""
+    """Create a folder and sync its parents, so that a power failure cannot remove the folder."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing or [folder]:  # a killed run may have created it without the sync
@@ -141,9 +141,9 @@ def _make(folder: Path) -> None:
 
 
 def find_start_point(folder: Path, resume: str | bool | None) -> StartPoint:
-    """The start point: the checkpoint named; for True and "auto" the newest in `folder`. Raises
-    ValueError if the named one does not exist. For True also if there is no run, or a finished one
-    without a checkpoint."""
+    """The start point: step 0 for None and False, the checkpoint at a path, or the newest
+    checkpoint in `folder` for True and "auto". Raises ValueError if the path does not exist. With
+    True, raises ValueError also if `folder` has no run, or a finished run without a checkpoint."""
     if resume is None or resume is False:
         return StartPoint(None)
     if resume is True or resume == AUTO:
@@ -173,8 +173,9 @@ def find_start_point(folder: Path, resume: str | bool | None) -> StartPoint:
 
 
 def _go_back_to(start: StartPoint, folder: Path) -> None:
-    """Remove the summary and set later checkpoints aside, so that `folder` has nothing newer than
-    the start point. Otherwise a run that is killed now would resume from a later checkpoint."""
+    """Remove the summary and rename later checkpoints, so that `folder` has nothing newer than the
+    start point. Otherwise, if the run is killed now, "auto" would resume from a later checkpoint.
+    Raises ValueError if `folder` has another run than the start point."""
     assert start.checkpoint is not None
     if start.checkpoint.parent.resolve() != folder.resolve():
         if list_checkpoints(folder) or (folder / METRICS).exists():
@@ -216,7 +217,7 @@ def _keep(folder: Path, records: list[Path], checkpoints: list[Path]) -> str:
 
 
 def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
-    """Raise ValueError if the run to archive contains the model: its path would no longer exist."""
+    """Raise ValueError if the run to archive contains the model: the model's path would change."""
     model, earlier = Path(config.model or ""), (folder / ARCHIVE_DIR).resolve()
     model = Path(os.path.realpath(model.parent)) / model.name  # a link itself is not followed
     inside = config.model is not None and model.is_relative_to(folder.resolve())
@@ -231,9 +232,9 @@ def _require_model_elsewhere(folder: Path, config: RLOOConfig) -> None:
 def clear(
     folder: Path, config: RLOOConfig, *, start: StartPoint, resume: str | bool | None
 ) -> None:
-    """Remove unfinished checkpoints. If a new run starts, move the earlier one to `earlier/N`; with
-    `overwrite_output_dir` remove its files, and only files that this program wrote. Raises
-    ValueError if that would remove needed files, or files of other programs."""
+    """Remove unfinished checkpoints. If a new run starts, move the earlier run to `earlier/N`; with
+    `overwrite_output_dir` remove the earlier run's files instead, if this program wrote them.
+    Raises ValueError if needed files, or files of other programs, would be removed."""
     overwrite = config.overwrite_output_dir
     resuming = resume is not None and resume is not False
     if overwrite and resuming:

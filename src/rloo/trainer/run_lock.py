@@ -22,17 +22,19 @@ LOCK = ".lock"
 _OWNER = record({"host": text, "process": count}, {"since": text, "began": number})
 # Seconds between heartbeats, by which other hosts know that a run is alive.
 BEAT = 5.0
-# Tolerance in seconds for a process's start time, since the clock may have been set.
+# Tolerance in seconds for a process's start time, since the system clock may have been adjusted.
 _SAME = 2.0
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Own `folder` in this block. The system releases the lock with the process, however it dies.
+    """Lock `folder` for this run in this block. The operating system releases the lock when the
+    process ends, also when the process is killed.
 
-    Raises ValueError with host, process and start of the run that owns it. Not every file system
-    locks between hosts, so another host's lock is valid until it has no heartbeat for three beats.
-    A heartbeat is a change of the file's mtime; no clocks are compared.
+    Raises ValueError if another run has the lock; the error has the run's host, process and start
+    time. Some file systems do not lock between hosts. The lock of another host is therefore valid
+    until it has had no heartbeat for three intervals (`BEAT`). A heartbeat is a change of the lock
+    file's mtime; no clocks are compared.
     """
     path, over = folder / LOCK, threading.Event()
     lock = _lock(folder)
@@ -63,8 +65,8 @@ def _lock(folder: Path) -> FileLock:
 
 
 def _take(folder: Path, lock: FileLock) -> None:
-    """Write this process into the lock as owner. Raises ValueError if the folder belongs to a run
-    on another host, or to a run here that has closed its lock."""
+    """Write this process into the lock file as owner. Raises ValueError if the folder belongs to a
+    run on another host, or to a process on this host that has closed the lock file."""
     path, host = folder / LOCK, socket.gethostname()
     owner = _read(path)
     if owner and owner["host"] != host and _beats(path):
@@ -77,8 +79,8 @@ def _take(folder: Path, lock: FileLock) -> None:
 
 
 def lives(folder: Path) -> bool:
-    """Whether a run owns `folder` now, on any host. On this host the process is looked up; for
-    another host this waits for a heartbeat, for three beats at most. Takes no lock."""
+    """Whether a run on any host owns `folder` now. On this host the process is looked up. For a run
+    on another host the function waits for a heartbeat, at most three intervals. Takes no lock."""
     path = folder / LOCK
     owner = _read(path)
     here = owner.get("host") == socket.gethostname()
@@ -125,7 +127,7 @@ def _beats(path: Path) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The owner of a lock; empty if there is none, or if it has not been written yet."""
+    """The owner of a lock; empty if there is no owner, or if the owner is not written yet."""
     return read_object(path, _OWNER)
 
 

@@ -1,4 +1,4 @@
-"""Predicts the number of evaluations and checkpoints of a run, and the time to write one."""
+"""Predicts the numbers of evaluations and checkpoints of a run, and the time of a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TRIED_BYTES = 2**25
 def count_evaluations_and_saves(
     config: RLOOConfig, state: TrainerState, batches: BatchSizes, num_rows: int
 ) -> tuple[int, int]:
-    """The numbers of evaluations and checkpoints of a run from its first step on. Trainer's default
-    callback requests them, and `TrainingLoop` makes them at the end of a rollout. With
-    `save_strategy` best every evaluation counts as the best one. Callbacks that end a run are not
-    considered."""
+    """The numbers of evaluations and checkpoints from the first step of a run to its end. As in a
+    run, Trainer's default callback requests them, and they take place at the end of a rollout. With
+    `save_strategy` best, every evaluation counts as the best one. Callbacks that end a run early
+    are not considered."""
     state, control = copy.copy(state), TrainerControl()
     flow, arguments = DefaultFlowCallback(), to_training_arguments(config)
     evaluations = checkpoints = drawn = 0
@@ -71,8 +71,8 @@ def unused_intervals(config: RLOOConfig) -> list[str]:
 
 
 def writing_seconds(folder: Path, size: int) -> float:
-    """The seconds to write and hash `size` bytes in `folder`, which need not exist. Extrapolated
-    from fewer bytes in an anonymous temporary file."""
+    """Predict the seconds to write and hash `size` bytes in `folder`, which need not exist. The
+    prediction extrapolates from fewer bytes in an anonymous temporary file."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     tried = os.urandom(min(size, _TRIED_BYTES))
     with tempfile.TemporaryFile(dir=there) as file:

@@ -1,5 +1,5 @@
-"""Replacements for methods and attributes of Trainer, or of TRL's RLOOTrainer, that nothing
-here calls or reads."""
+"""Replacements for methods and attributes of Trainer, or of TRL's RLOOTrainer, that this program
+does not call or read."""
 
 from __future__ import annotations
 

@@ -54,14 +54,14 @@ Rewards = RewardFunction | Sequence[RewardFunction]
 class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
     """Trains a causal language model with REINFORCE Leave-One-Out.
 
-    The arguments are those of TRL's RLOOTrainer, in its order. `model` is a hub id, a folder, a
-    model with float32 weights or a PeftModel. `reward_funcs` (or `reward_model`) is one reward or a
-    list: functions, reward models, built-in names, `module:function` or `file.py:function`.
+    The arguments are those of TRL's RLOOTrainer, in the same order. `model` is a hub id, a folder,
+    a model with float32 weights or a PeftModel. `reward_funcs` (or `reward_model`) is one reward or
+    a list: functions, reward models, built-in names, `module:function` or `file.py:function`.
     `eval_dataset` may be a dict of named sets. `eval_reward_funcs` are rewards or TRL's pairwise
-    judges for evaluations only. With `peft_config` (a LoraConfig) a new adapter is trained. The
-    model may call `tools` (functions) and the methods of environments from `environment_factory`,
-    or `rollout_func` makes the rollouts, as in TRL's GRPOTrainer (docs/tools.md).
-    Raises ValueError for every error that can be found before sampling.
+    judges for evaluations only. With `peft_config` (a LoraConfig) a new adapter is trained. As in
+    TRL's GRPOTrainer, the model may call `tools` (functions) and the methods of environments from
+    `environment_factory`, or `rollout_func` generates the rollouts (docs/tools.md). Raises
+    ValueError for every error that can be found before sampling.
     """
 
     optimizer: Any
@@ -100,7 +100,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         rollout_func: RolloutFunc | None = None,
         environment_factory: Factories = None,
     ) -> None:
-        trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)  # it may have changed since
+        trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)  # the class may have changed
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
         self.args = obtain_config(args, model)
@@ -143,11 +143,11 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train and write everything to `args.output_dir`. Returns the number of steps, the mean
-        loss and Trainer's figures of the run; summary.json has the evaluation results. A stop
-        signal or an error saves a checkpoint. Then KeyboardInterrupt (Ctrl-C), `Stopped` (other
-        signals, handled in the main thread only) or the error is raised. `resume_from_checkpoint`
-        "auto" resumes an unfinished run with the same options, loads the result of a finished one,
-        and otherwise starts a run."""
+        loss and Trainer's metrics of the run; summary.json contains the evaluation results. After a
+        stop signal or an error a checkpoint is saved. Then KeyboardInterrupt (Ctrl-C), `Stopped`
+        (other signals, handled in the main thread only) or the error is raised. With
+        `resume_from_checkpoint` "auto", an unfinished run with the same options resumes, the result
+        of a finished run is loaded, and without an earlier run a new run starts."""
         trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)
         self.refuse_changed()
         resume = self._begin_again(resume_from_checkpoint)
@@ -176,9 +176,10 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, Any]:
-        """Evaluate on `eval_dataset`, on the trainer's set of that name, or on all of its sets.
-        Metrics have transformers' names (eval_reward, or eval_math_reward for a set `math`). They
-        are logged and sent to the callbacks. Training does not change in any bit."""
+        """Evaluate on `eval_dataset`: rows, or the name of one of the trainer's sets; default: all
+        of the trainer's sets. Metrics have transformers' names (eval_reward, or eval_math_reward
+        for a set `math`). The metrics are logged and sent to the callbacks. An evaluation does not
+        change the result of training in any bit."""
         self.refuse_changed()
         if ignore_keys:
             raise ValueError("ignore_keys names outputs of a model; no metric is made of those")
@@ -204,21 +205,24 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
                 self.policy.files.save_pretrained(output_dir or self.args.output_dir)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The optimizer of the options. Called before the first step if a subclass overrides it,
-        unless one is given (optimizers)."""
+        """The optimizer of the options. An override in a subclass is called before the first step,
+        unless the argument `optimizers` has an optimizer."""
         return build_optimizer(self.model, self.args, self.get_decay_parameter_names(self.model))
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """The names of the parameters with weight decay. Called if a subclass overrides it."""
+        """The names of the parameters with weight decay. Called only if a subclass overrides this
+        method."""
         return decayed_names(model)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set both attributes. Called if a subclass overrides it, unless one is given."""
+        """Set the attributes `optimizer` and `lr_scheduler`. Called only if a subclass overrides
+        this method and the argument `optimizers` is not given."""
         self.optimizer = self.create_optimizer() or self.optimizer
         self.lr_scheduler = self.create_scheduler(num_training_steps, self.optimizer)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Scheduler:
-        """The schedule of the options. Called if a subclass overrides it or the optimizer."""
+        """The schedule of the options. Called if a subclass overrides this method, and if `train`
+        is called again with another number of steps."""
         return build_scheduler(optimizer or self.optimizer, self.args, num_training_steps)
 
     def push_to_hub(
@@ -231,8 +235,8 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         **card: Any,
     ) -> Any:
         """Write model and card to `args.output_dir` and upload the folder, without checkpoints, to
-        `args.hub_model_id`. `card` is passed to `create_model_card`. Returns the commit, or its
-        future if not `blocking`."""
+        `args.hub_model_id`. `card` is passed to `create_model_card`. Returns the commit, or a
+        future of the commit if `blocking` is False."""
         with self.policy.files.collected():  # the main process gathers shards from all ranks
             if not self.world.is_main:
                 return None
@@ -310,7 +314,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         )
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
-        # None without `beta`, and with an adapter: its base model is the reference.
+        # None without `beta`, and with an adapter: the adapter's base model is then the reference.
         self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             keep_freed_memory()
@@ -322,7 +326,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         )
         lambdas = trl_overrides.schedule_of(self, given, _OWN)
         self._schedule = restart.InitialLearningRates(self.lr_scheduler, lambdas)
-        self._folder = Path(self.args.output_dir).absolute()  # a reward may change the current one
+        self._folder = Path(self.args.output_dir).absolute()  # a reward may change the cwd
         self._make_monitor()
         self.callback_handler = self.events.handler
         self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
@@ -339,8 +343,8 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self.monitor.attach(self.events, lambda logs: self.log(logs))
 
     def _begin_again(self, resume: str | bool | None) -> str | bool | None:
-        """On a repeated `train`, count from step 0 again, in new files. Weights, optimizer moments
-        and the position in the data stay, as with Trainer. An unfinished run resumes from its
+        """In a repeated `train`, count from step 0 again, in new files. As with Trainer, weights,
+        optimizer moments and the position in the data are kept. An unfinished run resumes from its
         checkpoint. Returns the value for `resume_from_checkpoint`."""
         resume = resume or self.args.resume_from_checkpoint
         before, longer = self._session, self.args.with_asked()

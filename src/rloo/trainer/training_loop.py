@@ -63,8 +63,8 @@ class TrainingLoop:
         self._named = self.config.named
 
     def has_finished(self, start: StartPoint) -> bool:
-        """Whether the finished run in the folder has the same options; if so, prints that. Raises
-        ValueError if its options differ and it has no checkpoint to resume from."""
+        """Whether the finished run in the folder has the same options; if so, prints a message.
+        Raises ValueError if the options differ and there is no checkpoint to resume from."""
         before = start.finished["config"]
         changed = changed_options(before, self.config)
         lengths = [name for name in LENGTH if before.get(name) != getattr(self.config, name)]
@@ -81,14 +81,14 @@ class TrainingLoop:
         return True
 
     def train(self, start: StartPoint) -> dict[str, float]:
-        """Train from a checkpoint or from step 0; return Trainer's figures of the run.
+        """Train from a checkpoint or from step 0; return Trainer's metrics of the run.
 
-        A run ends only here. However it ends, there is a checkpoint of the last finished step, the
-        terminal is restored, and summary.json has the status.
+        Every run ends here. After a stop or an error a checkpoint of the last finished step is
+        saved (see `_save_what_is_done`). The terminal is restored; summary.json has the status.
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         self._started = time.perf_counter()
-        parts.policy.stepper.clear()  # of a step that failed with an error that a script has caught
+        parts.policy.stepper.clear()  # after a step whose error a script has caught
         if self.config.push_to_hub and parts.world.is_main:
             self.hub.create()
         if start.checkpoint is not None:
@@ -114,7 +114,7 @@ class TrainingLoop:
             monitor.check_written()
             self.status = "finished"
         except BaseException as error:
-            # The command line distinguishes it from errors in the input.
+            # The command line distinguishes errors of a run from errors in the input.
             error.in_run = True  # type: ignore[attr-defined]
             self._save_what_is_done(error)
             if isinstance(error, SystemExit) and not isinstance(error, Stopped):
@@ -129,8 +129,8 @@ class TrainingLoop:
         return self._totals
 
     def push(self) -> None:
-        """Push the result to the hub, if the options say so, and record that. A finished run
-        without the record is pushed again."""
+        """Push the result to the hub if `push_to_hub` is set, and record the push in summary.json.
+        A finished run without this record is pushed again."""
         if not self.config.push_to_hub:
             return
         with self.parts.policy.files.collected():
@@ -151,7 +151,7 @@ class TrainingLoop:
 
     def _train_to_the_end(self) -> None:
         """Train until `max_steps`, or until a callback requests a stop. Checkpoints and evaluations
-        inside a rollout are delayed to its end, so that a resumed run repeats none."""
+        inside a rollout are delayed to its end, so that a resumed run does not repeat them."""
         parts, state = self.parts, self.state
         rollouts, epoch, pace = 0, None, None  # pace: seconds per token, without a profile
         if state.step_open:  # a callback ended an earlier session
@@ -161,7 +161,7 @@ class TrainingLoop:
         while not state.is_over:
             parts.stop.check()
             state.generators = capture_rng()
-            if state.active_rollout is None:  # else it is set; the data position is past it
+            if state.active_rollout is None:  # else it is set, and the data position is later
                 state.open_epoch = int(parts.rollouts.epoch)
             if state.open_epoch != epoch:
                 epoch = state.open_epoch
@@ -179,7 +179,7 @@ class TrainingLoop:
             self._settle()
 
     def _settle(self) -> None:
-        """Between two rollouts: evaluate, end the epoch and save, if they are pending."""
+        """Between two rollouts, do what is pending: evaluate, end the epoch, save."""
         parts, state = self.parts, self.state
         save_wanted = check_same_weights(parts, state)
         self._evaluate_if_due()
@@ -275,7 +275,7 @@ class TrainingLoop:
     def _load_best(self) -> None:
         """Load the weights of the best evaluation, and evaluate them again."""
         state, step = self.state.trainer, self.state.trainer.best_global_step
-        self.parts.world.all_gather_object(None)  # wait until the main process has written it
+        self.parts.world.all_gather_object(None)  # wait until main has written the checkpoint
         if state.best_model_checkpoint is None or step is None or step == state.global_step:
             return
         best = Path(state.best_model_checkpoint)
@@ -292,7 +292,7 @@ class TrainingLoop:
         self._last = state.global_step, next(iter(results.values()))
 
     def _save_model(self) -> None:
-        """Write the result. Raises NotFiniteError if it is not finite."""
+        """Write the trained model. Raises NotFiniteError if a weight is not finite."""
         self.parts.policy.stepper.require_finite()
         self._saved_at = self.state.step
         write_result(self.parts, self.owner)
@@ -311,7 +311,7 @@ class TrainingLoop:
                     self.hub.push_checkpoint(self._folder, checkpoint, step)
 
     def _commit(self, *, whole: bool) -> None:
-        """Write a checkpoint; if it is `whole`, a run resumes from it bit for bit. If weights or
+        """Write a checkpoint. From a `whole` checkpoint a run resumes bit for bit. If weights or
         moments are not finite, raises FloatingPointError and writes nothing."""
         state = self.state.trainer
         self.parts.policy.stepper.require_finite(moments=True)
@@ -326,8 +326,8 @@ class TrainingLoop:
         write_checkpoint(self.parts, self.state, self.owner, told if whole else None)
 
     def _save_what_is_done(self, error: BaseException) -> None:
-        """Save a checkpoint of the last finished step if there is none. Not after a second Ctrl-C,
-        and not if the weights are invalid or ahead of the record."""
+        """Save a checkpoint of the last finished step if there is none. Nothing is saved after a
+        second Ctrl-C, or if the weights are invalid or belong to a step without a record."""
         state = self.state
         stopped = isinstance(error, (KeyboardInterrupt, Stopped)) or self.parts.stop.received
         self.status = "interrupted" if stopped else "failed"
@@ -344,7 +344,7 @@ class TrainingLoop:
             return
         restore_rng(state.generators)  # discards the unfinished step
         if self.parts.policy.divides:
-            self.parts.world.fail(error)  # so that the others join the save
+            self.parts.world.fail(error)  # so that the other processes join the save
             if len(set(self.parts.world.regroup(state.step) or [])) != 1:
                 self.parts.monitor.note(
                     "weights are divided, and not all processes came to save them: the run goes on "

@@ -1,4 +1,4 @@
-"""Attributes and methods of TRL's trainer that scripts use and a run here does not call."""
+"""Attributes and methods of TRL's trainer that scripts use and training does not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONS = (
     "temperature", "top_k", "top_p", "use_vllm", "vllm_gpu_memory_utilization", "vllm_mode",
     "vllm_tensor_parallel_size",
 )  # fmt: skip
-# Other attributes; a script that sets one expects an effect.
+# Other attributes; assigning one would have no effect and raises an error.
 OTHERS = (
     "aux_loss_enabled", "epsilon_high", "epsilon_low", "eos_token_ids", "generation_config",
     "generation_kwargs", "model_wrapped", "num_generations_eval", "reward_weights",
@@ -51,8 +51,8 @@ LOADERS = ("get_eval_dataloader", "get_train_dataloader", "num_examples")
 
 
 def with_stream(args: RLOOConfig) -> RLOOConfig:
-    """`args` with the values that TRL sets if the training rows are a stream, which every process
-    reads in order. Raises ValueError for dispatch_batches: one process would read for all."""
+    """`args` with the values that TRL sets if the training rows are a stream. Every process reads
+    the stream in order. Raises ValueError for `dispatch_batches`: only one process would read."""
     given = read_accelerator_config(getattr(args, "accelerator_config"))  # noqa: B009 - idle
     if given["dispatch_batches"]:
         raise ValueError(
@@ -89,7 +89,7 @@ class TRLTrainerAttributes:
     @cached_property
     def accelerator(self) -> Accelerator:
         """accelerate's view of the processes: `print`, `is_main_process`, `gather`,
-        `gather_for_metrics`, `unwrap_model`, ... Training does not go through it."""
+        `gather_for_metrics`, `unwrap_model`, ... Training does not use this object."""
         return Accelerator(cpu=self.world.device.type == "cpu")
 
     @property
@@ -99,7 +99,7 @@ class TRLTrainerAttributes:
 
     @property
     def model_wrapped(self) -> Any:
-        """The model itself: FSDP2 and DeepSpeed shard it in place."""
+        """The model without a wrapper: FSDP2 and DeepSpeed shard the model in place."""
         return self.model
 
     @property
@@ -164,7 +164,7 @@ class TRLTrainerAttributes:
 
     def refuse_changed(self) -> None:
         """Raise ValueError if the script has changed the options that it passed, and TypeError if
-        it has changed `generation_config`: both are no longer read."""
+        it has changed `generation_config`. Neither is read after the trainer is set up."""
         self.args.require_unchanged()
         held = vars(self).get("generation_config")
         meant = {**self.generation_kwargs, "disable_compile": True}
@@ -177,8 +177,9 @@ class TRLTrainerAttributes:
             )
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """A loader with the rows of a rollout per batch, each `num_generations` times, in the
-        dataset's order. Training does not use it; its order follows `shuffle_dataset`."""
+        """A loader whose batches contain this process's rows of one rollout, in the dataset's
+        order. Each row is repeated `num_generations` times. Training does not use this loader, and
+        orders prompts by `shuffle_dataset`."""
         if self.train_dataset is None:
             raise ValueError("`train_dataset` is required (train_dataset, dataset)")
         size = self.batches.completions_per_rollout // self.world.size
@@ -186,7 +187,7 @@ class TRLTrainerAttributes:
         return self._loader(rows, size, self.args.num_generations)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """A loader of `eval_dataset`, of the set of that name, or of the trainer's set."""
+        """A loader of `eval_dataset`: rows, or the name of a set; default: the trainer's set."""
         named = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
         rows = self.eval_dataset if named is None else named
         if rows is None:
@@ -196,7 +197,7 @@ class TRLTrainerAttributes:
         return self._loader(loaded, copies, copies)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """The number of rows of such a loader; each row counts as often as it is sampled."""
+        """The number of rows in a loader of these methods, with repetitions."""
         return len(dataloader.dataset)  # type: ignore[arg-type]
 
     def _loader(self, rows: Any, size: int, copies: int) -> DataLoader[Any]:
@@ -213,7 +214,8 @@ class TRLTrainerAttributes:
         log_metrics(self, split, numbers_of(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write `<split>_results.json` in `args.output_dir`, and add to all_results.json."""
+        """Write `<split>_results.json` in `args.output_dir`; add the metrics to
+        all_results.json."""
         save_metrics(self, split, strict(metrics), combined)
 
     def save_state(self) -> None:
@@ -221,11 +223,11 @@ class TRLTrainerAttributes:
         save_state(self)
 
     def add_callback(self, callback: Callback) -> None:
-        """Send events to a callback, an object or a class, from now on."""
+        """Add a callback, an object or a class, which receives all later events."""
         self.callback_handler.add_callback(callback)
 
     def remove_callback(self, callback: Callback) -> None:
-        """Remove a callback; a class means the first callback of that class."""
+        """Remove a callback. A class removes the first callback of that class."""
         self.callback_handler.remove_callback(callback)
 
     def pop_callback(self, callback: Callback) -> TrainerCallback | None:
@@ -267,7 +269,7 @@ def functions_of(rewards: RewardSet) -> list[Any]:
 
 
 def processing_classes(rewards: RewardSet, given: Any) -> list[PreTrainedTokenizerBase | None]:
-    """One tokenizer per reward: that of a reward model, or the one given for a function."""
+    """One tokenizer per reward: the reward model's, or the tokenizer given for a function."""
     functions = rewards.functions
     named = list(given) if isinstance(given, (list, tuple)) else [given] * len(functions)
     return [

@@ -14,7 +14,7 @@ from rloo.trainer.evaluate import Results
 from rloo.trainer.subclass_checks import SEAM_OF
 from rloo.trainer.trl_attributes import OPTIONS, OTHERS
 
-# A run calls these. Only scripts call the other methods of RLOOTrainer, as in TRL.
+# Training calls these methods. Only scripts call the other methods of RLOOTrainer, as in TRL.
 CALLED = (
     "create_model_card", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler",
     "evaluate", "get_decay_parameter_names", "is_local_process_zero", "is_world_process_zero",
@@ -46,8 +46,9 @@ def refuse_override(name: str, where: str, own: Collection[str]) -> None:
 
 
 def refuse_overrides(kind: type, own: Collection[str], shown: Mapping[str, Any]) -> None:
-    """Raise TypeError for the first such method of the class `kind` or its bases. `shown` are the
-    methods of RLOOTrainer that scripts call; unchanged ones are allowed."""
+    """Raise TypeError for the first method of the class `kind` or its bases that would never be
+    called. `shown` are the methods of RLOOTrainer that scripts call; unchanged, they are
+    allowed."""
     for parent in kind.__mro__:
         for name, value in vars(parent).items():
             if value is not shown.get(name):
@@ -115,7 +116,8 @@ def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str,
 
 
 def schedule_of(trainer: Any, given: Given, own: Mapping[str, Any]) -> Callable[[int], Any] | None:
-    """A function that creates a schedule for a number of steps; None if the user has made it."""
+    """A function that creates a schedule for a number of steps; None if the user has created the
+    schedule."""
     name = "create_optimizer_and_scheduler"
     both = given == (None, None) and getattr(type(trainer), name) is not own[name]
     if given[1] is not None or both:

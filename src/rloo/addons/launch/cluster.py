@@ -1,5 +1,5 @@
 """The options of `rloo launch`: nodes, GPUs, roles and scheduler settings, from the command line or
-a file. They are separate from the recipe, which describes the training."""
+a file. The options of the training are separate."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class Cluster:
 
 
 def read_cluster(arguments: Sequence[str]) -> tuple[Cluster, list[str], bool]:
-    """(cluster, arguments for the run, whether `--dry_run` is given) from a command line of `rloo
-    launch`. Options override `--cluster FILE` and AReaL's `--allocation_mode`. Raises ValueError
-    that lists all faults at once."""
+    """Parse a command line of `rloo launch`. Returns (cluster, arguments of the run, whether
+    `--dry_run` is given). Options override `--cluster FILE` and AReaL's `--allocation_mode`. Raises
+    a ValueError that lists all faults."""
     known, hints = {f.name: f for f in fields(Cluster)}, typing.get_type_hints(Cluster)
     given: dict[str, Any] = {}
     left: list[str] = []

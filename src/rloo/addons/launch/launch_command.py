@@ -14,7 +14,7 @@ from rloo.data.tasks import EMBEDDED_FILE
 from rloo.distributed.standard_streams import say, show
 from rloo.trainer.preflight import check_inputs
 
-# With one of these options the user has a task; the embedded task is then not used.
+# With one of these options the user defines a task, and the embedded task is not used.
 OWN = {"config", "model", "dataset", "eval_dataset"}
 
 
@@ -60,5 +60,6 @@ def _folder(command: str, arguments: list[str]) -> Path:
 
 
 def _launched(arguments: list[str]) -> list[str]:
-    """`arguments` for remote processes; without a task, the embedded task's file comes first."""
+    """The arguments of remote processes. If `arguments` define no task, the embedded task's file
+    comes first."""
     return arguments if given_names(arguments) & OWN else [str(EMBEDDED_FILE), *arguments]

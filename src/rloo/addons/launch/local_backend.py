@@ -1,5 +1,5 @@
-"""A job on this machine: ranks as of `rloo train --num_processes`, and supervised processes that
-sample, serve and score and are restarted when they die."""
+"""Runs a job on this machine: ranks as in `rloo train --num_processes`, and supervised processes
+that sample, serve and score. A supervised process is restarted if it dies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def script(job: LaunchJob) -> str:
 
 
 def by_hand(job: LaunchJob, remarks: Sequence[str], ranks: Sequence[str]) -> str:
-    """A bash script with these remarks that starts the processes of other roles, then `ranks`."""
+    """A bash script with the comments `remarks` that starts the other roles, then `ranks`."""
     lines = [
         "#!/usr/bin/env bash",
         f"# {job.trainer.count} to train" + "".join(f", {r.count} {r.name}s" for r in job.others),

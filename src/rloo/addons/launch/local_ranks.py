@@ -1,9 +1,10 @@
 """Starts a run of several processes on this machine: `rloo train --num_processes N`.
 
-The processes get torchrun's environment variables. Its agent (torch.distributed.launcher) is not
-used for three reasons. It restarts ranks that ended for bad input. It ends a run at every signal
-that it forwards, though SIGUSR1 may only mean save. When a rank has died it kills ranks that are
-still saving after 30 s, whatever its shutdown_timeout.
+The processes get torchrun's environment variables. torchrun's agent (torch.distributed.launcher) is
+not used, for three reasons. The agent restarts ranks that ended because of bad input. The agent
+ends a run at every signal that it forwards, although SIGUSR1 may only request a save. After the
+death of a rank, the agent kills ranks that are still saving after 30 s, whatever its
+shutdown_timeout.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from rloo.distributed.standard_streams import say
 from rloo.trainer.rank_output import OUTPUT
 
 BAD_INPUT = 2
-# Seconds that ranks get to end: while saving after a signal; after another rank has died; after a
-# second signal or the same bad input.
+# Seconds until the remaining ranks are killed: after a signal, while they save; after the death of
+# another rank; after a second signal or bad input.
 SAVING, LEFT, AT_ONCE = 1800.0, 120.0, 5.0
 SHOWN_LINES = 20
-# Most ranks per processor.
+# The largest number of ranks per processor.
 MOST = 8
 
 
@@ -47,11 +48,12 @@ def launch(
     program: Sequence[str] | None = None,
     saving: float = SAVING,
 ) -> int:
-    """Run `config.num_processes` ranks of `rloo train` (or `program`) with these arguments on this
+    """Run `config.num_processes` ranks of `rloo train` (or `program`) with `arguments` on this
     machine. Returns the status of the rank that failed first, 128 plus the number of the signal
     that stopped the run, or 0. After a signal the ranks have `saving` seconds to save. If a rank
-    dies, the others are ended, and all restart up to `config.max_restarts` times. Call it in the
-    main thread; Linux only (ValueError)."""
+    dies, the other ranks are ended, and all ranks are restarted, up to `config.max_restarts` times.
+    Call this function in the main thread. Raises ValueError on systems other than Linux, and for
+    too many processes."""
     if sys.platform != "linux":
         raise ValueError(
             f"num_processes is {config.num_processes}, and processes are started on Linux only; "
@@ -86,8 +88,8 @@ def launch(
 
 
 class _Ranks:
-    """The processes of one attempt. The `caught` signals are blocked and waited for, so that they
-    interrupt nothing."""
+    """The processes of one attempt. The `caught` signals are blocked and received only by `_wait`,
+    so that they interrupt nothing."""
 
     def __init__(self, caught: set[int], saving: float, *, usr1_saves: bool) -> None:
         self.stopped: int | None = None  # the first signal that asked the run to stop
@@ -115,7 +117,8 @@ class _Ranks:
         return 128 + self.stopped if self.stopped and any(self._ended.values()) else 0
 
     def _start(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
-        """Start the ranks. Rank 0 has the launcher's streams; others write to files in `folder`."""
+        """Start the ranks. Rank 0 has the launcher's streams; other ranks write to files in
+        `folder`."""
         folder.mkdir()
         for rank in range(int(environment["WORLD_SIZE"])):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -149,7 +152,7 @@ class _Ranks:
                 self._pass_on(got.si_signo)
 
     def verdict(self) -> str:
-        """A message on a failure that the failed rank cannot have printed, or ""."""
+        """A message about a failure that the failed rank could not print itself, or ""."""
         rank = self._failed
         if rank is None or (rank == 0 and self._ended[0] <= 128):
             return ""
@@ -170,11 +173,11 @@ class _Ranks:
             self._judge(rank, code)
 
     def _judge(self, rank: int, code: int) -> None:
-        """Decide what the end of a rank means for the others."""
+        """Decide whether the end of a rank must end the other ranks."""
         status = self._ended[rank]
         if status == 0 or status - 128 in self._sent or self._failed is not None:
             return
-        if code - 128 in self._caught:  # a signal from elsewhere: it has ended in order
+        if code - 128 in self._caught:  # stopped in order, by a signal from another process
             self.stopped = self.stopped or code - 128
             self._give(self._saving)
             return
@@ -207,7 +210,7 @@ class _Ranks:
             process.send_signal(number)
 
     def _give(self, seconds: float) -> None:
-        """Kill the remaining ranks after this many seconds."""
+        """Kill the remaining ranks after `seconds` seconds."""
         self._deadline = min(self._deadline, time.monotonic() + seconds)
 
 
@@ -217,15 +220,16 @@ def _say(text: str) -> None:
 
 
 def this_program() -> list[str]:
-    """This program's command. The current folder is on its module path only if it is on ours."""
+    """The command of this program. The working directory is on the command's module path only if it
+    is on the module path of this process."""
     here = {"", os.getcwd()} & set(sys.path)
     return [sys.executable, *([] if here else ["-P"]), "-m", "rloo"]
 
 
 @contextmanager
 def _caught() -> Iterator[set[int]]:
-    """Block SIGCHLD and the stop signals, to wait for them; except ignored ones (nohup, a
-    background job)."""
+    """Block SIGCHLD and the stop signals, so that the launcher can wait for them. Ignored stop
+    signals (nohup, a background job) are not blocked."""
     asking = {getattr(signal, name) for name in STOP_SIGNALS}
     caught = {n for n in asking if signal.getsignal(n) != signal.SIG_IGN} | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, caught)
@@ -237,7 +241,8 @@ def _caught() -> Iterator[set[int]]:
 
 @contextmanager
 def free_port(host: str = "127.0.0.1") -> Iterator[int]:
-    """A free port. It stays bound so that no other process gets it; rank 0 can listen on it."""
+    """A free port. The port stays bound, so that no other process gets it; rank 0 can listen on
+    it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))

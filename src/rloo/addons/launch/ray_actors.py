@@ -1,5 +1,5 @@
-"""The Ray side of a job: its actors, its ranks and its driver. Needs Ray. torch is imported only
-for ranks: an actor without torch takes 300 MB less."""
+"""Runs a job with Ray: the actors, the ranks and the driver. This module needs Ray. torch is
+imported only for ranks, since an actor without torch needs 300 MB less memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rloo.tracking.run_reader import read_rows
 from rloo.trainer.heartbeat import STOP
 from rloo.trainer.run_lock import lives
 
-# Variables of this process or machine only; all others are passed on, as sbatch does.
+# Variables that are valid only for this process or machine; others are passed on, as by sbatch.
 _OURS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "_")
 _KILLED = 137
 _ANSWER_SECONDS = 60.0
@@ -75,7 +75,8 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
             )
         # Ray has replaced our signal handlers.
         with signals.handling(), _beside(job) as (servers, label_selector):
-            # Not passed as train_loop_config: Ray's processes read that, and may lack rloo.
+            # Not passed as train_loop_config, which Ray's own processes would read; they may lack
+            # rloo.
             trainer = TorchTrainer(
                 partial(rank_by_ray, job, servers, os.getcwd()),
                 torch_config=TorchConfig(backend="gloo"),  # Ray's group; the run creates another
@@ -125,7 +126,7 @@ def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
         arguments = [*job.arguments, *AGAIN, *job.extra, *place[2]]
         status = _child(job, rank, job.started("train", *arguments), environment, cwd)
     note(_logs(job), job.trainer.name, rank, "ended", status=status)
-    # Other statuses: success, bad input, or a requested stop after saving.
+    # Other statuses are success, bad input, or a requested stop after saving.
     if status == _KILLED or (0 < status < 128 and status != BAD_INPUT):
         raise RuntimeError(f"rank {rank} ended with status {status}")
 
@@ -133,7 +134,7 @@ def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
 def _child(
     job: LaunchJob, rank: int, command: list[str], environment: dict[str, str], cwd: str
 ) -> int:
-    """Run a rank and return its status. Rank 0 prints to Ray's log; the others have log files."""
+    """Run a rank and return its status. Rank 0 prints to Ray's log; other ranks write log files."""
     process = ChildProcess(
         command,
         environment={**os.environ, **environment},
@@ -145,7 +146,7 @@ def _child(
 
 
 def _urls(servers: list[Any]) -> Iterator[str]:
-    """The URLs of the servers that answer; a restarted server may have moved."""
+    """The URLs of the servers that respond; a restarted server may have another URL."""
     for server in servers:
         with suppress(RayError):
             yield ray.get(server.url.remote(), timeout=_ANSWER_SECONDS)
@@ -180,7 +181,7 @@ def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]
 
 
 def _group(job: LaunchJob, bundles: list[dict[str, int]]) -> PlacementGroup:
-    """A placement group for the sampling processes. Raises ValueError if Ray finds no place."""
+    """A placement group for the sampling processes. Raises ValueError if Ray cannot place them."""
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(5):
         here = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
@@ -196,7 +197,7 @@ def _group(job: LaunchJob, bundles: list[dict[str, int]]) -> PlacementGroup:
 
 def _apart(job: LaunchJob, group: PlacementGroup) -> dict[str, str] | None:
     """Ray's label selector for the nodes of the ranks; None means any node. Raises ValueError if no
-    node is left for them."""
+    node is left for the ranks."""
     if job.cluster.ray_placement == "pack":
         return None
     taken = {*ray.util.placement_group_table(group)["bundles_to_node_id"].values()}
@@ -209,7 +210,7 @@ def _apart(job: LaunchJob, group: PlacementGroup) -> dict[str, str] | None:
 
 
 def _without_gpus() -> dict[str, Any]:
-    """Ray options that prefer a node without GPUs, if there is one, and else allow any node."""
+    """Ray options that prefer a node without GPUs, and otherwise allow any node."""
     found: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
     up = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     if some := sorted(name for name, has in up.items() if not has.get("GPU")):
@@ -235,13 +236,14 @@ def _actor(job: LaunchJob, role: Role, number: int, place: dict[str, Any]) -> An
 
 
 def _statuses(job: LaunchJob) -> list[int]:
-    """The statuses with which ranks have ended, in order of time."""
+    """The exit statuses of the ranks that have ended, in the order of time."""
     events = read_rows(_logs(job) / EVENTS)
     return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
 
 
 def _fit(trainer: Any, folder: Path) -> None:
-    """Wait for the ranks. The first signal makes them save and end, the second ends at once."""
+    """Wait for the ranks. After the first signal the ranks save and end, after the second at
+    once."""
     errors: list[BaseException] = []
     over = threading.Event()  # Thread.join interrupted by a signal marks a live thread as ended
 

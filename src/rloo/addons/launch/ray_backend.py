@@ -1,5 +1,6 @@
-"""A job by Ray: Ray Train's TorchTrainer runs the ranks, and actors run the other roles. Ray places
-and restarts them; each runs the same child process as with other launchers."""
+"""Runs a job with Ray: Ray Train's TorchTrainer runs the ranks, and actors run the other roles. Ray
+places and restarts ranks and actors. Each of them runs the same child process as with other
+launchers."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ def script(job: LaunchJob) -> str:
 
 
 def run(job: LaunchJob, signals: StopSignals) -> int:
-    """Run a job by Ray from this process and return its status. A signal makes the run save and
-    end. Raises ValueError if Ray is not installed or has no place for the job, OSError if there is
-    no cluster at `ray_address` or the ranks have died too often."""
+    """Run a job with Ray from this process and return its status. After a signal the run saves and
+    ends. Raises ValueError if Ray is not installed or cannot place the job. Raises OSError if there
+    is no cluster at `ray_address`, or if the ranks have died too often."""
     if find_spec("ray") is None:
         raise ValueError(f"backend is ray, which is not installed: {install('ray')} (backend)")
     # Ray's usage reports are off unless the user turns them on.

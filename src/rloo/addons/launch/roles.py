@@ -19,8 +19,8 @@ AGAIN = ("--resume_from_checkpoint", "auto")
 
 @dataclass(frozen=True)
 class Role:
-    """`count` processes of one kind with `gpus` GPUs each, `per_node` on each node from node
-    `first` on. `line` is their shell command."""
+    """`count` processes of one kind with `gpus` GPUs each. Each node has `per_node` of the
+    processes, beginning with node `first`. `line` is the shell command of a process."""
 
     name: str
     count: int
@@ -43,7 +43,7 @@ class LaunchJob:
     cluster: Cluster
     arguments: tuple[str, ...]
     config: RLOOConfig
-    # If there are servers, their URLs are appended.
+    # If there are vLLM servers, their URLs are appended to these options.
     extra: tuple[str, ...]
     trainer: Role
     others: tuple[Role, ...]
@@ -60,8 +60,8 @@ class LaunchJob:
         return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
     def command(self, role: Role, address: str = "", port: str = "") -> list[str]:
-        """The command of a role's processes as words: with this interpreter, or with `python` after
-        the lines of `setup`. `address` and `port` are those of a server."""
+        """The command of a role's processes as words. The interpreter is the interpreter of this
+        process, or `python` after the lines of `setup`. `address` and `port` are for a server."""
         line = role.line.removeprefix(RLOO).replace("$ADDRESS", address).replace("$PORT", port)
         return self.started(*shlex.split(line))
 
@@ -82,7 +82,7 @@ def make_job(
     cluster: Cluster, arguments: Sequence[str], folder: str | None = None, under: str | None = None
 ) -> LaunchJob:
     """The job that runs `rloo train` with these `arguments` on a cluster. `folder` is a shell
-    expression for the output_dir if it is only known later; `under` is the task file for arguments
+    expression for an output_dir that is known only later. `under` is the task file for arguments
     without model and data. Raises ValueError if the options of run and cluster conflict."""
     config = parse_command_line(list(arguments), under)
     _check(cluster, config)
@@ -129,7 +129,7 @@ def check_again(job: LaunchJob) -> None:
 
 
 def _trainers_nodes(cluster: Cluster) -> int:
-    """The number of nodes that only train; all nodes if they also sample."""
+    """The number of nodes that only train; the number of all nodes if they also sample."""
     if cluster.gpus_per_node:
         return -(-cluster.trainers // cluster.gpus_per_node)
     if cluster.slurm_engine_options is None:

@@ -1,4 +1,4 @@
-"""`rloo status` and `rloo stop`: the state of a run, and its end, through files of its folder."""
+"""`rloo status` and `rloo stop`: show or stop a run through the files in its folder."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _member = record({"role": text, "host": text, "pid": count}, {"number": count})
 _members = several(_member)
 _MEMBERS = record(known={"max_steps": count, "ranks": _members, "workers": _members})
 _SHOWN_FAILURES = 5
-# Time for a run to save after a stop request, which it checks for every second.
+# Seconds for a run to save after a stop request; the run checks for a request every second.
 STOP_SECONDS = 1800.0
 
 
 def status(folder: Path) -> Iterator[str]:
-    """Lines on the run in a folder: its state, its processes, and its last failures. Raises
+    """Lines about the run in a folder: its state, its processes, and its last failures. Raises
     ValueError if there is no run."""
     found, going_on = read_folder(folder), lives(folder)
     rows, faults = found.metrics, [*found.faults]
@@ -54,8 +54,9 @@ def status(folder: Path) -> Iterator[str]:
 
 
 def stop(folder: Path, *, seconds: float = STOP_SECONDS) -> Iterator[str]:
-    """Make the run in a folder save and end everywhere, and wait for that. Raises ValueError if no
-    run is active, TimeoutError if it has not ended after this many seconds."""
+    """Make all processes of the run in a folder save and end, and wait until the run has ended.
+    Raises ValueError if no run is active, TimeoutError if the run is still active after
+    `seconds`."""
     if not lives(folder):
         raise ValueError(f"no run is going on in {folder}")
     (folder / STOP).touch()

@@ -1,4 +1,4 @@
-"""A job by Slurm: one readable sbatch script that places and starts the processes."""
+"""Runs a job with Slurm: one readable sbatch script places and starts the processes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FOLDER = '"$OUT"'
 
 
 def script(job: LaunchJob) -> str:
-    """The sbatch script of a job that was made with FOLDER. It runs in the current folder, which
-    all nodes must share."""
+    """The sbatch script of a job that was made with FOLDER. The script runs in the current working
+    directory, which all nodes must share."""
     cluster = job.cluster
     out = shlex.quote(str(Path(job.config.output_dir).absolute()))
     if cluster.slurm_array is not None:
@@ -52,7 +52,7 @@ def shown(job: LaunchJob) -> str:
 
 def submit(job: LaunchJob) -> int:
     """Write the script to the run's folder and submit it, several times for a chain. Prints the job
-    numbers. Raises ValueError if there is no Slurm or it refuses the job."""
+    numbers. Raises ValueError if Slurm is missing or refuses the job."""
     if shutil.which("sbatch") is None:
         raise ValueError("there is no sbatch here; submit from a node of the cluster (backend)")
     path = _path(job)

@@ -1,4 +1,4 @@
-"""Starts a process and restarts it when it has died."""
+"""Starts a process, and restarts the process if it dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rloo.distributed.child_process import ChildProcess
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.tracking.jsonl import EVENTS
 
-# Most restarts of a supervised process, and the pause before each.
+# The largest number of restarts of a supervised process, and the seconds before each restart.
 RESTARTS, PAUSE_SECONDS = 20, 1.0
 # Signals that a launcher's thread may have blocked.
 SIGNALS = {getattr(signal, name) for name in STOP_SIGNALS} | {signal.SIGCHLD}
@@ -26,8 +26,9 @@ SIGNALS = {getattr(signal, name) for name in STOP_SIGNALS} | {signal.SIGCHLD}
 
 @dataclass
 class Supervisor:
-    """Restarts process `number` of a role when it dies. `environment` is added to ours. Events go
-    to the file EVENTS in `folder`, output to a log there."""
+    """Restarts process `number` of a role if the process dies. `environment` is added to the
+    environment of this process. Events are written to the file EVENTS in `folder`, output to a log
+    in `folder`."""
 
     role: str
     number: int
@@ -41,14 +42,14 @@ class Supervisor:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> threading.Thread:
-        """Supervise in a thread that lives until the end: a child dies with the thread that started
-        it."""
+        """Supervise in a thread that lives until the end, since a child process dies with the
+        thread that started it. Returns the thread."""
         thread = threading.Thread(target=self._keep, daemon=True)
         thread.start()
         return thread
 
     def end(self) -> None:
-        """End the process within some seconds; it is not restarted."""
+        """End the process within some seconds, without a restart."""
         self.over.set()
         with self.lock:
             process = self.process
@@ -56,7 +57,8 @@ class Supervisor:
             process.end(10.0)
 
     def _keep(self) -> None:
-        """Restart the process until the run is over, it exits with 0, or it has died too often."""
+        """Restart the process until the run is over, or the process has exited with 0 or died too
+        often."""
         while self.tries <= RESTARTS and (process := self._start()):
             status = process.join()
             self._note("ended", status=status)

@@ -1,7 +1,7 @@
 """Predicts the micro-batches, memory and time of a run.
 
-The parts are built as for training and measured for less than a minute; no file is left. Rewards
-are checked but not called: they may be slow or cost money.
+The components are built as for training, and measured for less than a minute. No file remains.
+Rewards are checked but not called: they may be slow or cost money.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rloo.tracking.console import duration, write_line
 from rloo.trainer.trainer import RLOOTrainer
 from rloo.types import Engine, Sample
 
-# Seconds that a plan may take from here on, and the least of them for measuring times.
+# The seconds of a plan after the imports, and the least seconds for measuring times.
 _SECONDS, _LEAST = 42.0, 12.0
 # The parts of memory that are sharded.
 _DIVIDED = ("weights", "reference", "gradients", "optimizer", "step")
@@ -49,11 +49,11 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prediction. `memory` (bytes) is the worst case: all completions have the maximum length,
-    all prompts that of the longest. It has what training holds throughout and the peaks of
-    sampling, updating, stepping and loading the engine, which do not coincide. Times and memory are
-    those of one of `processes`, which share the work evenly, without communication; counts are
-    those of all."""
+    """A prediction. `memory` (bytes) is for the worst case: all completions have the maximum
+    length, and all prompts the length of the longest prompt. `memory` contains the parts that
+    training holds throughout, and the peaks of sampling, update, optimizer step and loading the
+    engine. These peaks do not coincide. Times and memory are for one of `processes` processes,
+    which share the work evenly, without communication. Counts are for all processes."""
 
     processes: int
     parameters: int
@@ -72,7 +72,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the run: what is held throughout plus the largest temporary part."""
+        """Peak memory of the run: the parts that are held throughout, and the largest temporary
+        part."""
         parts = self.memory
         lasting = sum(parts[n] for n in ("weights", "reference", "optimizer", "engine"))
         update = parts["gradients"] + max(parts["micro-batch"], parts["step"])
@@ -80,7 +81,7 @@ class Plan:
 
 
 def make_plan(config: RLOOConfig) -> Plan:
-    """Build the run of `config`, measure, and predict. Raises ValueError as training would."""
+    """Build the run of `config`, measure, and predict. Raises the ValueErrors of training."""
     _refuse(config)
     began, processes = time.perf_counter(), config.num_processes or 1
     trainer = RLOOTrainer(args=in_one_process(config))
@@ -148,7 +149,7 @@ def _refuse(config: RLOOConfig) -> None:
 
 
 def _check_forward(parts: TrainerComponents, state: TrainState, prompts: PromptDataset) -> None:
-    """Check the forward pass as training does with its first samples; it may turn on padding."""
+    """Check the forward pass as training does with its first samples. This may turn on padding."""
     policy, few = parts.policy, prompts.all_prompts(2)
     packed = policy.packed
     policy.check_forward(rewarded(few, unsampled(len(few), 2, np.ones(7)), parts))
@@ -160,7 +161,7 @@ def lasting_bytes(policy: Policy, engine: Engine) -> dict[str, int]:
     """Bytes that training holds from step to step, without offloaded optimizer state. `loading` is
     the additional peak while the engine loads its weights."""
     reference = policy.reference.model
-    version = policy.version  # reading it takes memory that is not the engine's
+    version = policy.version  # reading it needs memory that is not the engine's
 
     def load(mark: memory_estimate.Mark) -> None:
         engine.load(policy.weights, version)

@@ -10,7 +10,7 @@ from rloo.trainer.preflight import check_inputs, read_options
 
 
 def plan(arguments: list[str], signals: StopSignals) -> int:
-    """Print the predicted costs of a run, here or on other GPUs."""
+    """Print the predicted costs of a run, on this machine or on other GPUs."""
     from rloo.addons.planner.gpu.gpu_plan_command import asks_for_gpus, plan_gpus
 
     if asks_for_gpus(arguments):
@@ -20,7 +20,7 @@ def plan(arguments: list[str], signals: StopSignals) -> int:
     config = read_options(arguments)
     check_inputs(config)
     check_alone("plan")
-    # Torch reads this when imported; otherwise it warns about memory before a measurement.
+    # torch reads this at import. Otherwise torch warns about memory before a measurement.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with signals.ending():
         from rloo.addons.planner.plan import make_plan, print_plan

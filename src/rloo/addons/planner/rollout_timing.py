@@ -1,8 +1,10 @@
-"""Measures how long sampling takes: as a whole if it is short, else from single decoding steps.
+"""Measures the time of sampling: of a whole rollout if that is short, else of single decoding
+steps.
 
-An engine computes the prompts once, and then one token of every unfinished completion at a time. A
-step's time depends on its rows, and for each row it grows with the context. Both are measured at a
-few sizes, and summed over the completions that are unfinished at each position.
+An engine processes the prompts once, and then computes one token of every unfinished completion per
+step. The time of a step depends on the number of rows, and grows for each row with the context
+length. Both effects are measured at a few sizes. The times of all steps are then summed, each for
+the completions that are unfinished at its position.
 """
 
 from __future__ import annotations
@@ -17,41 +19,42 @@ import numpy as np
 from rloo.addons.planner.stopwatch import Stopwatch, line
 from rloo.types import Completion, Engine, Prompt, Sampling
 
-# Seconds that suffice for the decoding steps of one size, and steps of the first trial.
+# Seconds that are enough to measure steps of one size, and the number of steps in the first trial.
 _ENOUGH, _TRIED = 0.2, 4
-# Steps too few to show the cost of context; the largest factor to the next number of steps; and the
-# largest slow-down per step that is expected then.
+# The number of steps that is too small to show the cost of context; the largest factor from one
+# number of steps to the next; the largest slowdown per step that is expected for this factor.
 _SHORT, _LONGER, _SLOWER = 16, 16, 1.5
-# Fewest positions that show how often completions end.
+# The fewest positions from which the rate of ending completions can be estimated.
 _FEWEST_POSITIONS = 128
-# Shares of the remaining time: for each size of a step, for one with long context, for completions
-# as sampled now, and for those of maximum length.
+# Shares of the remaining time: for each size of a step, for a step with long context, for
+# completions as sampled now, and for completions of maximum length.
 _FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 0.2, 0.35, 0.6, 0.9
 
 
 @dataclass(slots=True)
 class DecodingTimes:
-    """Measured seconds. `prompts` has (tokens, seconds) of prompts with the first token of each
-    completion; `steps` has (rows, mean context, seconds) of one more token per row. With
-    `keeps_finished`, rows are computed until the last one of their wave has ended."""
+    """Measured seconds. `prompts` contains (tokens, seconds) for prompts together with the first
+    token of each completion. `steps` contains (rows, mean context, seconds) for one more token per
+    row. Rows that are decoded together are a wave. With `keeps_finished`, all rows of a wave are
+    computed until the last row has ended."""
 
     keeps_finished: bool = False
     prompts: list[tuple[float, float]] = field(default_factory=list)
     steps: list[tuple[int, float, float]] = field(default_factory=list)
 
     def step(self, rows: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Seconds of steps with so many rows at that context."""
+        """Seconds of steps with `rows` rows at the context length `context`."""
         each, base = self._per_context(), defaultdict(list)
         for measured, at, seconds in self.steps:
             base[measured].append(max(0.0, seconds - each * measured * at))
         points = [(float(n), found[-1]) for n, found in base.items()]  # at the longest context
-        if len(points) > 1:  # otherwise the time is proportional to the rows, which is the most
+        if len(points) > 1:  # otherwise the time is proportional to the rows, an upper bound
             # Fewer rows than measured do not take less time.
             points.append((1e-9, min(points)[1]))
         return line(points, rows) + each * rows * context
 
     def wave(self, lengths: Sequence[int], rows: int, alive: np.ndarray) -> float:
-        """Expected seconds of `rows` completions in parallel, after prompts of these lengths.
+        """Expected seconds of `rows` completions in parallel, after prompts of `lengths` tokens.
         `alive[t]` is the share of completions with more than t + 1 tokens."""
         seconds = float(line(self.prompts, float(sum(lengths))))
         if len(alive) == 0 or not self.steps:
@@ -64,8 +67,9 @@ class DecodingTimes:
         return seconds + float((some * self.step(computed, context)).sum())
 
     def _per_context(self) -> float:
-        """Seconds per attended token of a row: least squares over the steps of the row count whose
-        contexts differ most. Fewer rows would give a larger value."""
+        """Seconds per attended token of a row, by least squares. The fit uses the steps of one
+        number of rows: the number whose contexts differ most. Fewer rows would give a larger
+        value."""
         found: dict[int, list[tuple[float, float]]] = defaultdict(list)
         for rows, context, seconds in self.steps:
             found[rows].append((rows * context, seconds))
@@ -77,8 +81,8 @@ class DecodingTimes:
 
 @dataclass(frozen=True, slots=True)
 class SampledLengths:
-    """The cost of sampling: seconds, the completions if all were sampled, and `alive` (see
-    `DecodingTimes`)."""
+    """The cost of sampling: seconds, the completions (None if only a part was sampled), and `alive`
+    (see `DecodingTimes.wave`)."""
 
     seconds: float
     completions: list[list[Completion]] | None
@@ -86,13 +90,13 @@ class SampledLengths:
 
     @property
     def mean_length(self) -> float:
-        """The mean tokens of a completion."""
+        """The mean number of tokens of a completion."""
         return 1.0 + float(self.alive.sum())
 
 
 class RolloutTimer:
-    """Measures an engine that has its weights, with noise of key `noise`, in the time of `watch`.
-    Call `calibrate` first."""
+    """Measures an engine whose weights are loaded, with the noise key `noise`, within the time of
+    `watch`. Call `calibrate` first."""
 
     def __init__(self, engine: Engine, watch: Stopwatch, noise: int) -> None:
         self.watch = watch
@@ -100,21 +104,21 @@ class RolloutTimer:
         self.decoding = DecodingTimes(engine.capabilities.keeps_finished)
         # Rows -> seconds of their prompts and first tokens.
         self._firsts: dict[int, float] = {}
-        # How completions ended when last sampled to their end.
+        # The shares `alive` of the last rollout that was sampled to its end.
         self._alive: dict[Sampling, np.ndarray] = {}
-        # Sums over rollouts measured as a whole; and the ratio of one at worst, which has longer
-        # contexts.
+        # Sums over whole rollouts of the measured and the predicted seconds. The worst case has a
+        # separate ratio, since its contexts are longer.
         self._measured, self._foretold = 0.0, 0.0
         self._ratio_at_worst: float | None = None
 
     @property
     def _ratio(self) -> float:
-        """The measured time of whole rollouts over the predicted one."""
+        """The measured time of whole rollouts, divided by the predicted time."""
         return self._measured / self._foretold if self._foretold else 1.0
 
     def calibrate(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> None:
-        """Measure equally long prompts with `size` completions each, and steps from one row up to
-        as many as the engine samples at once, if time allows."""
+        """Measure prompts of equal length with `size` completions each. If time allows, measure
+        steps from one row up to the number of rows that the engine samples at once."""
         longest, endless = len(prompts[0].token_ids), _endless(sampling)
         at_once = self._wave(len(prompts) * size, longest, sampling)
         self._seconds(
@@ -174,7 +178,7 @@ class RolloutTimer:
     def _predicted(
         self, prompts: Sequence[Prompt], size: int, alive: np.ndarray, sampling: Sampling
     ) -> float:
-        """Seconds of all waves; waves hold prompts sorted by length, as in the engines."""
+        """Seconds of all waves. Waves contain prompts in the order of length, as in the engines."""
         lengths = sorted(len(prompt.token_ids) for prompt in prompts)
         rows = len(lengths) * size
         wave = self._wave(rows, lengths[-1], sampling)
@@ -188,8 +192,9 @@ class RolloutTimer:
     def _affordable(
         self, prompts: Sequence[Prompt], size: int, sampling: Sampling, seconds: float
     ) -> tuple[int, int]:
-        """(prompts, positions of their completions) that can be sampled in that time, at least one
-        each. Fewer prompts are preferred to too few positions for completions to end."""
+        """(prompts, positions of their completions) that can be sampled in `seconds`, at least one
+        each. The number of prompts is reduced first, since completions need enough positions to
+        end."""
         fewest = min(_FEWEST_POSITIONS, sampling.max_tokens)
         for part in (len(prompts) >> i for i in range(len(prompts).bit_length())):
             cut = prompts[:part]
@@ -204,7 +209,7 @@ class RolloutTimer:
 
     def _measure_step(self, prompts: Sequence[Prompt], each: int, endless: Sampling) -> bool:
         """Measure the first tokens of `each` completions of each prompt, and steps at short
-        context. False if there is no time for it."""
+        context. Returns False if there is no time for the measurement."""
         rows, longest = len(prompts) * each, len(prompts[0].token_ids)
         most, number = _FOR_SIZE * self.watch.left, _TRIED
         if self._firsts:
@@ -226,7 +231,7 @@ class RolloutTimer:
         return True
 
     def _measure_context(self, prompts: Sequence[Prompt], size: int, endless: Sampling) -> None:
-        """Measure steps at longer and longer contexts, with as many rows as time allows."""
+        """Measure steps at increasing contexts, with as many rows as time allows."""
         longest, whole, reached = len(prompts[0].token_ids), endless.max_tokens - 1, _SHORT
         most = _FOR_CONTEXT * self.watch.left / _SLOWER
         for rows in sorted({rows for rows, _, _ in self.decoding.steps}, reverse=True):
@@ -242,7 +247,7 @@ class RolloutTimer:
                 return
 
     def _affordable_steps(self, rows: int, longest: int, most: int, seconds: float) -> int:
-        """The number of steps after a prompt, at most `most`, that fit in that time."""
+        """The number of steps after a prompt, at most `most`, that fit in `seconds`."""
         context = longest + 1.0 + np.arange(most)
         taken = np.cumsum(self.decoding.step(np.full_like(context, rows), context))
         return int(np.searchsorted(taken, seconds - self._firsts[rows]))
@@ -256,7 +261,7 @@ class RolloutTimer:
     def _seconds(
         self, prompts: Sequence[Prompt], size: int, endless: Sampling, number: int
     ) -> float:
-        """Seconds of the first token of each completion and `number` steps."""
+        """Seconds of the first token of each completion and of `number` further steps."""
         how = replace(endless, max_tokens=1 + number)
         return self.watch.of(lambda: self._engine.sample(prompts, size, how, self._noise))
 
@@ -272,7 +277,7 @@ def _endless(sampling: Sampling) -> Sampling:
 
 def share_alive(drawn: Sequence[Sequence[Completion]], seen: int, longest: int) -> np.ndarray:
     """The share of completions with more than 1, 2, ..., `longest` - 1 tokens, from samples of at
-    most `seen` tokens. Unfinished ones are assumed to end at the same rate as before."""
+    most `seen` tokens. Unfinished completions are assumed to end at the observed rate."""
     completions = [c for group in drawn for c in group]
     lengths = np.array([len(c.token_ids) for c in completions])
     stopped = sum(c.finish == "stop" for c in completions)

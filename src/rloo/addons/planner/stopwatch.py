@@ -9,13 +9,13 @@ from statistics import median
 import numpy as np
 import torch
 
-# Seconds from which work is not repeated, and the most repetitions otherwise.
+# Work is repeated until this many seconds have passed, at most this many times.
 _LONG, _REPEATS = 0.5, 3
 
 
 class Stopwatch:
-    """Measures work for `limit` seconds in all; longer work must be measured in part. `clock` gives
-    seconds."""
+    """Measures work for `limit` seconds in total; longer work must be measured in part. `clock`
+    returns seconds."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Stopwatch:
         self._end = clock() + limit
 
     def part(self, share: float) -> Stopwatch:
-        """A stopwatch for that share of the remaining time."""
+        """A stopwatch for `share` of the remaining time."""
         return Stopwatch(share * self.left, self._device, self._clock)
 
     @property
@@ -36,8 +36,8 @@ class Stopwatch:
         return max(0.0, self._end - self._clock())
 
     def of(self, work: Callable[[], object]) -> float:
-        """Seconds of `work`. Short work is repeated and the median of the repetitions counts, since
-        the first run allocates memory."""
+        """Seconds of `work`. Short work is repeated, and the result is the median of the
+        repetitions. The first run is then left out, since it allocates memory."""
         most, seconds = min(_LONG, self.left / 8), [self.once(work)]
         while len(seconds) <= _REPEATS and sum(seconds) < most:
             seconds.append(self.once(work))
@@ -57,9 +57,9 @@ class Stopwatch:
 
 
 def line(points: Sequence[tuple[float, float]], at: float | np.ndarray) -> np.ndarray:
-    """Linear interpolation at `at` of measured (size, seconds), at least 0; the last of equal sizes
-    counts. It goes through the origin below the smallest size, and continues the last segment
-    beyond the largest."""
+    """Interpolate measured (size, seconds) linearly at the size `at`; the result is at least 0. If
+    sizes are equal, the last measurement is used. Below the smallest size the line goes through the
+    origin. Beyond the largest size the last segment is continued."""
     sizes, seconds = map(np.array, zip((0.0, 0.0), *sorted(dict(points).items()), strict=True))
     rise = max(0.0, (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
     beyond = np.maximum(0.0, np.asarray(at) - sizes[-1])

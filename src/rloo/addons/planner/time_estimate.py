@@ -1,4 +1,4 @@
-"""Estimates how long a run takes, expected and at worst, from parts measured in a limited time."""
+"""Estimates the expected and the worst-case time of a run from parts, in a limited time."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rloo.types import Prompt, Sampling
 _FOR_SAMPLING, _FOR_EVALUATIONS, _FOR_EXPECTED = 0.55, 0.2, 0.5
 
 
-# Most rollouts that are sampled.
+# The largest number of rollouts that are sampled.
 _ROLLOUTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of the parts of an optimizer step, with its share of the rollout, and of one
-    evaluation of all sets."""
+    """Seconds of the parts of an optimizer step, including the step's share of the rollout; and
+    seconds of one evaluation of all sets."""
 
     sample: float
     credit: float
@@ -44,17 +44,17 @@ class StepTimes:
         return self.sample + self.credit + self.update + self.optimizer
 
     def at_least(self, other: StepTimes) -> StepTimes:
-        """The longer time of both in every part."""
+        """The longer time of the two in every part."""
         names = [field.name for field in fields(self)]
         return StepTimes(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Seconds of a run of `steps` steps, without rewards. `expected`: completions as sampled now,
-    after prompts of the dataset; `worst`: all of maximum length, after the longest prompt. `start`
-    is the time before the first step, `checkpoint` that of one checkpoint, `result` that of writing
-    the model at the end. `whole_groups`: see `split`."""
+    """Seconds of a run of `steps` steps, without rewards. `expected` is for completions as sampled
+    now, after prompts of the dataset. `worst` is for completions of maximum length, after the
+    longest prompt. `start` is the time before the first step, `checkpoint` the time of one
+    checkpoint, `result` the time to write the model at the end. For `whole_groups` see `split`."""
 
     steps: int
     expected: StepTimes
@@ -68,7 +68,7 @@ class RunTimes:
     start: float
 
     def to_the_end(self, case: StepTimes) -> float:
-        """Seconds of the run in this case."""
+        """Seconds of the run if its steps take the times `case`."""
         writing = self.checkpoints * self.checkpoint + self.result
         return self.start + self.steps * case.step + self.evaluations * case.evaluation + writing
 
@@ -82,8 +82,8 @@ def measure_times(
     start: float,
     watch: Stopwatch,
 ) -> RunTimes:
-    """Measure the work of one of `processes`, which share it evenly. `sets` are the evaluation
-    sets, `start` the seconds until now. The policy is changed, and must be discarded."""
+    """Measure the work of one of `processes` processes, which share the work evenly. `sets` are the
+    evaluation sets, `start` the seconds until now. The policy is changed, and must be discarded."""
     config, batches, rollouts = parts.config, parts.batches, parts.rollouts
     assert isinstance(rollouts, SyncRolloutGenerator)
     source = rollouts.prompts
@@ -135,8 +135,8 @@ def measure_times(
 def _draw(
     cost: RolloutTimer, source: PromptDataset, groups: int, size: int, sampling: Sampling
 ) -> tuple[list[list[Prompt]], list[SampledLengths]]:
-    """The prompts of rollouts and the cost of sampling them. Lengths vary, so more rollouts are
-    sampled while another one fits into half of the remaining time."""
+    """The prompts of rollouts, and the cost of sampling them. Since lengths vary, rollouts are
+    added while a further rollout fits into half of the remaining time."""
     prompts: list[list[Prompt]] = []
     drawn: list[SampledLengths] = []
     while len(drawn) < _ROLLOUTS:
@@ -150,7 +150,7 @@ def _draw(
 def _case(
     rollout: float, learned: UpdateTimes, evaluation: float, of_rollout: float, of_step: float
 ) -> StepTimes:
-    """The times of a step, with its shares of the rollout and of the optimizer's work."""
+    """The times of a step, with the step's shares of the rollout and of the optimizer's work."""
     return StepTimes(
         sample=rollout * of_rollout,
         credit=learned.credit,
@@ -161,8 +161,8 @@ def _case(
 
 
 def _of_evaluation(cost: RolloutTimer, sets: Sets, parts: TrainerComponents) -> tuple[float, float]:
-    """Seconds of one evaluation, expected and at worst: sampled completions, and a greedy one per
-    prompt."""
+    """Seconds of one evaluation (expected, worst case): sampled completions, and one greedy
+    completion per prompt."""
     settings = settings_of(parts.policy)
     expected = worst = 0.0
     for prompts in sets.values():

@@ -28,14 +28,14 @@ from rloo.types import Completion, Group, Prompt, Rollout, Sample
 _FIRST, _GROWTH = 2, 16
 # Below this share of all tokens, measurements with other samples are more informative.
 _LITTLE = 1 / 8
-# How often a short measurement is repeated at the last size.
+# The number of repetitions of a short measurement at the last size.
 _REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateTimes:
-    """Seconds of one optimizer step, with its share of the rollout's advantages (`credit`).
-    `whole_groups`: see `split`."""
+    """Seconds of one optimizer step. `credit` is the step's share of the time for the rollout's
+    advantages. For `whole_groups` see `split`."""
 
     credit: float
     update: float
@@ -46,7 +46,7 @@ class UpdateTimes:
 def rewarded(
     prompts: Sequence[Prompt], drawn: Sequence[Sequence[Completion]], parts: TrainerComponents
 ) -> list[Sample]:
-    """Samples of completions with distinct random rewards, so that none is skipped."""
+    """Samples of completions with distinct random rewards, so that no sample is skipped."""
     generator = random.Random(0)
     groups = [
         Group(prompt, list(some), [""] * len(some), [generator.random() for _ in some])
@@ -58,7 +58,7 @@ def rewarded(
 
 def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion]]:
     """Completions of `number` groups of `size` with arbitrary tokens. Their lengths follow `alive`:
-    the shares with more than 1, 2, ... tokens."""
+    the shares of completions with more than 1, 2, ... tokens."""
     places = (np.arange(number * size) + 0.5) / (number * size)
     lengths = 1 + (alive[None, :] > places[:, None]).sum(axis=1)
     random.Random(0).shuffle(lengths)
@@ -86,7 +86,7 @@ class UpdateTimer:
         self._all: list[MeasuredStep] = []
 
     def measure(self, samples: Sequence[Sample], watch: Stopwatch) -> list[MeasuredStep]:
-        """Measure steps on more and more of the samples, up to all if there is time."""
+        """Measure steps on increasing numbers of samples, up to all samples if there is time."""
         policy, number = self._parts.policy, len(samples)
         too_large = exceeds(samples, policy.max_tokens, packed=policy.packed)
         learn = partial(
@@ -104,7 +104,7 @@ class UpdateTimer:
             own.append(learn(samples[:size]))
             self._all.append(own[-1])
             spent = watch.now() - began
-        if own and spent < watch.left / 2:  # its memory is allocated by now
+        if own and spent < watch.left / 2:  # the memory is allocated by now
             again = [learn(samples[:size])]
             while len(again) < _REPEATS and len(again) * spent < watch.left / 8:
                 again.append(learn(samples[:size]))
@@ -112,8 +112,8 @@ class UpdateTimer:
         return own
 
     def of(self, whole: float, own: Sequence[MeasuredStep]) -> UpdateTimes:
-        """The times of a step on `whole` tokens. Only its `own` measurements count, unless they
-        cover too few tokens."""
+        """The times of a step on `whole` tokens, from the measurements `own`, or from all
+        measurements if `own` covers too few tokens."""
         few = not own or own[-1].tokens < _LITTLE * whole
         known = sorted(self._all if few else own, key=attrgetter("tokens"))[-2:]
 
@@ -128,8 +128,8 @@ class UpdateTimer:
         )
 
     def _affordable(self, each: float, number: int, seconds: float) -> int:
-        """The number of samples of `each` tokens whose step fits in that time; a few for the first
-        step."""
+        """The number of samples of `each` tokens whose step fits in `seconds`; for the first step a
+        small fixed number."""
         if not self._all:
             return min(_FIRST, number)
         points = [(one.tokens, one.credit + one.update) for one in self._all]
@@ -148,10 +148,10 @@ def _learn(
     too_large: bool,
     watch: Stopwatch,
 ) -> MeasuredStep:
-    """Measure the advantages and the mean step on these samples; the first step may compute what
-    later ones reuse. `too_large`: the real groups exceed a micro-batch."""
+    """Measure the advantages and the mean step on these samples. The first step may compute values
+    that later steps reuse. With `too_large`, the real groups exceed a micro-batch."""
     tokens, limit = count_tokens(policy, samples), policy.max_tokens
-    if too_large:  # so that advantages are computed as for whole groups
+    if too_large:  # so that advantages are computed as for the real groups
         policy.max_tokens = min(limit, tokens - 1)
     began = watch.now()
     credit = compute_advantages(samples, policy, terms)

@@ -16,7 +16,7 @@ from rloo.addons.planner.gpu.model_shapes import ModelShape
 # Bytes per parameter: in training (float32 weights and gradients, two AdamW moments), of the
 # weights, and of an engine's copy.
 TRAINED, WEIGHTS, ENGINE = 16, 4, 2
-# Usable share of memory: vLLM's default --gpu-memory-utilization, also left free in training.
+# Usable share of memory: vLLM's default --gpu-memory-utilization, also used for training.
 USABLE = 0.9
 # Seconds of the shortest all-reduce over NVLink: an assumption, as in `gpu_specs`.
 _ALL_REDUCE = 15e-6
@@ -27,9 +27,9 @@ _OF_LAYER, _LOGITS = 34, 2**26 * 4 * 2
 
 @dataclass(frozen=True)
 class RolloutCost:
-    """The work of a rollout: `groups` groups of `samples` completions, with `completion` tokens in
-    the mean and at most `longest`, after prompts of `prompt` tokens. `rates`: the values of
-    `gpu_specs.RATES`."""
+    """The work of a rollout: `groups` groups of `samples` completions, after prompts of `prompt`
+    tokens. Completions have `completion` tokens on average and at most `longest`. `rates` are the
+    values of `gpu_specs.RATES`."""
 
     shape: ModelShape
     gpu: GPU
@@ -44,17 +44,18 @@ class RolloutCost:
 
     @property
     def rows(self) -> int:
-        """Completions in a rollout."""
+        """The number of completions in a rollout."""
         return self.groups * self.samples
 
     @property
     def sampled(self) -> float:
-        """Sampled tokens in a rollout."""
+        """The number of sampled tokens in a rollout."""
         return self.rows * self.completion
 
     @cached_property
     def ending(self) -> float:
-        """The constant probability to continue after a token that gives the mean length."""
+        """The probability to continue after a token. It is the same for all tokens, and gives the
+        mean length `completion`."""
         if self.completion >= self.longest:
             return 1.0
         low, high = 0.0, 1.0
@@ -82,7 +83,8 @@ class RolloutCost:
     # -- sampling --------------------------------------------------------------------------------
 
     def decoding(self, rows: np.ndarray | float, context: np.ndarray | float, parallel: int) -> Any:
-        """Seconds per token of `rows` rows at that context, on `parallel` GPUs together."""
+        """Seconds of one decoding step of `rows` rows at context length `context`, on `parallel`
+        GPUs."""
         shape, gpu, rates = self.shape, self.gpu, self.rates
         read = ENGINE * shape.products + rows * context * shape.cache_bytes
         by_memory = read / parallel / (gpu.bandwidth * rates["decoding_share"])
@@ -98,8 +100,8 @@ class RolloutCost:
         return seconds
 
     def room(self, parallel: int, held: float = 0.0) -> int:
-        """Completions of mean length whose KV cache fits with the weights and `held` other bytes on
-        each GPU."""
+        """The number of completions of mean length whose KV cache fits, with the weights and `held`
+        other bytes on each GPU."""
         free = USABLE * self.gpu.memory - held - ENGINE * self.shape.parameters / parallel
         each = self.shape.cache_bytes * (self.prompt + self.completion) / parallel
         return max(0, int(free / each))
@@ -111,8 +113,8 @@ class RolloutCost:
         return operations / gpus / (self.gpu.operations * self.rates["training_share"])
 
     def wave(self, engines: int, parallel: int, held: float = 0.0) -> float:
-        """Seconds to sample a rollout: completions without room wait, and the last ones run with a
-        small batch."""
+        """Seconds to sample a rollout. Completions that do not fit wait, and the last completions
+        run in a small batch."""
         rows, room = self.rows / engines, self.room(parallel, held)
         if room == 0:
             return float("inf")
@@ -126,7 +128,7 @@ class RolloutCost:
 
     def flow(self, engines: int, parallel: int, staleness: int) -> tuple[float, float]:
         """(seconds between two rollouts, seconds per token) while servers sample without a pause.
-        About `staleness` rollouts are active, if there is room."""
+        About `staleness` rollouts are active, if they fit."""
         rows = min(self.room(parallel), staleness * self.rows / engines)
         if rows < 1:
             return float("inf"), float("inf")
@@ -138,8 +140,9 @@ class RolloutCost:
     # -- training --------------------------------------------------------------------------------
 
     def training(self, trainers: int, *, divided: bool) -> tuple[float, float]:
-        """(seconds of computing a rollout's updates, seconds of communication). Trainers exchange
-        gradients once; sharded weights are gathered twice and gradients reduced per micro-batch."""
+        """(seconds of computing a rollout's updates, seconds of communication). Replicated trainers
+        exchange gradients once. With sharded weights, every micro-batch gathers the weights twice
+        and reduces the gradients."""
         shape = self.shape
         passes = 3 + self.checkpointing + self.reference
         context = self.prompt + self.completion / 2
@@ -171,15 +174,15 @@ class RolloutCost:
         return each / trainers + 2 * WEIGHTS * max(layer, ends) if divided else float(each)
 
     def micro_batch(self, trainers: int, *, divided: bool) -> float:
-        """The tokens whose activations fit in the remaining memory."""
+        """The number of tokens whose activations fit in the remaining memory."""
         shape = self.shape
         free = USABLE * self.gpu.memory - self.trainer_bytes(trainers, divided=divided) - _LOGITS
         inputs = 2 * shape.layers if self.checkpointing else _OF_LAYER * shape.layers
         return max(0.0, free / (shape.hidden * (inputs + _OF_LAYER)))
 
     def publishing(self, trainers: int, *, divided: bool, apart: bool) -> float:
-        """Seconds until engines have new weights. Sharded weights are gathered; then they are sent
-        to separate servers, or copied on the trainer's GPU."""
+        """Seconds until engines have new weights. Sharded weights are gathered first. The weights
+        are then sent to separate servers, or copied on the trainer's GPU."""
         size = self.shape.parameters
         copied = (WEIGHTS + ENGINE) * size / self.gpu.bandwidth
         sent = ENGINE * size / self.rates["weight_rate"] if apart else copied
@@ -187,6 +190,6 @@ class RolloutCost:
         return sent + WEIGHTS * size * others / self._network(trainers)
 
     def _network(self, gpus: int) -> float:
-        """Bytes a second that each of `gpus` GPUs sends to the others."""
+        """Bytes per second that each of `gpus` GPUs sends to the others."""
         gpu = self.gpu
         return self.rates["network_share"] * (gpu.nvlink if gpus <= IN_A_MACHINE else gpu.network)

@@ -1,4 +1,4 @@
-"""`rloo plan --num_gpus N --gpu NAME`: its options in addition to those of a run, and the plan."""
+"""`rloo plan --num_gpus N --gpu NAME`: the options besides the options of a run, and the plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GPUPlanRequest:
     values: dict[str, str]
 
     def number(self, name: str, default: float | None, least: float = 0.0) -> float:
-        """A number above `least`. Raises ValueError."""
+        """The value of option `name`, a number above `least`. Raises ValueError."""
         text = self.values.get(name)
         if text is None:
             assert default is not None, f"{name} has no default"
@@ -54,8 +54,8 @@ class GPUPlanRequest:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(arguments of a run, values of the plan's options). Raises ValueError for an option without a
-    value, or given twice."""
+    """(arguments of a run, values of the plan's options). Raises ValueError for an option that has
+    no value or is given twice."""
     rest: list[str] = []
     values: dict[str, str] = {}
     remaining = list(arguments)
@@ -99,7 +99,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     if name not in GPUS:
         known = ", ".join(GPUS)
         raise ValueError(f"gpu is {name}; the table has {known}{suggest(name, GPUS)} (gpu)")
-    # Imported late, since it takes a second: invalid options are reported before.
+    # Imported late, since the import takes a second: invalid options are reported before.
     from rloo.addons.planner.gpu.layouts import best
     from rloo.addons.planner.gpu.printing import GPUPlan, print_gpu_plan
 

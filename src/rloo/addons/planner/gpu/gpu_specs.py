@@ -1,4 +1,4 @@
-"""The performance of GPUs and the share of it that a run achieves, with sources for all numbers."""
+"""The performance of GPUs, the shares of it that a run achieves, and the sources of the numbers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ IN_A_MACHINE = 8
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """A GPU by its maker's figures: bytes of memory, dense bf16 operations per second, bytes per
-    second of memory, of NVLink in one direction, and of the network of a usual machine of eight."""
+    """The maker's figures for a GPU: bytes of memory, dense bf16 operations per second, and bytes
+    per second of the memory, of NVLink in one direction, and of the network in a usual machine with
+    eight GPUs."""
 
     name: str
     memory: float
@@ -37,8 +38,8 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """A number that a plan relies on and that can be overridden. Kind `source` is published by
-    others, `measured` by this project; `assumed` has no figure."""
+    """A number that a plan relies on and that can be overridden. The kind is `source` (published by
+    others), `measured` (by this project) or `assumed` (there is no figure)."""
 
     value: float
     kind: Literal["measured", "source", "assumed"]

@@ -1,4 +1,4 @@
-"""The ways to use a number of GPUs, the time that each takes, and the fastest one."""
+"""The layouts of a run on a number of GPUs, the time of each layout, and the fastest layout."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from rloo.addons.planner.gpu.cost_model import ENGINE, USABLE, RolloutCost
 
-# What is tried: GPUs per server, staleness, and the number of steps in which GPUs are divided
+# The values that are tried: GPUs per server, staleness, and the number of divisions of the GPUs
 # between trainers and engines.
 _PARALLEL, _STALENESS, _PARTS = (1, 2, 4, 8), (0, 1, 2, 4), 16
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """`trainers` GPUs train, and `engines` servers of `parallel` GPUs each sample; with 0 engines
-    the trainers' GPUs do both in turn. `divided`: fsdp2, else replicate."""
+    """`trainers` GPUs train, and `engines` servers of `parallel` GPUs each sample. With 0 engines
+    the trainers' GPUs train and sample in turn. `divided` means fsdp2, otherwise replicate."""
 
     trainers: int
     engines: int
@@ -31,9 +31,9 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of the parts of a rollout (`reading`: the main process reads sampled completions),
-    bytes on a trainer's and an engine's GPU, tokens that fit into a micro-batch, and completions
-    that fit into an engine."""
+    """Seconds of the parts of a rollout, where `reading` is the time in which the main process
+    reads sampled completions; bytes on a trainer's and on an engine's GPU; the tokens that fit into
+    a micro-batch; and the completions that fit into an engine (`room`)."""
 
     layout: ParallelLayout
     sampling: float
@@ -48,8 +48,8 @@ class Forecast:
 
     @property
     def training(self) -> float:
-        """Seconds of training. Sharded weights are gathered ahead, so computing and sending
-        overlap; replicated ones send their gradients once, at the end."""
+        """Seconds of training. Sharded weights are gathered ahead, so that computing and sending
+        overlap. With replicated weights, gradients are sent once, at the end."""
         if self.layout.divided:
             return max(self.computing, self.sending)
         return self.computing + self.sending
@@ -76,7 +76,7 @@ class Forecast:
 
 
 def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
-    """The forecast for a layout; None if something does not fit."""
+    """The forecast for a layout; None if a part of the layout does not fit into memory."""
     shape, gpu = job.shape, job.gpu
     held = job.trainer_bytes(layout.trainers, divided=layout.divided)
     together = layout.engines == 0
@@ -127,8 +127,9 @@ def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
 
 
 def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
-    """The fastest layout that fits, for each way: in turn, or apart with each staleness. Among
-    layouts within 1 %, the simplest one: replicated, fewer GPUs per server."""
+    """The fastest layout that fits, for each way: training and sampling in turn, or on separate
+    GPUs with each staleness. Of layouts within 1 % the simplest is chosen: replicated, with fewer
+    GPUs per server."""
     found: dict[str, Forecast] = {}
     for layout in layouts(gpus, job):
         if layout.trainers > job.rows:
@@ -143,8 +144,8 @@ def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
 
 
 def most_samples(job: RolloutCost, one: Forecast) -> int:
-    """The largest K whose group of maximum length fits one engine at a time and one micro-batch,
-    so that no second forward pass is needed."""
+    """The largest K for which a group of maximum length fits one engine at a time and one
+    micro-batch, so that no second forward pass is needed."""
     by_engine = one.room * (job.prompt + job.completion) / (job.prompt + job.longest)
     by_trainer = (one.micro_batch - job.prompt) / job.longest
     return int(min(by_engine, by_trainer))

@@ -11,9 +11,9 @@ _UNITS = {"m": 1e6, "b": 1e9, "": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with attention and a gated feed-forward part in each layer. `products` counts the
-    parameters of matrices that multiply each token: the vocabulary once, without the lookup.
-    `origin` describes the source."""
+    """A decoder with attention and a gated feed-forward part in each layer. `products` is the
+    number of parameters in matrices that multiply each token, with the output matrix of the
+    vocabulary and without the embedding lookup. `origin` describes the source."""
 
     name: str
     layers: int
@@ -38,8 +38,8 @@ class ModelShape:
 
 
 def _known(name: str, layers: int, hidden: int, heads: int, feed: int, matrices: int) -> ModelShape:
-    """A shape with eight key-value heads of 128 dimensions, as all models here have. `matrices` of
-    the vocabulary are one (tied) or two."""
+    """A shape with eight key-value heads of 128 dimensions, as all models of TYPICAL have.
+    `matrices` is the number of vocabulary matrices: one (tied) or two."""
     vocabulary = 128256 if name.startswith("Llama") else 151936
     attention = 2 * hidden * heads * 128 + 2 * hidden * 8 * 128
     products = layers * (attention + 3 * hidden * feed) + hidden * vocabulary
@@ -61,7 +61,7 @@ TYPICAL = (
 
 def shape_of_size(text: str) -> ModelShape:
     """The typical shape nearest to a size such as 7B or 600M, with the number of layers adjusted to
-    it. Raises ValueError for an invalid size."""
+    the size. Raises ValueError for an invalid size."""
     found = re.fullmatch(r"([0-9.]+)\s*([mMbB]?)", text.strip())
     try:
         size = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0

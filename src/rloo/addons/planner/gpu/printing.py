@@ -14,7 +14,7 @@ from rloo.addons.planner.gpu.layouts import Forecast, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.tracking.console import duration, write_line
 
-# Simulated rollouts, and those among them that only fill the queue.
+# The number of simulated rollouts, and how many of them only fill the queue.
 _SIMULATED, _WARM_UP = 60, 10
 # Smallest speed-up for which a staler layout is chosen, since staleness adds bias.
 _WORTH = 1.05
@@ -32,7 +32,7 @@ class GPUPlan:
 
     @property
     def chosen(self) -> str:
-        """The way to choose: a staler one must be 5 % faster."""
+        """The way to choose. A way with more staleness must be 5 % faster."""
         names = list(self.ways)
         name = names[0]
         for other in names[1:]:
@@ -128,7 +128,7 @@ def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:
     at = one.layout
     if not at.staleness:
         return None
-    # A group occupies its place until its longest completion ends; the others have ended by then.
+    # A group occupies its place until its longest completion ends; the others have ended earlier.
     stretch = job.longest_of(job.samples) / job.completion
     places = min(one.room * stretch / job.samples, at.staleness * job.groups / at.engines)
     at_once = max(1, round(places))

@@ -1,7 +1,7 @@
 """Simulates a run as events: groups are sampled, scored and trained in order, and engines fail.
 
-It knows no GPU and no model, only the time of each part. The gate is that of
-`rloo.algorithm.async_rollout`: a rollout starts when at most `staleness` earlier ones are not
+The simulation uses only the time of each part, and no properties of a GPU or a model. A rollout
+starts by the rule of `rloo.algorithm.async_rollout`: at most `staleness` earlier rollouts are not
 trained yet."""
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ Events = Generator[Any, Any, None]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """The simulated run: `rollouts` of `groups` groups. Each of `engines` samples `at_once` calls,
-    of `groups_a_call` groups that end together (None: all of a rollout). The functions draw the
-    seconds of sampling a call of so many groups, of scoring a group by one of `reward_workers`, and
-    of training on a rollout. The trainer takes `publish` seconds to write a version, and an engine
-    `load` seconds to read it before its next call. With `drains`, the trainer waits for active
-    calls before it publishes. An engine fails after `between_failures` seconds in the mean, for
-    `restart` seconds. `kills` maps a rollout to the seconds after its end at which the first engine
-    fails for certain. `first` are the seconds before an engine's first call."""
+    """A run of `rollouts` rollouts of `groups` groups. Each of `engines` engines runs `at_once`
+    calls in parallel. A call samples `groups_a_call` groups, which end together (None: all groups
+    of a rollout). `sample` draws the seconds of a call with a number of groups, `score` the seconds
+    in which one of `reward_workers` scores a group, and `train` the seconds of training on a
+    rollout. The trainer takes `publish` seconds to write a version of the weights. An engine takes
+    `load` seconds to read the version before its next call. With `drains`, the trainer waits for
+    active calls before it publishes. An engine fails after `between_failures` seconds on average,
+    for `restart` seconds. `kills` maps a rollout to the seconds after its training at which the
+    first engine fails for certain. `first` is the time in seconds before an engine's first call."""
 
     groups: int
     rollouts: int
@@ -50,8 +51,8 @@ class SimulatedRun:
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """The result: the seconds at which training on each rollout ended, the busy shares of the
-    trainer and of all engine places, the number of repeated calls, and the most groups in flight
-    (started but not trained)."""
+    trainer and of all engine places, the number of repeated calls, and the largest number of groups
+    in flight (started but not trained)."""
 
     ends: list[float]
     trainer_busy: float
@@ -74,7 +75,7 @@ def simulate(flow: SimulatedRun) -> SimulationResult:
             name="simpy",
         ) from error
     run = _Run(flow, simpy)
-    # Ends when all is trained; later failures do not matter.
+    # The simulation ends when all rollouts are trained; later failures do not matter.
     run.env.run(run.env.process(run.trainer()))
     total = run.ends[-1]
     places = flow.engines * flow.at_once
@@ -85,7 +86,8 @@ def simulate(flow: SimulatedRun) -> SimulationResult:
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine: its version, the processes that sample now, and the time when it is up again."""
+    """An engine: its version, the processes that sample now, and the time of its next
+    availability."""
 
     version: int = -1
     up: float = 0.0
@@ -96,7 +98,7 @@ class _Run:
     def __init__(self, flow: SimulatedRun, simpy: Any) -> None:
         self.flow, self.simpy, self.env = flow, simpy, simpy.Environment()
         self.draw = random.Random(flow.seed)
-        # Calls by number: a repeated call comes before those not made yet.
+        # Calls in the order of their numbers: a repeated call precedes calls that are not made yet.
         self.calls = simpy.PriorityStore(self.env)
         self.scorers = simpy.Resource(self.env, flow.reward_workers)
         self.engines = [_Engine(up=flow.first) for _ in range(flow.engines)]
@@ -159,7 +161,7 @@ class _Run:
             yield self.env.timeout(self.flow.score(self.draw))
 
     def place(self, engine: _Engine) -> Events:
-        """One place of an engine: it runs call after call."""
+        """One place of an engine, which runs one call after another."""
         while True:
             call = yield self.calls.get()
             while self.open is not None or self.env.now < engine.up:

@@ -13,7 +13,7 @@ _UNTRAINED = (
     "few_generations",
     "little_signal",
 )
-# Symptoms of a broken policy, or of a reward that pays for the wrong thing.
+# Symptoms of a broken policy, or of a reward for the wrong behavior.
 _BROKEN = (
     "gibberish",
     "empty",

@@ -1,4 +1,4 @@
-"""Rules on the completions themselves: their length, their ending, their text."""
+"""Rules on the completions: their length, their ending, their text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from rloo.tracking.console import percent
 from rloo.tracking.finding import text_of_content
 from rloo.tracking.metrics import deviation
 
-# Mean tokens (with the end token) of empty completions; share of the first length that is left.
+# The largest mean number of tokens (with the end token) of empty completions; the largest share of
+# the length in the first rollouts that is left.
 EMPTY, SHRUNK = 2.5, 0.34
 # Share of clipped completions above which the run is voided.
 MOSTLY_CUT = 0.8
@@ -29,22 +30,22 @@ MOSTLY_CUT = 0.8
 OFTEN_CUT = 1 / 3
 # A text that deflate compresses below this share of its size repeats itself.
 REPEATS = 0.35
-# With fewer prompts a rollout, rollouts differ by their prompts.
+# With fewer prompts per rollout, rollouts differ because their prompts differ.
 FEW_PROMPTS = 4
 # Shorter texts (in characters) are too short to measure repetition.
 FEWEST_CHARACTERS = 60
 
 
 def repetition(text: str) -> float:
-    """The compressed share of a text: its deflate size, less that of an empty text, over its size
-    in bytes."""
+    """The compression ratio of a text: its deflate size minus the deflate size of an empty text,
+    divided by its size in bytes."""
     content = text.encode()
     overhead = len(zlib.compress(b"", 9))
     return (len(zlib.compress(content, 9)) - overhead) / max(1, len(content))
 
 
 def strangeness(text: str) -> float:
-    """The share of characters that no real text has: replaced, unprintable, unassigned."""
+    """The share of characters that real texts do not contain: replaced, unprintable, unassigned."""
     return sum(not (c.isprintable() or c in "\n\t\r") or c == "�" for c in text) / max(1, len(text))
 
 
@@ -79,7 +80,7 @@ def grown(run: RecordedRun) -> RuleResult | None:
     length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
     if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
         return None
-    # With few prompts a rollout, some prompts simply need longer answers.
+    # With few prompts per rollout, completions may grow because the prompts need longer answers.
     if 0 in (length.moved, cut.moved) or (run.prompts < FEW_PROMPTS and length.moved is None):
         return None
     if cut.after <= MOSTLY_CUT and _to_be_cut_costs(run):
@@ -96,8 +97,9 @@ def grown(run: RecordedRun) -> RuleResult | None:
 
 
 def _to_be_cut_costs(run: RecordedRun) -> bool:
-    """Whether recorded completions that were cut have lower rewards than others, beyond chance. The
-    reward then does not pay for length: completions grow because they need more than the limit."""
+    """Whether recorded completions that were truncated have lower rewards than others, beyond
+    chance. If so, the reward does not favour length: completions grow because they need more tokens
+    than the limit."""
     of: dict[bool, list[float]] = {True: [], False: []}
     for row in run.recorded(last=True):
         if row.get("reward") is not None:

@@ -1,5 +1,5 @@
-"""Rules on facts that are not in a run's rows: data, chat template, end tokens, memory. Module
-`rloo.addons.report.doctor.dataset_stats` collects the facts."""
+"""Rules on facts that are not in a run's rows: data, chat template, end tokens, memory. The module
+`rloo.addons.report.doctor.dataset_stats` collects these facts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import percent
 from rloo.tracking.metrics import Z
 
-# Share of the tried prompts whose last words earn the reward.
+# Share of the tried prompts whose last words get the full reward.
 ANSWERED = 0.1
 # Share of clipped completions from which on the end token seems to be missing.
 NEARLY_ALL_CUT = 0.95

@@ -1,6 +1,6 @@
-"""Facts known before the first step: evaluation prompts that are trained on, the use of the chat
-template, the tokens that end a completion. `rloo.addons.report.doctor.data_rules` has the rules
-that judge them."""
+"""Facts that are known before the first step: evaluation prompts that are trained on, the use of
+the chat template, the tokens that end a completion. `rloo.addons.report.doctor.data_rules` contains
+the rules on these facts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from rloo.trainer.evaluate import Sets
 from rloo.trainer.prompt_lengths import longest_completion, prompts_of
 from rloo.types import Message, Prompt, Text
 
-# How many prompts are tried with their last words as completion, and with how many words at most.
+# The number of prompts that are tried with their last words as completion, and the largest number
+# of words that is tried.
 _TRIED_PROMPTS, _TRIED_WORDS = 16, 12
 # Messages of out-of-memory errors without a type: from other devices, and from a CPU.
 _LACKS_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory", re.IGNORECASE)
@@ -53,7 +54,8 @@ def facts_of(parts: TrainerComponents, sets: Sets) -> dict[str, Any]:
 
 
 def facts_of_error(error: BaseException, note: Note) -> dict[str, Any]:
-    """The cause of a run's end, as far as `error` shows it. A failure here goes to `note`."""
+    """The facts that `error` shows about the end of a run. If they cannot be computed, `note` gets
+    the reason."""
     nothing: dict[str, Any] = {}
     return attempt("why the run ended", lambda: _of_error(error), nothing, note)
 
@@ -81,7 +83,7 @@ def of_template(
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """How a prompt uses the chat template. The template is rendered with the prompt's messages, or
-    with an artificial conversation if the prompt is a text. Raises what the template raises."""
+    with an artificial conversation if the prompt is a text. Raises the template's exceptions."""
     content, tokenizer = prompt.content, tokenizer_of(processing_class)
     if not processing_class.chat_template:
         return {}
@@ -112,7 +114,7 @@ def of_template(
 
 
 def _messages(content: Text) -> list[Message]:
-    """The messages of a prompt without null values, or an artificial one for a text."""
+    """The messages of a prompt, without null values; an artificial message for a text prompt."""
     if isinstance(content, str):
         return [{"role": "user", "content": _WORD}]
     bare = without_images(content)
@@ -123,8 +125,8 @@ def _messages(content: Text) -> list[Message]:
 def _answered(
     render: Callable[[Sequence[Message]], str], messages: list[Message]
 ) -> tuple[list[Message], str]:
-    """The messages, and their rendering with a one-word answer. Some templates take content as a
-    string and others as parts (models with images); some differ by role."""
+    """The messages, and their rendering with a one-word answer. Some templates require content as a
+    string, some as parts (models with images), and some in a form that depends on the role."""
     parts = [{"type": "text", "text": _ANSWER}]
     answers: list[Any] = [_ANSWER, parts]
     if any(isinstance(message.get("content"), list) for message in messages):
@@ -152,7 +154,7 @@ def _how_rendered(text: str, plain: str, opened: str, marks: Sequence[str]) -> s
         return ""
     if closing and said.endswith(closing):
         return "turn not opened"
-    # The prompt ends the template in another way: other options, or a turn with its first words.
+    # The prompt may end the template differently: with other options, or with a turn's first words.
     return "" if any(mark in opened and mark in text for mark in marks) else "unused"
 
 

@@ -1,4 +1,4 @@
-"""Reads a run from its files, finished or dead, and prints the doctor's findings."""
+"""Reads a finished or dead run from its files, and prints the doctor's findings."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def findings_of(
 
 
 def summary_of(folder: Path, run: RecordedRun) -> dict[str, Any]:
-    """The summary that the run has written, completed from its rows. A dead run has no summary, so
-    all values come from its rows."""
+    """The summary that the run has written, completed from its rows. A dead run has no summary; all
+    values then come from its rows."""
     start, end = run.measured or ({}, {})
     by_rows = {
         "status": "died",

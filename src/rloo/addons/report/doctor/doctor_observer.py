@@ -15,7 +15,7 @@ from rloo.tracking.observer import ObservedRun, Observer, Row
 
 
 class DoctorObserver(Observer):
-    """Judges a run by the doctor's rules, after each step and at the end."""
+    """Applies the doctor's rules to a run, after each step and at the end."""
 
     def __init__(self, run: ObservedRun) -> None:
         super().__init__(run)
@@ -29,28 +29,28 @@ class DoctorObserver(Observer):
         self._watch.told |= {row["finding"]["name"] for row in files[ALARMS]}
 
     def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
-        """Judge the facts known before the first step."""
+        """Apply the rules to the facts that are known before the first step."""
         from rloo.addons.report.doctor.dataset_stats import facts_of
 
         self._examine(facts_of(parts, sets))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Judge the run so far."""
+        """Apply the rules to the run so far."""
         self._watch.add({"step": step, **metrics})
         self._tell(step)
 
     def on_completions(self, step: int, rows: Sequence[Row]) -> None:
-        """Store the rows; the next step judges them."""
+        """Store the rows; the rules are applied at the next step."""
         self._watch.add_completions(rows)
 
     def on_error(self, error: BaseException) -> None:
-        """Judge the error that ends the run."""
+        """Apply the rules to the error that ends the run."""
         from rloo.addons.report.doctor.dataset_stats import facts_of_error
 
         self._examine(facts_of_error(error, self.run.note))
 
     def on_finish(self, summary: Mapping[str, Any]) -> Sequence[Finding]:
-        """The findings by all files of the run."""
+        """The findings from all files of the run."""
         read = partial(findings_of, self.run.folder, self.run.config, summary)
         return attempt("what was wrong with the run", read, [], self.run.note)
 

@@ -35,7 +35,7 @@ def examine(config: RLOOConfig, source: tuple[str, ...] = ()) -> Iterator[str]:
 
 
 def findings_before(config: RLOOConfig, folder: Path) -> list[Finding]:
-    """The findings on a configuration; the two rollouts write into `folder`."""
+    """The findings on a configuration. The two rollouts write their files into `folder`."""
     return diagnose(dry_run(config, folder))
 
 

@@ -29,15 +29,16 @@ from rloo.tracking.console import percent
 from rloo.tracking.finding import text_of_content
 from rloo.tracking.metrics import Z
 
-# With fewer groups or completions, all of them may be alike by chance.
+# With fewer groups or completions, all of them may be equal by chance.
 FEWEST_GROUPS, FEWEST_SOLVED = 10, 16
 # Share of completions without a reward, or of failed calls.
 MANY_MISSING = 0.2
 # Fewest recorded completions for a meaningful share.
 FEWEST = 12
-# Entropy (nats per token) below which completions of a prompt are alike; a low temperature.
+# Sampling is nearly greedy below this entropy (nats per token) and this temperature.
 ALIKE, COLD = 0.1, 0.5
-# Deviation of rewards, relative to the mean reward, below which only noise separates completions.
+# Standard deviation of rewards, relative to their mean, below which only noise separates
+# completions.
 NOISE = 2e-3
 # Learning rate from which on no precision rounds a step away.
 NOT_ROUNDED = 1e-4
@@ -118,7 +119,7 @@ def _flat(run: RecordedRun) -> RuleResult | None:
     signal = [row["groups/signal"] for row in run.rollouts if "groups/signal" in row]
     if len(signal) * run.prompts < FEWEST_GROUPS or any(not share <= 0 for share in signal):
         return None
-    # With one prompt a rollout, each rollout has one reward, and the rewards of rollouts differ.
+    # With one prompt per rollout, rewards are equal within a rollout and differ between rollouts.
     means = [row["reward"] for row in run.rollouts if math.isfinite(row["reward"])]
     spread = max(mean(run.rollouts, "reward_std"), pstdev(means) if means else 0.0)
     if spread == 0:
@@ -166,7 +167,7 @@ def _partly_missing(run: RecordedRun) -> RuleResult | None:
     rows = run.end
     if math.isnan(mean(rows, "reward")):
         return None
-    # Unscored completions may vanish without the task being learned, so the start counts too.
+    # Unscored completions may disappear although the task is not learned: the start counts too.
     sides = [part for part in (run.recorded(last=False), run.completions) if len(part) >= FEWEST]
     for name in functions(rows):
         never = math.isnan(mean(run.rollouts, f"rewards/{name}/mean"))
@@ -226,7 +227,7 @@ def _nothing_trained(run: RecordedRun) -> RuleResult | None:
         return None
     number = len(rows)
     steps = f"no weight changed in any of {number} steps" if number > 1 else "no weight changed"
-    # A KL penalty gives every step a gradient, even without a signal from rewards.
+    # With a KL penalty every step has a gradient, even without a signal from rewards.
     if all(row.get("update/no_signal") for row in rows) or mean(run.rollouts, "groups/signal") == 0:
         return RuleResult(
             f"{steps}: none had a completion with signal",

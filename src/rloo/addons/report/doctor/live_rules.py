@@ -1,4 +1,4 @@
-"""The rules over an active run. An error in a rule does not end the run."""
+"""Applies the rules to an active run. An error in a rule does not end the run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rloo.tracking.before_after import WINDOW_ROLLOUTS
 from rloo.tracking.finding import Finding
 from rloo.tracking.guarded import Note, attempt, warn
 
-# Fewest rollouts and completions before an active run is judged.
+# The fewest rollouts and completions from which the rules are applied to an active run.
 PATIENCE, FEWEST = 4, 32
 
 
 class LiveDoctor:
-    """Applies the rules to an active run. It stores only the first and the last rollouts. `told`
-    are the names of findings already reported; rules that cannot be judged go to `note`."""
+    """Applies the rules to an active run. Only the first and the last rollouts are stored. `told`
+    are the names of findings that were already reported. Errors of rules are passed to `note`."""
 
     def __init__(self, config: Mapping[str, Any], note: Note = warn) -> None:
         self.config = config
@@ -45,7 +45,7 @@ class LiveDoctor:
                 part.completions.append(row)
 
     def news(self) -> list[Finding]:
-        """The findings not reported yet."""
+        """The findings that are not reported yet."""
         return attempt("what is wrong with the run", self._news, [], self._note)
 
     def _news(self) -> list[Finding]:
@@ -58,7 +58,7 @@ class LiveDoctor:
             over=False,
         )
         early = len(kept) < PATIENCE or run.completions_of(run.rollouts) < FEWEST
-        tells = self.facts.keys() - {LONGEST}  # LONGEST is no fault
+        tells = self.facts.keys() - {LONGEST}  # LONGEST does not indicate a fault
         found = [] if early and not tells else diagnose(run, self._note)
         found = [f for f in found if f.name not in self.told and not (early and f.voids)]
         self.told |= {finding.name for finding in found}

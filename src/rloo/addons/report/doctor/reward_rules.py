@@ -19,7 +19,7 @@ from rloo.tracking.console import percent
 _FORM = re.compile(r"format|form|style|length|tag|think|xml|json", re.IGNORECASE)
 # Smallest gain of a function (reward between 0 and 1) that explains a rise.
 HARDLY = 0.02
-# Share of its value that another function must lose to count as the price.
+# Share of its mean that another reward must lose to count as the cost of a rise.
 COST = 0.25
 
 
@@ -84,8 +84,8 @@ def _of_held_out(run: RecordedRun) -> RuleResult | None:
 
 
 def _fall(run: RecordedRun, name: str) -> BeforeAfter | None:
-    """How an evaluation metric fell: since the first evaluation, or since its best one unless the
-    trained reward fell with it."""
+    """The fall of an evaluation metric: since the first evaluation, or since its best evaluation.
+    The latter does not count if the trained reward fell too. None without a fall."""
     known = [row for row in run.of_first_set if row.get(name) is not None]
     if len(known) < 2:
         return None
@@ -149,7 +149,8 @@ def _only_form(run: RecordedRun) -> RuleResult | None:
 
 
 def _by_function(run: RecordedRun) -> dict[str, BeforeAfter]:
-    """The change of each function: in evaluations if they show one, else in training."""
+    """The change of each reward function: in evaluations if its mean moved there, else in
+    training."""
     changes = {}
     for name in functions(run.rollouts):
         metric = f"rewards/{name}/mean"

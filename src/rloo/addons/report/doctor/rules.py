@@ -23,7 +23,7 @@ _ALL = {
     for rule in part.RULES
 }
 _EARLY = {rule.name for rule in data_rules.RULES}
-# Causes stand before their effects.
+# Causes precede their effects.
 RULES: tuple[Rule, ...] = tuple(_ALL[name] for name in EXPLAINS)
 
 
@@ -33,10 +33,11 @@ def diagnose(
     told: Sequence[tuple[int, Finding]] = (),
     rules: Sequence[Rule] = RULES,
 ) -> list[Finding]:
-    """The findings on a run, causes first. Effects of a finding are left out, and so is advice on
-    an option that an earlier finding changes. A rule that fails goes to `note`. A run's files lack
-    the facts from before the first step, so findings on them come from `told`, (step, finding)
-    each; those of later steps count only if the run has not gained."""
+    """The findings on a run, causes first. Effects of a finding are left out. A finding is also
+    left out if it changes an option that an earlier finding changes. `note` gets the error of a
+    rule that fails. A run's files lack the facts from before the first step. Findings on these
+    facts come from `told`, pairs of (step, finding); findings of later steps count only if the run
+    has not gained."""
     stands = {f.name: f for step, f in told if f.name in _EARLY and (step == 0 or not run.gained)}
     findings: dict[str, Finding] = {}
     changed: set[str] = set()

@@ -25,7 +25,7 @@ from rloo.tracking.metric_registry import HealthyRange, find
 Row = Mapping[str, float]
 # Rewards above which gradients may overflow, and the options that prevent it.
 HUGE_REWARD, CLIPPED_REWARD = 1e6, {"reward_clip_range": [-10.0, 10.0]}
-# Lowest learning rate that advice proposes; ten times that for adapters.
+# The lowest learning rate that advice proposes; for adapters ten times as high.
 SMALL_RATE = 1e-6
 # Name of the fact: the longest completion that fits the model's context.
 LONGEST = "longest_completion"
@@ -37,10 +37,10 @@ COLD_START = (
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """The rows of a run: metrics.jsonl (for an active run only the first and last ones),
-    completions.jsonl, evaluations.jsonl, and the resolved options. `facts` were collected before
-    the first step. `source` are the arguments of `rloo train`, empty for a script's run. `dry`
-    means learning rate 0 on purpose. An active run is not `over`."""
+    """The records of a run: the rows of metrics.jsonl (of an active run only the first and last
+    rows), completions.jsonl and evaluations.jsonl, and the resolved options. `facts` were collected
+    before the first step. `source` are the arguments of `rloo train`, empty for a script's run.
+    `dry` means that the learning rate is 0 on purpose. `over` is False for an active run."""
 
     rows: Sequence[Row]
     completions: Sequence[Mapping[str, Any]] = ()
@@ -53,17 +53,17 @@ class RecordedRun:
 
     @property
     def rollouts(self) -> list[Row]:
-        """The first step of each rollout: those rows have the sampling metrics."""
+        """The rows of the first step on each rollout, which have the sampling metrics."""
         return [row for row in self.rows if "reward" in row]
 
     @property
     def start(self) -> Sequence[Row]:
-        """The first rollouts; they do not overlap the last ones."""
+        """The first rollouts, which do not overlap with the last rollouts."""
         return windows(self.rollouts)[0]
 
     @property
     def end(self) -> Sequence[Row]:
-        """The last rollouts, as many as the first ones."""
+        """The last rollouts, as many as the first rollouts."""
         return windows(self.rollouts)[1]
 
     def option(self, name: str, default: Any = None) -> Any:
@@ -83,7 +83,8 @@ class RecordedRun:
 
     @property
     def of_first_set(self) -> list[Mapping[str, Any]]:
-        """All evaluations of the first evaluation set, except that of the best weights."""
+        """All evaluations of the first evaluation set, except the evaluation of the best
+        weights."""
         rows = [row for row in self.evaluations if row.get("name") != "best"]
         return [row for row in rows if row.get("dataset") == rows[0].get("dataset")]
 
@@ -94,8 +95,8 @@ class RecordedRun:
 
     @property
     def rises(self) -> list[BeforeAfter]:
-        """Rises of the reward beyond chance since the start: those at the end first, then those at
-        any time."""
+        """Rises of the reward beyond chance since the start. Rises at the end of the run precede
+        rises at any time."""
         rows, of_set = [r for r in self.rollouts if math.isfinite(r["reward"])], self.of_first_set
         parts = [rows[at : at + FEWEST] for at in range(0, len(rows) - FEWEST + 1, FEWEST)]
         means = [mean_reward(part) for part in parts]
@@ -113,20 +114,21 @@ class RecordedRun:
 
     @property
     def prompts(self) -> int:
-        """Prompts per rollout (4 if unknown); 1 if no rollout has a standard error of reward."""
+        """The prompts per rollout (4 if unknown); 1 if no rollout has a standard error of
+        reward."""
         errors = [row.get("reward/standard_error", math.nan) for row in self.rollouts]
         return int(self.option("num_prompts", 4)) if any(map(math.isfinite, errors)) else 1
 
     def completions_of(self, rows: Sequence[Row]) -> int:
-        """The number of completions in `rows`, with 8 per prompt if that is unknown."""
+        """The number of completions in `rows`, with 8 per prompt if that number is unknown."""
         return len(rows) * self.prompts * int(self.option("num_generations", 8) or 8)
 
     def texts(self, *, last: bool) -> list[str]:
-        """Recorded completions of the last rollouts, or of the first ones."""
+        """Recorded completions of the last rollouts if `last`, else of the first rollouts."""
         return [text_of_content(row["completion"]) for row in self.recorded(last=last)]
 
     def recorded(self, *, last: bool) -> list[Mapping[str, Any]]:
-        """Rows of completions.jsonl of the last rollouts, or of the first ones."""
+        """Rows of completions.jsonl of the last rollouts if `last`, else of the first rollouts."""
         steps = sorted({row["step"] for row in self.completions})
         first, end = windows(steps)
         chosen = set(end if last else first)
@@ -144,7 +146,7 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class RuleResult:
-    """The result of a rule that holds: figures, examples, and one change, also as options."""
+    """The result of a rule that applies: figures, examples, and one change in words and options."""
 
     evidence: str
     change: str
@@ -156,8 +158,9 @@ class RuleResult:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One possible fault. `looks_at` names the figures that show it, `usual_change` the usual
-    remedy. A rule that `voids` makes a run's result worthless when it holds."""
+    """A rule for one possible fault. `looks_at` names the figures that show the fault,
+    `usual_change` the usual remedy. If a rule with `voids` applies, the run's result does not
+    count."""
 
     name: str
     title: str
@@ -169,13 +172,13 @@ class Rule:
 
 
 def mean(rows: Sequence[Row], name: str) -> float:
-    """The mean of a metric over the rows that have it; NaN if none has it."""
+    """The mean of a metric over the rows with this metric; NaN if there are none."""
     values = [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
     return fmean(values) if values else math.nan
 
 
 def highest_rate(rows: Sequence[Row]) -> float:
-    """The highest learning rate in the rows; rows without one count as 0."""
+    """The highest learning rate in the rows; rows without a learning rate count as 0."""
     return max(row.get("learning_rate", 0.0) for row in rows)
 
 
@@ -203,14 +206,14 @@ def says_nothing(run: RecordedRun) -> str:
 
 
 def largest_reward(run: RecordedRun) -> float:
-    """The largest absolute mean or deviation of the rewards in a step."""
+    """The largest absolute mean, or standard deviation, of the rewards in a step."""
     seen = [abs(row.get(n, math.nan)) for row in run.rows for n in ("reward", "reward_std")]
     return max(filter(lambda value: not math.isnan(value), seen), default=0.0)
 
 
 def longer_by(run: RecordedRun, limit: int, times: int = 2) -> tuple[str, dict[str, Any]]:
-    """Advice, in words and as options: raise the length limit `times` (2 or 4), or to the room that
-    the context leaves after the longest prompt."""
+    """Advice, in words and as options: raise the length limit to `times` (2 or 4) times its value,
+    or to the tokens that the context leaves after the longest prompt."""
     room = run.facts.get(LONGEST)
     if room is None or times * limit <= room:
         words = {2: "twice", 4: "four times"}[times]

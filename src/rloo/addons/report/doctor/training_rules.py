@@ -26,15 +26,15 @@ from rloo.tracking.console import percent
 
 # KL (nats per token) that one rollout may add.
 KL_JUMP = 0.5
-# Largest KL of a policy that has not moved; its entropy then varies with the prompts only.
+# Largest KL of a policy that has not moved; such a policy's entropy varies only with the prompts.
 KL_MOVED = 0.1
-# Nats of a leap that destroys a policy; a tenth of the learning rate is still too much then.
+# A leap of more nats destroys the policy; a tenth of the learning rate is then still too high.
 DESTROYED = 2.0
 # The policy is also destroyed if less than this share of the reward is left.
 LOST = 0.25
-# Share of later rollouts that must stay beyond all earlier ones.
+# Share of later rollouts that must stay beyond all earlier rollouts.
 LASTING = 0.8
-# Lowest published learning rate, and the number of steps that is few for it.
+# Lowest published learning rate, and the number of steps below which its effect may be invisible.
 USUAL, FEW_STEPS = 5e-7, 100
 # KL of a policy that has moved enough to learn, and the largest factor on a learning rate.
 KL_LEARNING, MOST_RAISED = 1e-2, 1000.0
@@ -42,25 +42,25 @@ KL_LEARNING, MOST_RAISED = 1e-2, 1000.0
 FEWEST_COMPLETIONS, MANY_COMPLETIONS = 96, 256
 # Share of noise in the baselines' variance that is strong evidence.
 NOTHING_ELSE = 0.9
-# Smallest share of the entropy that remains after one rollout. It does not apply below
-# ENTROPY_LEFT nats.
+# Smallest share of the entropy that remains after one rollout. The limit does not apply to an
+# entropy below ENTROPY_LEFT nats.
 ENTROPY_KEPT, ENTROPY_LEFT = 0.25, 0.05
 # Largest rise of the entropy (nats) and largest growth of completions (factor) in one rollout.
 ENTROPY_RISE, GROWN = 1.0, 3.0
-# A policy has not moved below these: KL in nats per token, relative change of the entropy, relative
-# change of the held-out length (the same noise samples all evaluations).
+# Limits below which a policy has not moved: KL in nats per token, relative change of the entropy,
+# relative change of the held-out length (the same noise samples all evaluations).
 KL_STILL, ENTROPY_STILL, LENGTH_STILL = 1e-4, 0.05, 0.03
 # Relative change of length below which nearly all completions are the same.
 LENGTH_SAME = 0.01
 # Scores that stay equal while held-out completions stay the same.
 SCORES = ("reward", "reward_std", "pass@1", "pass@1_greedy", "groups/signal")
-# KL per token from which on a policy has tried to learn.
+# KL per token from which on the steps of a policy are large enough to learn.
 KL_TRIED = 1e-3
-# Beta above this many deviations of the reward leaves no visible gain.
+# With beta above this many standard deviations of the reward, no gain is visible.
 HELD_BACK = 10.0
-# Allowed mismatch of sampler and trainer as a share of the entropy; and that of 16 bits, in nats.
+# Allowed mismatch of sampler and trainer: as a share of the entropy; with 16 bits, in nats.
 OF_ENTROPY, PRECISION = 0.1, 0.02
-# Fewest rollouts before a run is said not to learn.
+# Fewest rollouts from which a rule reports that a run does not learn.
 ENOUGH = 9
 FEW_GENERATIONS = 4
 
@@ -82,9 +82,9 @@ def _rate_high(run: RecordedRun) -> RuleResult | None:
 
 
 def _leaps(run: RecordedRun) -> Iterator[tuple[float, str]]:
-    """Changes between rollouts that no small step makes: (nats, or 0 for lengths; in words).
+    """Changes between rollouts that small steps do not cause, as (nats, or 0 for lengths; words).
     Rollouts of a few prompts also differ this much. A leap must therefore last, and the KL, if
-    known, must confirm it."""
+    known, must confirm the leap."""
     names = ("kl", "entropy", "completions/mean_length")
     kl, entropy, length = ([r.get(name, math.nan) for r in run.rollouts] for name in names)
     if at := leap(kl, 1, lambda old, new: new > old + KL_JUMP):
@@ -176,7 +176,7 @@ def _rate_low(run: RecordedRun) -> RuleResult | None:
 
 
 def _stands_still(run: RecordedRun, kl_still: float = KL_STILL) -> str:
-    """A description of how the policy has not moved; "" if it moved or if that is unknown."""
+    """A description of how little the policy has moved; "" if it has moved or this is unknown."""
     kl, entropy = mean(run.end, "kl"), run.change("entropy")
     if math.isfinite(kl):
         return f"the KL is {kl:.1g} nats per token" if abs(kl) < kl_still else ""
@@ -197,7 +197,7 @@ def _stands_still(run: RecordedRun, kl_still: float = KL_STILL) -> str:
 
 def _said_the_same(start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
     """A description of held-out completions with equal scores and nearly equal length, or "". The
-    rewards must vary. Training rewards and entropies say less: their prompts change."""
+    rewards must vary. Training rewards and entropies are weaker evidence: their prompts change."""
     before, after = (row.get("completions/mean_length", math.nan) for row in (start, end))
     if not start.get("reward_std") or any(start.get(name) != end.get(name) for name in SCORES):
         return ""
@@ -253,9 +253,10 @@ def _few_generations(run: RecordedRun) -> RuleResult | None:
 
 
 def noise_of_baselines(run: RecordedRun, size: int) -> float:
-    """The share of the baselines' variance that is sampling noise. Rewards have the variance
-    between + within, baselines between + within / (K - 1). With one prompt a rollout, `between`
-    comes from the rollouts' means, whose variance is between + within / K."""
+    """The share of the baselines' variance that is sampling noise. The variance of rewards is
+    between + within, and the variance of baselines is between + within / (K - 1). With one prompt
+    per rollout, `between` comes from the means of rollouts, whose variance is between + within /
+    K."""
     rows = run.rollouts
     spread, baselines = mean(rows, "reward_std") ** 2, mean(rows, "baseline/variance")
     if run.prompts == 1:

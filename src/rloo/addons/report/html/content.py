@@ -256,13 +256,14 @@ def _meaning(name: str) -> dict[str, Any]:
 
 
 def _know_what_was_named(runs: Sequence[RunFolder]) -> bool:
-    """Whether the options set by users are known: a run records them when it ends."""
+    """Whether the options that users have set are known: a run records them when it ends."""
     return all("named" in run.summary for run in runs)
 
 
 def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Every option: its values in all runs as text, whether they differ, and whether one is `set`:
-    different from the default, and named by the user if that is known."""
+    """Every option: its values in all runs as text, whether the values differ, and whether a value
+    is `set`. A value is `set` if it differs from the default and, if that is known, the user has
+    named the option."""
     known = _know_what_was_named(runs)
     named = {name for run in runs for name in run.summary.get("named", ())}
     defaults = {field.name: strict(default_of(field)) for field in fields(RLOOConfig)}

@@ -42,8 +42,8 @@ def _inert(value: Any) -> Any:
 
 
 def document(data: dict[str, Any], *, follows: bool = False) -> str:
-    """The HTML page. Its content security policy allows only its script and style, by hash. A page
-    that `follows` a run may also fetch data from its server."""
+    """The HTML page. Its content security policy allows only the page's script and style, by hash.
+    A page that `follows` a run may also fetch data from its server."""
     script, style = _template(*SCRIPTS), _template(STYLE)
     policy = (
         f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; "
@@ -78,7 +78,8 @@ def document(data: dict[str, Any], *, follows: bool = False) -> str:
 
 
 def embedded(data: Any) -> str:
-    """JSON for a script element: ASCII without `<`, `>` and `&`, so it cannot end the element."""
+    """JSON for a script element: ASCII without `<`, `>` and `&`, so that no text ends the
+    element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")

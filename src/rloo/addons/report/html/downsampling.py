@@ -62,7 +62,7 @@ def bounds_of(name: str, values: Values) -> tuple[float, float] | None:
 
 def outside(series: Mapping[str, Values]) -> list[dict[str, Any]]:
     """The metrics outside their band at the end of the run, or at any time if the band is 0. Each
-    has its value, its band, and the number of steps outside it."""
+    entry has the value, the band, and the number of steps outside the band."""
     found = []
     for name, values in series.items():
         row, bounds = find(name), bounds_of(name, values)

@@ -15,8 +15,9 @@ USAGE = "rloo report FOLDER [FOLDER ...] [--output FILE] [--follow [--port N]]"
 
 
 def report(arguments: Sequence[str], signals: StopSignals) -> int:
-    """Write the report: of one run into its folder, of several into the working folder, or to
-    `--output`. `--follow` serves it until Ctrl-C. Raises ValueError for unknown arguments."""
+    """Write the report of one run into its folder, of several runs into the working directory, or
+    to `--output`. With `--follow`, serve the report until Ctrl-C instead. Raises ValueError for
+    unknown arguments."""
     folders, options = _parse(arguments)
     if "follow" in options:
         data_of(folders)  # raises now for a folder without a run

@@ -9,13 +9,14 @@ from rloo.addons.report.html.downsampling import rounded
 from rloo.tracking.run_reader import RunFolder
 from rloo.tracking.sample_text import as_string
 
-# Longest text without tokens; a longer one shows half of this from its head and half from its tail.
+# The most characters of a text without tokens. Of a longer text the head and the tail are shown,
+# each with half as many characters.
 CHARACTERS = 4_000
 
 
 def moments(run: RunFolder, most_tokens: int) -> list[dict[str, Any]]:
-    """Up to three moments with their groups; their completions have about `most_tokens` tokens in
-    total. A run without recorded groups shows its recorded completions."""
+    """Up to three moments of a run with their groups. All their completions together have about
+    `most_tokens` tokens. For a run without recorded groups, recorded completions are shown."""
     rows = run.groups or _as_groups(run.completions)
     steps = sorted({row["step"] for row in rows})
     chosen = dict.fromkeys((0, (len(steps) - 1) // 2, len(steps) - 1)) if steps else {}

@@ -1,5 +1,5 @@
-"""Serves the report on 127.0.0.1 during a run. It answers only requests for the report, and only
-from this machine."""
+"""Serves the report on 127.0.0.1 during a run. The server answers only requests for the report, and
+only from this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
-        """Answer with the page, or with what it shows now."""
+        """Answer with the page, or with the page's present data."""
         port = self.connection.getsockname()[1]
         # Refuses DNS rebinding: a foreign host name that resolves to this address.
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Log nothing: the page asks every few seconds."""
+        """Log nothing: the page sends a request every few seconds."""
 
 
 def server_of(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:

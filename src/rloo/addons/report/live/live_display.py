@@ -1,7 +1,7 @@
-"""The live view of a run in a terminal or a notebook. It shows the present state below the finished
-lines and is redrawn after a step.
+"""The live view of a run in a terminal or a notebook. The view shows the present state below the
+printed lines, and is redrawn after a step.
 
-The training thread draws it, at most every quarter of a second.
+The training thread draws the view, at most every quarter of a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _LABEL = 9
 
 @dataclass(slots=True)
 class Plot:
-    """A curve with its title and the lines below it; `form` formats its bounds."""
+    """A curve with its title and the text lines below the curve. `form` formats the bounds of the
+    curve."""
 
     curve: TextCurve
     title: str
@@ -116,7 +117,7 @@ def _labelled(
 
 
 class TerminalDisplay:
-    """Shows a view at the bottom of a terminal; all printed lines go above it."""
+    """Shows a view at the bottom of a terminal; all printed lines appear above the view."""
 
     def __init__(self, console: Console) -> None:
         self._live = Live(console=console, auto_refresh=False)
@@ -134,7 +135,7 @@ class TerminalDisplay:
 
 
 class NotebookDisplay:
-    """Shows a view in one output of a notebook cell; other output goes below it."""
+    """Shows a view in one output of a notebook cell; other output appears below the view."""
 
     def __init__(self, console: Console) -> None:
         self._width = console.width

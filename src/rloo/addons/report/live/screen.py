@@ -1,5 +1,5 @@
-"""A live view of a run below its finished lines in a terminal or a notebook; elsewhere plain
-lines."""
+"""A live view of a run below its printed lines, in a terminal or a notebook. Elsewhere only lines
+are printed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Screen(LineDisplay):
         self._reward.add(step, metrics.get("reward", math.nan))
 
     def evaluated(self, step: int, metrics: Mapping[str, Any], dataset: str = "") -> None:
-        """Add an evaluation to the curve; only the first evaluation set has one."""
+        """Add an evaluation to the curve; only the first evaluation set has a curve."""
         name, value, words = held_out(metrics)
         self._followed = dataset if self._followed is None else self._followed
         if dataset != self._followed or not math.isfinite(value):
@@ -109,7 +109,7 @@ class Screen(LineDisplay):
 
     def _end_view(self) -> None:
         region, self._region = self._region, None
-        with suppress(OSError, ValueError):  # rich restores sys.stdout even then
+        with suppress(OSError, ValueError):  # rich restores sys.stdout even after an error
             if region is not None:
                 region.stop("")
 

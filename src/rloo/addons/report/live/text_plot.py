@@ -8,15 +8,15 @@ from itertools import pairwise
 
 Point = tuple[float, float]
 
-# Points that a curve stores; more cannot be distinguished.
+# The largest number of points of a curve; more points could not be distinguished.
 MOST_POINTS = 1024
 # The bits of a braille character (U+2800 and its bits), by column and row from the top.
 _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 class TextCurve:
-    """Finite values ordered by x. Neighbours are averaged when there are too many to distinguish,
-    so a long run's curve costs no more than a short one's."""
+    """Finite values ordered by x. If there are too many values to distinguish, neighbours are
+    averaged. The curve of a long run therefore takes no more time than the curve of a short run."""
 
     def __init__(self) -> None:
         self._whole: list[Point] = []
@@ -25,7 +25,7 @@ class TextCurve:
 
     @property
     def points(self) -> list[Point]:
-        """Means of equally many neighbours; the last one may have fewer."""
+        """The means of equally many neighbours; the last mean may be of fewer."""
         return [*self._whole, *([_mean(self._open)] if self._open else [])]
 
     def add(self, x: float, y: float) -> None:
@@ -51,9 +51,9 @@ def _mean(points: Sequence[Point]) -> Point:
 def draw(
     points: Sequence[Point], width: int, height: int, *, end: float = 0.0, ascii_only: bool = False
 ) -> list[str]:
-    """`height` lines of `width` characters: the points, joined by lines. x runs from the first
-    point to the last or to `end`, y from the smallest value to the largest. A character has 2 x 4
-    dots, or one if `ascii_only`; points in one column are averaged."""
+    """Draw the points, joined by lines, in `height` lines of `width` characters. x runs from the
+    first point to the last point or to `end`, y from the smallest value to the largest. A character
+    has 2 x 4 dots, or one if `ascii_only`. Points in one column are averaged."""
     across, down = (1, 1) if ascii_only else (2, 4)
     columns = _columns(points, width * across, end)
     low, high = bounds(points)
