@@ -194,7 +194,10 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure(*json.loads(options.one))))
         return
-    print("| engines | groups in flight | CPU s a step | wall | held, MB | of it late |")
+    print(
+        "| engines | groups in flight | CPU seconds per step | wall time, s | added memory, MB "
+        "| of this, in the second half of the steps, MB |"
+    )
     print("|---|---|---|---|---|---|")
     rows = []
     for groups in options.groups:

@@ -27,8 +27,9 @@ def main() -> None:
     parser.add_argument("--grows", action="store_true", help="8 prompts for each GPU instead")
     options = parser.parse_args()
     print(
-        "| model | GPUs | take | trainers | engines | s a step | simulated | tokens/s | sync, s "
-        "| GB | per 1M tokens | bottleneck | K |\n|" + "---|" * 13
+        "| model | GPUs | layout | trainers | engines | seconds per step | simulated | tokens/s "
+        "| weight transfer, s | trainer memory, GB | cost per 1M tokens | bottleneck | largest K "
+        "|\n|" + "---|" * 13
     )
     for size in SIZES:
         for gpus in NUMBERS:

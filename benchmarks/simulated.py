@@ -310,7 +310,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result = simulated.make(simulated.given(), Path(folder))
         options.folder.write_text(json.dumps({"run": os.environ[GIVEN], **result}))
         return
-    print("| run | S | groups | killed | predicted, s | measured | ratio | load |")
+    print(
+        "| run | S | groups x K | kills | predicted, s | measured, s | predicted / measured "
+        "| load |"
+    )
     print("|---|---|---|---|---|---|---|---|")
     costs = compare(options.folder, (FITTED, PREDICTED), options.most_load)
     print(f"\nfitted: {costs}\n")

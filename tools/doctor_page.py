@@ -22,9 +22,11 @@ def filled(page: str) -> str:
 
 
 def _section(rule: Rule) -> str:
-    voids = "\n- It voids a run." if rule.voids else ""
+    voids = "\n- This finding voids the run." if rule.voids else ""
     causes = [name for name in EXPLAINS if name in causes_of(rule.name)]
-    after = f"\n- Not reported with its possible causes: {', '.join(causes)}." if causes else ""
+    after = (
+        f"\n- Not reported if a possible cause is reported: {', '.join(causes)}." if causes else ""
+    )
     return (
         f"\n## {rule.title}\n\n`{rule.name}`\n\n- Detected by: {rule.looks_at}.\n- Why it matters: "
         f"{rule.why}\n- Change: {rule.usual_change}.{voids}{after}\n"

@@ -183,23 +183,25 @@ RULES = (
         "half of the recorded completions of the first rollouts have no text, and the reward does "
         "not rise",
         "A model that writes nothing finds no answer, under any reward.",
-        "prompts that the model takes as its turn to speak",
+        "prompts that end where the assistant's turn begins",
         _silent,
     ),
     Rule(
         "gibberish",
         "Completions have become gibberish",
-        "half of the recorded completions at the end repeat themselves (deflate leaves less than "
-        "35 %) or have characters that no text has, and few did so at the start",
+        "at least half of the recorded completions at the end repeat themselves (deflate "
+        "compresses them to less than 35 %) or contain characters that no text has. At the start, "
+        "few completions did so",
         "The reward is paid for texts that nobody wants to read.",
-        "a reward that gibberish does not get",
+        "a reward that is low for gibberish",
         _gibberish,
         voids=True,
     ),
     Rule(
         "empty",
         "Completions have become empty",
-        "`completions/mean_length` of at most 2 tokens and a third of what it was",
+        "`completions/mean_length` at the end is at most 2 tokens, and at most a third of its "
+        "value at the start",
         "The reward is paid for saying nothing.",
         "the lowest reward for an empty completion",
         _empty,
@@ -208,19 +210,20 @@ RULES = (
     Rule(
         "same_text",
         "Every prompt gets the same completion",
-        "half of the recorded completions at the end are one text, and were not at the start",
+        "at least half of the recorded completions at the end have the same text. At the start "
+        "they did not",
         "A completion that does not depend on the prompt answers no prompt.",
-        "a reward that this text does not get",
+        "a reward that is low for this text",
         _sameness,
         voids=True,
     ),
     Rule(
         "length_explosion",
         "Completions grow into the length limit",
-        "`completions/mean_length` 1.5 times its value at the start, and "
-        "`completions/clipped_ratio` above its band. At the start that was below one half. "
-        "Completions that are cut do not get lower rewards than others. Above 80 % it voids the "
-        "run",
+        "`completions/mean_length` grows to 1.5 times its value at the start, and "
+        "`completions/clipped_ratio` rises from less than one half to above its healthy range. "
+        "Truncated completions do not have lower rewards than others. If more than 80 % are "
+        "truncated, the finding voids the run",
         "Length is rewarded, or costs nothing. A cut completion is judged without its end.",
         "`missing_eos_penalty`",
         grown,
@@ -228,11 +231,11 @@ RULES = (
     Rule(
         "truncation",
         "Many completions are cut",
-        "`completions/clipped_ratio` above its band at the end, or at the start of a run whose "
-        "reward did not rise",
+        "`completions/clipped_ratio` above its healthy range at the end of the run, or at the "
+        "start if the reward did not rise",
         "A completion that is cut is judged without its end, mostly as wrong.",
-        "twice `max_completion_length`, or four times where more than a third are cut, as far as "
-        "the model's context allows",
+        "twice `max_completion_length`, or four times if more than a third of the completions are "
+        "truncated, as far as the model's context allows",
         _cut,
     ),
 )

@@ -135,7 +135,7 @@ RULES = (
     Rule(
         "memory",
         "Memory does not suffice",
-        "the error that ended the run",
+        "the out-of-memory error that ended the run",
         "A rollout and the activations of an update must fit beside the weights.",
         "`gradient_checkpointing`, then a shorter `max_completion_length` or fewer "
         "`num_generations`",
@@ -144,16 +144,16 @@ RULES = (
     Rule(
         "held_out_trained",
         "Held-out prompts are in the training set",
-        "prompts of `eval_dataset` whose tokens are those of a training prompt, before the start",
+        "before the start, prompts of `eval_dataset` with the same tokens as a training prompt",
         "A figure on trained rows measures memory, not skill.",
-        "a split of its own (`eval_split`, `eval_dataset`)",
+        "an evaluation split without training prompts (`eval_split`, `eval_dataset`)",
         _held_out_trained,
     ),
     Rule(
         "prompt_answers",
         "The prompt already answers",
-        "the last words of some prompts, given to a reward of 0 and 1 as a completion, before the "
-        "start (`rloo doctor CONFIG`)",
+        "before the start (`rloo doctor CONFIG`), the last words of some prompts get the full "
+        "reward if they are scored as a completion. The reward must have only the values 0 and 1",
         "Copying is learned in place of answering.",
         "`prompt_template` without the answer",
         _answered,
@@ -161,8 +161,8 @@ RULES = (
     Rule(
         "chat_template",
         "The chat template is not used as it should be",
-        "plain prompts beside a tokenizer with a chat template, where completions do not end or "
-        "say nothing; or prompts that do not open the assistant's turn",
+        "the tokenizer has a chat template, prompts are plain text, and completions do not end or "
+        "are empty. Or the prompts do not open the assistant's turn",
         "A chat model that is not addressed as one does not answer, or does not stop.",
         "messages as prompts (`prompt_template`)",
         _chat_template,
@@ -170,8 +170,8 @@ RULES = (
     Rule(
         "missing_eos",
         "Completions do not end",
-        "the token that ends a turn of the chat template is none that ends a completion; or "
-        "`completions/clipped_ratio` of at least 95 % from the first rollout on",
+        "the token that ends a turn in the chat template does not end a completion. Or "
+        "`completions/clipped_ratio` is at least 95 % from the first rollout on",
         "A cut completion has no end to judge, and sampling always takes the longest time.",
         "the end token, or a longer `max_completion_length`",
         _missing_eos,

@@ -287,8 +287,8 @@ RULES = (
     Rule(
         "rewards_missing",
         "No completion gets a reward",
-        "`reward` of no completion at all in the last rollouts; `rewards/<function>/nan` and "
-        "`rewards/<function>/failed` tell NaN and failed calls from None",
+        "`reward` is missing for all completions in the last rollouts. `rewards/<function>/nan` "
+        "and `rewards/<function>/failed` distinguish NaN, failed calls and None",
         "Completions without a reward are left out, so nothing is learned.",
         "call the reward function by hand on two recorded completions",
         _missing,
@@ -297,34 +297,35 @@ RULES = (
     Rule(
         "rewards_zero",
         "Every reward is 0",
-        "`reward` and `reward_std` 0 in all rollouts",
+        "`reward` and `reward_std` are 0 in all rollouts",
         "Advantages are differences of rewards within a group: all of them are 0.",
-        "score a right completion by hand; easier prompts, or a partial reward",
+        "score a right completion by hand; use easier prompts, or a reward with partial credit",
         lambda run: _equal(run, zero=True),
         voids=True,
     ),
     Rule(
         "rewards_equal",
         "All rewards are equal",
-        "`reward_std` 0 and the same `reward` in all rollouts",
+        "`reward_std` is 0 and `reward` is the same in all rollouts",
         "Advantages are differences of rewards within a group: all of them are 0.",
-        "a reward that tells completions apart, or harder prompts",
+        "a reward that distinguishes completions, or harder prompts",
         lambda run: _equal(run, zero=False),
         voids=True,
     ),
     Rule(
         "rewards_alike",
         "All rewards are nearly equal",
-        "`reward_std` below 0.2 % of `reward` in all rollouts, while the reward does not move",
+        "`reward_std` is below 0.2 % of `reward` in all rollouts, and the reward does not change "
+        "beyond chance",
         "The policy learns the last digits of the rewards, which are noise.",
-        "a reward that tells completions apart, a higher `temperature`, more diverse prompts",
+        "a reward that distinguishes completions, a higher `temperature`, or more diverse prompts",
         _alike,
         voids=True,
     ),
     Rule(
         "greedy_sampling",
         "Sampling is nearly greedy",
-        "`entropy` below 0.1 nats from the first rollouts on, at a `temperature` below 0.5",
+        "`entropy` is below 0.1 nats from the first rollouts on, and `temperature` is below 0.5",
         "Nothing new is tried, and gradients are those of logits divided by the temperature.",
         "`temperature 1`",
         _greedy,
@@ -332,7 +333,8 @@ RULES = (
     Rule(
         "groups_flat",
         "No group has different rewards",
-        "`groups/signal` 0 in all rollouts while `reward_std` is above 0, or `reward` not the same",
+        "`groups/signal` is 0 in all rollouts, although `reward_std` is above 0 or `reward` "
+        "differs between rollouts",
         "Only differences between completions of one prompt are learned from.",
         "a reward that depends on the completion",
         _flat,
@@ -341,17 +343,17 @@ RULES = (
     Rule(
         "nothing_trained",
         "No weight was trained",
-        "`update/changed_share` 0 in all steps, with `update/no_signal` and `groups/signal`, "
-        "`update/nonfinite`, `learning_rate` and `grad_norm` as its reason",
+        "`update/changed_share` is 0 in all steps. The evidence shows the reason: "
+        "`update/no_signal`, `groups/signal`, `update/nonfinite`, `learning_rate` or `grad_norm`",
         "The model that was saved is the one that was loaded.",
-        "the learning rate, or the rewards where no step had signal",
+        "the learning rate; if no step had signal, the rewards",
         _nothing_trained,
         voids=True,
     ),
     Rule(
         "already_solved",
         "The model solved the prompts before training",
-        "`reward` of at least 0.95 of 1 in the first rollouts",
+        "`reward`, if it is between 0 and 1, is at least 0.95 in the first rollouts",
         "If nearly all completions are right, hardly any group has signal.",
         "harder prompts",
         _solved,
@@ -359,18 +361,18 @@ RULES = (
     Rule(
         "partly_missing",
         "A reward is missing for many completions",
-        "`rewards/<function>/failed`, a function without any number beside others, recorded "
-        "completions without a score",
+        "calls of a reward function fail (`rewards/<function>/failed`), one of several functions "
+        "never returns a number, or recorded completions have no score",
         "A completion without a score is left out of its group, even a good one.",
-        "the function's error, or a reward of 0 for what cannot be judged",
+        "the function's error, or a reward of 0 for a completion that cannot be judged",
         _partly_missing,
     ),
     Rule(
         "little_signal",
         "Few groups have signal",
-        "`groups/signal` below its band beyond chance, while the reward does not rise",
+        "`groups/signal` is below its healthy range, beyond chance, and the reward does not rise",
         "Time is spent on groups from which nothing is learned, and the few others are noise.",
-        "more completions of each prompt (K), or `dynamic_sample`",
+        "more completions per prompt (K), or `dynamic_sample`",
         _little,
     ),
 )

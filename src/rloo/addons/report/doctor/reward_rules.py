@@ -169,20 +169,20 @@ RULES = (
     Rule(
         "hacking",
         "The reward is being hacked",
-        "`reward` rises at any time, in training or held out. At the same time a reward of "
-        "`eval_reward_funcs` falls, from the start or from its best, or it stays while completions "
-        "grow into the limit. Or the held-out reward falls. Or completions win less than half of "
-        "comparisons with the starting policy",
+        "the trained `reward` rises at any time, in training or in evaluations, and one of these "
+        "events occurs. A reward of `eval_reward_funcs` falls below its first or its best value. "
+        "Such a reward does not change while completions grow into the length limit. The held-out "
+        "reward falls. The win rate over the starting policy is below one half",
         "The trained reward no longer measures the wanted behavior.",
-        "`metric_for_best_model` of the reward that only judges, or ten times `beta`",
+        "`metric_for_best_model` set to the evaluation-only reward, or ten times `beta`",
         _held_out,
         voids=True,
     ),
     Rule(
         "reward_at_cost",
         "One reward rises at the cost of another",
-        "one function's `rewards/<function>/mean` rises beyond chance and another one falls so, by "
-        "more than a quarter",
+        "`rewards/<function>/mean` of one function rises beyond chance, and that of another "
+        "function falls beyond chance and by more than a quarter",
         "The sum of rewards is trained: cheap rewards displace expensive ones.",
         "`reward_weights`",
         _one_at_the_cost,
@@ -191,7 +191,8 @@ RULES = (
     Rule(
         "only_form",
         "Only the form is rewarded",
-        "only one of several functions rises, and its name says form (format, length, tag, ...)",
+        "only one of several functions rises, and its name suggests a reward for the form (format, "
+        "length, tag, ...)",
         "The reward rises without a single answer getting better.",
         "`reward_weights`",
         _only_form,

@@ -320,18 +320,19 @@ RULES = (
     Rule(
         "learning_rate_high",
         "The learning rate is too high",
-        "a leap from one rollout to the next: `kl` grows by over 0.5 nats per token, or `entropy` "
-        "loses three quarters or gains a nat, or completions grow threefold. It stays so in four "
-        "of five rollouts, without a gain in reward. If `kl` is known, it is at least 0.1",
+        "a jump from one rollout to the next, which lasts in four of five later rollouts, without "
+        "a gain in reward. Jumps are: `kl` rises by more than 0.5 nats per token, `entropy` falls "
+        "by three quarters or rises by one nat, or completions become three times as long. If `kl` "
+        "is known, it must reach 0.1",
         "Steps leave the region in which the gradient says anything; the policy is destroyed.",
-        "a tenth of the learning rate, a hundredth where a leap is of 2 nats",
+        "a tenth of the learning rate; a hundredth if the jump is above 2 nats",
         _rate_high,
         voids=True,
     ),
     Rule(
         "kl_explosion",
         "The policy has left its reference",
-        "`kl` above its band at the end",
+        "`kl` is above its healthy range at the end",
         "The text is no longer one that the base model would write; rewards judge it wrongly.",
         "ten times `beta`",
         _kl_explosion,
@@ -340,7 +341,7 @@ RULES = (
     Rule(
         "collapse",
         "The policy has collapsed",
-        "`entropy` below its band at the end, without a gain in reward",
+        "`entropy` is below its healthy range at the end, without a gain in reward",
         "A policy that always says the same cannot find anything better.",
         "a tenth of the learning rate",
         _collapse,
@@ -349,8 +350,9 @@ RULES = (
     Rule(
         "mismatch",
         "The sampler is not the policy that is trained",
-        "`mismatch/mean` above its band, or above 0.02 and a tenth of `entropy` at the start, "
-        "where the weights are not stale",
+        "`mismatch/mean` is above its healthy range. With a low `entropy` at the start, the limit "
+        "is a tenth of this entropy, but at least 0.02. Only rollouts of current weights count "
+        "(`staleness/max` 0)",
         "The gradient is that of another distribution; small differences multiply over a "
         "completion.",
         "`rollout_dtype float32`",
@@ -359,37 +361,39 @@ RULES = (
     Rule(
         "steps_refused",
         "Gradients are not finite",
-        "`update/nonfinite` in more than 2 % of steps",
+        "`update/nonfinite` is set in at least 2 % of steps",
         "Refused steps teach nothing, and weights are near to diverging.",
-        "rewards that are clipped, bfloat16 in place of fp16, or a tenth of the learning rate",
+        "clipped rewards, bfloat16 in place of fp16, or a tenth of the learning rate",
         _refused,
     ),
     Rule(
         "beta_high",
         "The KL penalty holds the policy where it is",
-        "`beta` above ten times `reward_std`, while the reward does not move in 9 rollouts or more",
+        "`beta` is above ten times `reward_std`, and the reward does not change beyond chance in "
+        "at least 9 rollouts",
         "Under the penalty the best policy gains about Var(reward) / beta in reward.",
-        "`beta` of a tenth of the rewards' deviation",
+        "`beta` set to a tenth of the rewards' standard deviation",
         _beta_high,
     ),
     Rule(
         "learning_rate_low",
         "The learning rate is too low",
-        "`update/changed_share` below its band. Or `kl` is below 1e-4 after 9 rollouts or more, "
-        "and 100 steps at a rate as published (5e-7). Without a reference `entropy` changed by "
-        "less than 5 %, the reward stands still, and held-out completions, if there are "
-        "evaluations, are as long within 3 %",
+        "`update/changed_share` is below its healthy range. Or `kl` is below 1e-4 after at least 9 "
+        "rollouts; if the learning rate is at least 5e-7, 100 steps are needed too. Without a "
+        "reference, three conditions replace `kl`: `entropy` changes by less than 5 %, the reward "
+        "does not change beyond chance, and the length of held-out completions, if they exist, "
+        "changes by less than 3 %",
         "The policy is still where it began.",
-        "a learning rate by which the KL would be near 0.01",
+        "a learning rate with which the KL would be near 0.01",
         _rate_low,
     ),
     Rule(
         "few_generations",
         "K is too small for the variance of the rewards",
-        "K of at most 4, and a reward that does not move in 9 rollouts and 96 completions or more. "
-        "Over nine tenths of `baseline/variance` is noise of the baselines. From 256 completions "
-        "on over half is enough, or `groups/signal` below one half. While a run is active, four "
-        "times as many completions are needed",
+        "K is at most 4, and the reward does not change beyond chance in at least 9 rollouts and "
+        "96 completions. In addition, more than 90 % of `baseline/variance` is sampling noise. "
+        "From 256 completions on, 50 % is enough, or `groups/signal` below 50 %. While a run is "
+        "active, four times as many completions are needed",
         "The baseline of a completion is the mean of the others: with few of them it is noise.",
         "four times `num_generations`",
         _few_generations,
