@@ -57,7 +57,7 @@ _ADDED = (FunctionType, property, staticmethod, classmethod)
 
 
 def _extends(thing: Any) -> bool:
-    """Whether the program defines the class of `thing` as a built-in type's subclass with new
+    """Whether an object's class is defined by the program, extends a built-in type, and adds
     members."""
     kind = type(thing)
     return isinstance(thing, _BUILT_IN) and any(

@@ -92,7 +92,7 @@ class TestSuite:
 
     @property
     def wanted(self) -> list[str]:
-        """The names that a program is known to need."""
+        """The names that a program must define, as far as this is known before the program."""
         known = {*dir(builtins), *self.taken}
         entry = self.entry.replace("()", "").rpartition(".")[2]
         return [name for name in self.asked.values() if name not in known] + [entry] * bool(entry)
