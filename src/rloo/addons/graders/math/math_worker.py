@@ -1,8 +1,8 @@
 """Runs math-verify on hostile text in separate processes, which may hang or crash.
 
-The process is a worker (`rloo.distributed.worker_process`). A call is JSON, `{"budget": seconds,
-"limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and the reply is a list with
-the verdict on each pair: true, false or null.
+The process is a worker (`rloo.distributed.worker_process`). A call is JSON,
+`{"budget": seconds, "limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`.
+The reply is a list with the verdict on each pair: true, false or null.
 
 The worker imports math-verify once and forks parallel judges. The setup has the limit of CPU
 seconds for the import. The time of a judge is CPU time, so other load on the machine does not

@@ -68,7 +68,7 @@ _DECORATION = re.compile(
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _ATTACHED = re.compile(r"[A-Za-z]")
 
-# A number in prose. The lookbehind excludes parts of `x2`, `1.2.3` and `2^10`.
+# A number in prose. The lookbehind excludes parts of `x2` and `1.2.3`.
 _SAID = re.compile(
     r"(?<![\w.])(?:[-\u2212]\s?)?(?:\\?[$\u00a3\u20ac]\s?)?[-\u2212]?"
     rf"(?:(?:{_INT})(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:\s?/\s?[0-9]+|e[+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?",
