@@ -110,16 +110,17 @@ class ForkedRank:
 def finish(
     process: int, status: int | None, seconds: float, log: Path, *, meant: bool = False
 ) -> Ended:
-    """End what is left of a trial's process; with status None its whole group, as `meant` or for
-    being late. Raises RuntimeError as `fork` does."""
+    """Kill the remaining descendants of a trial's process. With status None, kill its process group
+    too, which is an error (a missed deadline) unless `meant`. Raises RuntimeError as `fork`
+    does."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if status is None:
-            os.kill(process, signal.SIGKILL)  # it may not have made its group yet
+            os.kill(process, signal.SIGKILL)  # it may not have its process group yet
         os.killpg(process, signal.SIGKILL)
     if status is None:
         os.waitpid(process, 0)
     left, until = children(), time.monotonic() + ENDING
-    while left and time.monotonic() < until:  # they see that it is gone
+    while left and time.monotonic() < until:  # they end when they notice its end
         time.sleep(0.01)
         left = children()
     said = [_command_of(other) for other in left]
@@ -140,7 +141,7 @@ def _command_of(process: int) -> str:
 
 
 def _run(action: Callable[[], int], open_output: Callable[[], int]) -> None:
-    """The rest of a forked process: `action` in a new session; its exit status."""
+    """Execute `action` in a new session of the forked process, and exit with its status."""
     status = 99
     try:
         as_from_a_shell()
@@ -165,8 +166,8 @@ def as_from_a_shell() -> None:
 
 
 def wait(process: int, deadline: float) -> int | None:
-    """A child's exit status, or minus the signal that ended it; None if it is killed for being
-    late."""
+    """A child's exit status, or minus the number of the signal that killed it; None if it is still
+    running at the deadline."""
     descriptor = os.pidfd_open(process)
     try:
         ready, _, _ = select.select([descriptor], [], [], deadline)
@@ -178,7 +179,7 @@ def wait(process: int, deadline: float) -> int | None:
 
 
 def children() -> list[int]:
-    """Processes that are left below this one, which inherits orphans; those that ended are gone."""
+    """The living children of this process, which adopts orphans. Ended children are reaped."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -186,8 +187,8 @@ def children() -> list[int]:
 
 
 def children_of(process: int) -> list[int]:
-    """What this process has started or inherited and not yet waited for, oldest first; of one that
-    is gone, nothing."""
+    """The children of a process that are not reaped, oldest first; none if the process has
+    ended."""
     try:
         found = Path(f"/proc/{process}/task/{process}/children").read_text()
     except FileNotFoundError:
