@@ -19,8 +19,8 @@ LAST_STEPS = 10
 
 
 def run(folder: Path, staleness: int, seed: int, *, corrected: bool) -> None:
-    """One run of the embedded task. Options refuse a run without the correction, so it is patched
-    in."""
+    """One run of the embedded task. Options refuse a run without the correction, so `with_values`
+    sets it, which does not check."""
     from rloo import RLOOTrainer
     from rloo.cli import EMBEDDED
     from rloo.config.parsing import parse_command_line
