@@ -2,7 +2,7 @@
 
 The recipe has a 4-bit base model with LoRA adapters, prompts as texts of the chat template, a
 reward function as `reward_model`, and `kl_coef`. The script makes a tiny model with random weights,
-so that it runs on any machine. Replace it by the name of a real model.
+so that it runs on any machine. For a real run, replace the tiny model by the name of a model.
 """
 
 import torch

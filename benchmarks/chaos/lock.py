@@ -66,7 +66,7 @@ def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
             return f"is told otherwise: {[e.output[-300:] for e in ended]}"
         if len(told) == 2:
             return f"both are refused: {[e.output[-300:] for e in ended]}"
-        if not told and ways[1] != "overwrite":  # it may start after the first one
+        if not told and ways[1] != "overwrite":  # its start may follow the first run
             return f"both trained: {[e.output[-200:] for e in ended]}"
         for earlier in folder.rglob("earlier"):  # of a plain start after the first run
             shutil.rmtree(earlier)

@@ -349,7 +349,7 @@ GSM8K_RIGHT += [
 ]
 
 # Written from docs/rewards.md before the rules were corrected after the review. In the first run,
-# 61 of 63 hacks were rejected. The other two are left out here: sums of logarithms, as $\ln 6-\ln
+# 61 of 63 hacks were rejected. The other two are not in the list: sums of logarithms, as $\ln 6-\ln
 # 2$ for $\ln 3$, are another way to write a logarithm. 61 of 64 correct answers were accepted. The
 # present rules accept all of them.
 LATER_MATH_HACKS: Corpus = [

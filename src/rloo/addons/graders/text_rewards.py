@@ -52,7 +52,7 @@ def make_exact_match(
 def make_format(
     *, pattern: str = THINK_ANSWER, max_characters: int = 20_000
 ) -> Callable[..., list[float]]:
-    """1.0 if the whole completion matches the regular expression, else 0.0.
+    """1.0 if the complete completion matches the regular expression, else 0.0.
 
     A dot also matches a line break. The default pattern is one `<think>...</think>` followed by one
     `<answer>...</answer>`, neither of them blank. A completion of more than `max_characters` scores

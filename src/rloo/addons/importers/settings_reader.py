@@ -34,7 +34,7 @@ _RESOLVERS: dict[str, Callable[..., float]] = {
 
 
 class Unmapped(NamedTuple):
-    """A setting without a counterpart here."""
+    """A setting without a counterpart in rloo."""
 
     key: str
     value: Any

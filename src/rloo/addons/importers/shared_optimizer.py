@@ -14,7 +14,7 @@ _SCHEDULES = {
 
 
 def read_betas(source: SettingsReader, key: str, default: list[float]) -> dict[str, Any]:
-    """Adam's betas. Raises ValueError unless there are two."""
+    """The two betas of Adam. Raises ValueError for another number of betas."""
     betas = source.take(key, list[float], default)
     if len(betas) != 2:
         raise ValueError(f"{key} is {betas}; it must be two numbers")

@@ -210,7 +210,8 @@ class CodeReward:
 
 
 def program_of(text: str) -> dict[str, Any]:
-    """The program's part of a request: the blocks of a completion, or its whole text."""
+    """The program's part of a request: the code blocks of a completion, or else its complete
+    text."""
     said = said_in(text)
     blocks = blocks_of(said)
     return {"blocks": blocks} if blocks else {"program": said}

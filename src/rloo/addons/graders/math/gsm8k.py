@@ -31,7 +31,7 @@ def gsm8k_reward(
     may change its value. A percent sign is part of the answer if the reference has one or the
     question asks for a percentage. Numbers are compared exactly. If the reference is a list, each
     of its items is accepted. The reward is None for a reference None. Raises ValueError for a
-    reference without a number after its `####` (or, without that mark, in its whole text)."""
+    reference without a number after its `####` (or, without that mark, in its complete text)."""
     wanted = [_read_references(given, row) for row, given in enumerate(answer)]
     questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
     return [

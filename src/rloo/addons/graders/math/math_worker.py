@@ -105,7 +105,7 @@ def judge_pairs(
     workers = min(workers, len(pairs))
     left = budget * workers
     waiting = deque((index, _FIRST_SECONDS) for index in range(len(pairs)))
-    slow: dict[int, bool | None] = {}  # of slow pairs: the verdict unless a try gives one
+    slow: dict[int, bool | None] = {}  # verdicts of pairs that stay slow
     while (waiting and left > 0) or any(judge.index is not None for judge in judges):
         for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
             judge.end()

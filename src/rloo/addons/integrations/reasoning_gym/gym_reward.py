@@ -96,7 +96,7 @@ class GymReward:
     """The score of the answer by the scorer of the row's task: from 0 to 1, possibly a partial
     score. The reward needs the column `entry`, which rows of `gym:NAME` have.
 
-    The answer is the content of the last `<answer>...</answer>`, or else the whole completion.
+    The answer is the content of the last `<answer>...</answer>`, or else the complete completion.
 
     The reward is None if scoring failed: the scorer raised an error, took too long or needed too
     much memory, or the sandbox failed. The metric `rewards/gym_reward/unjudged` is the share of

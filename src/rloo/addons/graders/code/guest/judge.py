@@ -31,7 +31,8 @@ def _run(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
 
 
 class _Whole:
-    """A stand-alone program; `build`, if given, builds it before its first run."""
+    """A stand-alone program. If `build` is given, this command runs before the program's first
+    run."""
 
     def __init__(self, request: dict[str, Any], stage: SandboxedProcess) -> None:
         self._request, self._stage = request, stage
