@@ -1,5 +1,5 @@
-"""What sampling beside training gains: steps of the embedded task in which scoring and training
-take a known time, since a reward and a callback sleep, with max_staleness 0 and above, in turns.
+"""The gain of sampling concurrently with training. A reward and a callback sleep, so that scoring
+and training of the embedded task take a known time. Runs with max_staleness 0 and above alternate.
 
     python -m benchmarks.async_rollout [--shares 0.5 0.7 0.85] [--staleness 1] [--step 2.0] [--steps
     12]
@@ -17,19 +17,19 @@ from statistics import median
 from typing import Any
 
 PROMPTS, SAMPLES = 4, 4
-# Until the pipeline is full, and processes have started.
+# Steps until all processes have started and the pipeline is full.
 WARM_UP = 4
 SCORING = "RLOO_BENCHMARK_SCORING"
 
 
 def sleeping(completions: list[str], **_: Any) -> list[float]:
-    """Takes as long as its share of the rollout's completions."""
+    """Sleep for a time proportional to the number of completions."""
     time.sleep(float(os.environ[SCORING]) * len(completions) / (PROMPTS * SAMPLES))
     return [float(len(completion)) for completion in completions]
 
 
 def run(folder: Path, staleness: int, scoring: float, training: float, steps: int) -> list[Any]:
-    """The steps of one run: their metrics, each with the `seconds` from the one before."""
+    """The metrics of the steps of one run; `seconds` is the time since the previous step."""
     from transformers import TrainerCallback
 
     from rloo import RLOOConfig, RLOOTrainer
@@ -56,7 +56,7 @@ def run(folder: Path, staleness: int, scoring: float, training: float, steps: in
 
 
 def main() -> None:
-    """Print a table: the sampling share that was found, the gain, its bound, and who was idle."""
+    """Print a table: the measured share of sampling, the gain, its upper bound, and idle times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.7, 0.85])
     parser.add_argument("--staleness", type=int, default=1)

@@ -1,9 +1,10 @@
-r"""What the reward `code` contains, judges and costs on this machine.
+r"""Measures the reward `code` on this machine: containment, verdicts and cost.
 
     python -m benchmarks.code_rewards [--wall bwrap] [--seconds 10] [--corpora]
 
-Programs a second on one core, which this process shares with the worker; with `--corpora` also the
-attacks, hacks and honest solutions of tests/support/cases. Run it as root and as an ordinary user.
+Prints the programs per second on one core, which this process shares with the worker. With
+`--corpora` it also runs the attacks, hacks and honest solutions of tests/support/cases. The results
+should be measured both as root and as an ordinary user.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def count_programs(wall: str, request: dict[str, Any], seconds: float) -> float:
-    """Programs a second of one worker. Raises AssertionError for a wrong verdict."""
+    """The programs per second of one worker. Raises AssertionError for a wrong verdict."""
     staff = SandboxPool(wall, 1, ResourceLimits())
     request = request | {"all_or_nothing": True}
     try:
@@ -71,7 +72,7 @@ def count_programs(wall: str, request: dict[str, Any], seconds: float) -> float:
 
 
 def count_corpora(wall: str) -> None:
-    """Print how many programs of each corpus are judged, or contained, as they are meant to be."""
+    """Print the number of programs of each corpus that are judged or contained correctly."""
     from rloo.addons.graders.code.code_reward import make_code
     from support.cases.attacks import ATTACKS
     from support.cases.hacks import HACKS
@@ -89,7 +90,7 @@ def count_corpora(wall: str) -> None:
 
 
 def main() -> None:
-    """Measure what the arguments ask for."""
+    """Measure according to the arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--wall", choices=ISOLATION_BACKENDS)
     parser.add_argument("--seconds", type=float, default=10.0)

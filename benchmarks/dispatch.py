@@ -1,13 +1,13 @@
-"""What the dispatcher itself costs: the queue, the gate, the versions and the servers' fleet, with
-servers that are simulated and everything else real, at growing numbers of servers and of groups.
+"""The cost of the dispatcher: the queue, the staleness gate, the versions and the pool of servers.
+The servers are simulated, all other parts are real. The numbers of servers and groups vary.
 
     python -m benchmarks.dispatch [--engines 16 64 256 1024] [--groups 100 1000 10000]
         [--steps 6] [--tokens 4]
 
-Each row is a process of its own. A server answers a group after a random time, and has room for a
-tenth of the groups that are its share; the others wait. CPU seconds are those of the whole process.
-Memory is what it holds beyond what it held before the first group, and how much of that came in the
-later half of the steps.
+Each row is measured in a separate process. A server answers a group after a random time. It has
+room for a tenth of its share of the groups; the other groups wait. CPU seconds are of the complete
+process. Memory is the growth since before the first group, and the part of the growth in the second
+half of the steps.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from statistics import median
 from typing import Any
 
 SAMPLES, STALENESS = 4, 1
-# Seconds that a server takes for a group: at least, and on average beyond that.
+# Seconds of a server for a group: the minimum, and the average in addition.
 LEAST, BEYOND = 0.2, 0.2
 WARM_UP = 2
 
 
 def simulated(number: int) -> Any:
-    """The client of a server that is none."""
+    """The client of a simulated server."""
     from rloo.engines.vllm.client import VLLMClient
     from rloo.engines.vllm.requests import TOKENS_ROUTE
 
     class Simulated(VLLMClient):
-        """Answers as a server would, some time later; it has no connection."""
+        """Answers after some time as a server would, without a connection."""
 
         def __init__(self) -> None:
             self.url, self.label = f"http://simulated-{number}", ""
             self.draw = random.Random(number)
 
         async def close(self) -> None:
-            """There is nothing to give up."""
+            """Do nothing: there is no connection."""
 
         async def _call(
             self, method: str, path: str, phase: str, seconds: float, **how: Any
@@ -66,7 +66,8 @@ def simulated(number: int) -> Any:
 
 
 def answer(count: int, tokens: int, labels: Sequence[str]) -> Mapping[str, Any]:
-    """Completions, of which the first token is of the first version, the others of the last."""
+    """Completions whose first token is from the first version, and all others from the last
+    version."""
     ends = [0, 1, tokens] if labels[0] != labels[-1] else [0, tokens]
     spans = [
         {"version": label, "start": start, "end": end}
@@ -87,7 +88,7 @@ def answer(count: int, tokens: int, labels: Sequence[str]) -> Mapping[str, Any]:
 
 
 class Policy:
-    """What the engine needs of one."""
+    """The attributes of a policy that the engine needs."""
 
     adapter_rank: int | None = None
     vocabulary = 64
@@ -96,26 +97,26 @@ class Policy:
         self.world, self.tokenizer = world, tokenizer
 
     def write(self, folder: Path | None) -> None:
-        """A version of nothing."""
+        """Write nothing."""
 
     write_base = write
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-        """Those that the servers tell."""
+        """The log-probs that the servers return."""
         return [-1.0] * len(completion)
 
     perturbed: Any = None
 
 
 class Constant:
-    """A reward that costs nothing; an object, so that it is called in this process."""
+    """A reward without cost. It is an object, so that it is called in this process."""
 
     def __call__(self, completion_ids: Sequence[Any], **_: Any) -> list[float]:
         return [float(index % 2) for index in range(len(completion_ids))]
 
 
 def make_rollouts(folder: Path, engines: int, groups: int, steps: int, tokens: int) -> Any:
-    """A run's rollouts, with an engine whose servers are simulated."""
+    """The rollouts of a run, with an engine whose servers are simulated."""
     from rloo import RLOOConfig, RLOOTrainer
     from rloo.engines.vllm.requests import TOKENS_ROUTE
     from rloo.engines.vllm.server_process import ServerConfig
@@ -143,14 +144,14 @@ def make_rollouts(folder: Path, engines: int, groups: int, steps: int, tokens: i
 
 
 def measure(engines: int, groups: int, steps: int, tokens: int) -> dict[str, float]:
-    """CPU and wall seconds of a step, and bytes held."""
+    """CPU and wall-clock seconds per step, and growth of memory in bytes."""
     import psutil
 
     with tempfile.TemporaryDirectory() as folder:
         rollouts = make_rollouts(Path(folder), engines, groups, steps, tokens)
         process = psutil.Process()
         gc.collect()
-        gc.freeze()  # what torch and transformers are made of is not looked through again
+        gc.freeze()  # excludes the objects of torch and transformers
         before = process.memory_info().rss
         held, cpu, wall = [], [], []
         for step in range(steps):
@@ -175,7 +176,7 @@ def measure(engines: int, groups: int, steps: int, tokens: int) -> dict[str, flo
 
 
 def exponent(rows: Sequence[Mapping[str, float]], by: str) -> float:
-    """The power with which CPU seconds grow, by least squares of the logarithms."""
+    """The exponent of the growth of CPU seconds, by a least-squares fit of logarithms."""
     points = [(math.log(row[by]), math.log(row["cpu"])) for row in rows]
     at, value = (sum(each) / len(points) for each in zip(*points, strict=True))
     spread = sum((x - at) ** 2 for x, _ in points)
@@ -183,7 +184,7 @@ def exponent(rows: Sequence[Mapping[str, float]], by: str) -> float:
 
 
 def main() -> None:
-    """Print a table, and the exponents along its rows of most groups and of most engines."""
+    """Print a table, and the exponents along the rows with most groups and with most engines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engines", type=int, nargs="+", default=[16, 64, 256, 1024])
     parser.add_argument("--groups", type=int, nargs="+", default=[100, 1000, 10000])

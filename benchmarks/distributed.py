@@ -1,12 +1,13 @@
-"""What several processes cost and gain: the same work by one process, by one that makes every
-exchange with itself, and by two, with one thread each, taking turns step by step.
+"""The cost and gain of several processes. The same work is done by one process, by one process that
+makes every exchange with itself, and by two processes. Each has one thread. They alternate step by
+step.
 
     python -m benchmarks.distributed [--workload W1 D1 ...] [--processes 2] [--steps 9]
         [--gsm8k FOLDER] [--json FILE]
 
-Workloads are those of `benchmarks.workloads`. Several processes draw the tokens that one draws,
-until rounding changes one; figures are per completion token all the same. Needs as many cores as
-processes, and nothing else on them.
+The workloads are those of `benchmarks.workloads`. Several processes sample the same tokens as one
+process, until rounding changes a token. Therefore figures are per completion token. The benchmark
+needs one idle core per process.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MEASURED: dict[str, Seconds] = {
     "sampling": lambda step: float(step["phases"]["sample"]),
     "update": update_seconds,
 }
-# Of the functions that exchange something, what it is.
+# Function that exchanges data -> description of the data.
 KINDS = {
     "all_gather_completions": "completions: tokens, log-probs",
     "score": "rewards, texts, what they log",
@@ -52,8 +53,8 @@ KINDS = {
 
 
 def run_ranks(job: dict[str, Any], meter: Meter, folder: Path, options: dict[str, Any]) -> None:
-    """Our trainer as `processes` processes, as `rloo train` starts them, of which rank 0 answers.
-    One alone makes all exchanges with itself."""
+    """Run our trainer with `processes` processes, as `rloo train` starts them. Rank 0 answers the
+    driver. A single process makes all exchanges with itself."""
     from benchmarks.systems import run_rloo
 
     size = options.pop("processes")
@@ -72,7 +73,7 @@ def run_ranks(job: dict[str, Any], meter: Meter, folder: Path, options: dict[str
 
 
 def _meet_oneself() -> None:
-    """Have the trainer form a group of this process alone, which it would do without."""
+    """Make the trainer form a process group of this process, which it does not need."""
     from rloo.distributed import World
     from rloo.distributed.process_group import connect
     from rloo.trainer import build
@@ -91,7 +92,7 @@ def _meet_oneself() -> None:
 
 
 def _count_exchanges(meter: Meter) -> None:
-    """Note the bytes that each kind of exchange brings together, and how many there are."""
+    """Record the bytes and the number of exchanges of each kind."""
     from rloo.distributed.process_group import Collectives
 
     sum_gradients = Collectives.all_reduce_gradients
@@ -122,7 +123,7 @@ def _count_exchanges(meter: Meter) -> None:
 
 
 def _count_completions(meter: Meter) -> None:
-    """Those of all processes, where a reward sees those of its own."""
+    """Count the completions of all processes. A reward sees only those of its process."""
     from rloo.algorithm.rank_rollout import RewardScorer
 
     score = RewardScorer.score
@@ -141,19 +142,19 @@ def _count_completions(meter: Meter) -> None:
 
 
 def per_token(side: Record, seconds: Seconds) -> list[float]:
-    """Microseconds of each step."""
+    """Microseconds per completion token, for each step."""
     return [1e6 * seconds(step) / sum(step["lengths"]) for step in side["steps"]]
 
 
 def compare(one: Sequence[float], other: Sequence[float]) -> str:
-    """The medians' ratio, and in brackets those of steps that were measured one after the other."""
+    """The ratio of the medians, and in brackets the range of the ratios of consecutive steps."""
     found = [a / b for a, b in zip(one, other, strict=True)]
     whole = statistics.median(one) / statistics.median(other)
     return f"**{whole:.3f}x** ({min(found):.3f}..{max(found):.3f})"
 
 
 def render(title: str, results: Sequence[Record]) -> str:
-    """The cost of each side, the ratios, and where the bytes of a step go."""
+    """Tables of the cost of each side, the ratios, and the bytes per kind of exchange in a step."""
     several = results[-1]
     sides = ("one process", "with itself", several["side"].rpartition("=")[2] + " processes")
     lines = [f"### {title}", ""]
@@ -176,7 +177,7 @@ def render(title: str, results: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a side failed."""
+    """Returns exit status 1 if a side failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distributed")
     parser.add_argument("--workload", nargs="+", default=["W1", "D1"], metavar="W")
     parser.add_argument("--processes", type=int, default=2)

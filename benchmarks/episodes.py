@@ -1,10 +1,11 @@
-"""Whether episodes leak: 10,000 of them, whose environments hold a session of a server each and
-sometimes fail. `PYTHONPATH=src python -m benchmarks.episodes [NUMBER]`
+"""Tests whether episodes leak. Each environment of 10,000 episodes has a session of a server, and
+sometimes fails. `PYTHONPATH=src python -m benchmarks.episodes [NUMBER]`
 
-No model takes part: turns are given, so that what is measured is what tools and environments cost.
+There is no model. Turns are fixed, so that only the cost of tools and environments is measured.
 
-With `turns` in place of a number: the time of episodes of several turns on the native engine, which
-goes on from its caches, and without these; a random model speaks, and nobody calls a tool.
+With `turns` instead of a number, the command measures the time of episodes of several turns on the
+native engine, with and without the reuse of its caches. A random model generates the turns, without
+tool calls.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ from rloo.episodes.tools import ToolSet
 from rloo.types import Completion, EngineCapabilities, Prompt, Sampling
 
 NUMBER, PROMPTS, SAMPLES = 10_000, 16, 8
-# Of how many resets one fails, and of how many calls one raises, or hangs beyond its time.
+# One in this number of resets fails, one in this number of calls raises, and one exceeds its time.
 FAILS, RAISES, HANGS = 50, 20, 500
 SECONDS = 0.05
-# Turns end with one of 32 tokens of 1,024, all about as likely; answers have as many as turns.
+# A turn ends with one of 32 tokens of 1,024. All tokens are about equally likely. Answers are as
+# long as turns.
 VOCABULARY, TURN, TURNS, LENGTHS, GROUPS = 1024, 32, 4, (64, 256, 1024), 4
 TEMPLATE = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -55,7 +57,7 @@ TEMPLATE = (
 
 
 class Server:
-    """Counts the sessions that are open, and echoes."""
+    """An echo server that counts its open sessions."""
 
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
@@ -74,7 +76,7 @@ class Server:
             self.open += 1
             self.most = max(self.most, self.open)
         try:
-            # One that leaves in the middle of an answer resets the connection.
+            # A client that leaves during an answer resets the connection.
             with session, suppress(ConnectionError):
                 while told := session.recv(1024):
                     session.sendall(told)
@@ -117,7 +119,7 @@ class Room:
 
 
 class Given:
-    """An engine that says the same turns in every episode: a call, and then a word."""
+    """An engine with the same turns in every episode: calls, and then a word."""
 
     capabilities = EngineCapabilities(
         "given", copies_weights=False, shares_memory=True, exact_noise=True, filters=True
@@ -130,10 +132,10 @@ class Given:
         self._turns = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
     def load(self, weights, version) -> None:
-        """There are no weights."""
+        """Do nothing: there are no weights."""
 
     def stats(self) -> dict[str, float]:
-        """Nothing."""
+        """No statistics."""
         return {}
 
     def sample(self, prompts, samples, sampling, noise) -> list[list[Completion]]:
@@ -148,7 +150,7 @@ class Given:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Of single characters, with a chat template that calls tools."""
+    """A tokenizer of single characters, with a chat template for tool calls."""
     letters = ["\n", *map(chr, range(32, 127))]
     tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(letters)}, [], unk_token="?"))
     tokenizer.decoder = decoders.Fuse()
@@ -159,7 +161,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main(number: int) -> None:
-    """Play `number` episodes, close the stage, and print what is left."""
+    """Run `number` episodes, close their environments, and print the remaining sessions and
+    resources."""
     server, tokenizer = Server(), make_tokenizer()
     Room.address = server.address
     files = len(os.listdir("/proc/self/fd"))
@@ -207,7 +210,7 @@ def main(number: int) -> None:
 
 
 def make_speaker() -> NativeEngine:
-    """On a random model of 5 million parameters."""
+    """The native engine with a random model of 5 million parameters."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=768, num_hidden_layers=6,
@@ -217,7 +220,7 @@ def make_speaker() -> NativeEngine:
 
 
 def speak(engine: NativeEngine, length: int, *, keep: bool) -> list[float]:
-    """Processor seconds of each turn of all episodes behind prompts of `length` tokens."""
+    """CPU seconds of each turn, over all episodes, with prompts of `length` tokens."""
     draws, seconds = random.Random(0), []
     sampling = Sampling(2 * TURNS * TURN * 4, tuple(range(VOCABULARY // TURN)))
 
@@ -246,7 +249,7 @@ def speak(engine: NativeEngine, length: int, *, keep: bool) -> list[float]:
 
 
 def turns() -> None:
-    """Time turns on one thread, from caches and without, alternating: medians of three."""
+    """Measure turns on one thread, alternating with and without caches. Prints medians of three."""
     torch.set_num_threads(1)
     engine = make_speaker()
     speak(engine, LENGTHS[0], keep=True)

@@ -1,11 +1,12 @@
-"""The least that a step must compute: operations and bytes counted from lengths and shapes alone.
+"""The minimum work of a step: operations and bytes, counted from lengths and shapes.
 
-Operations (Kaplan et al. 2020, section 2.1): 2N for each prompt token once and each sampled token,
-6N for each trained token (4N where the matrices are frozen, as under LoRA), 2N for each token that
-the reference scores; N is the parameters of all matrices, the output head included, the embedding
-look-up not. Attention adds 4 x (heads x head size) x layers for every pair of a token and one that
-it sees. Trained and reference tokens are the completions'; that the prompt passes through the
-update and the reference once too is counted apart, as `prompt_passes`. Knows nothing of time.
+Operations (Kaplan et al. 2020, section 2.1): 2N for each prompt token (once per group) and for each
+sampled token, 6N for each trained token (4N if the matrices are frozen, as with LoRA), 2N for each
+token that the reference scores. N is the number of parameters of all matrices, with the output head
+and without the embedding look-up. Attention adds 4 x (heads x head size) x layers for every pair of
+a token and a token that it attends to. Trained and reference tokens are completion tokens. The
+passes of the prompt through the update and the reference are counted separately, as
+`prompt_passes`. This module has no times.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder that the counts depend on. `queries` and `keys` are heads x head
+    """The sizes of a decoder on which the counts depend. `queries` and `keys` are heads x head
     size."""
 
     num_layers: int
@@ -29,7 +30,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Shape:
-        """Of a model's config.json."""
+        """The shape in a model's config.json."""
         heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return cls(
@@ -43,26 +44,25 @@ class Shape:
 
     @property
     def num_parameters(self) -> int:
-        """N: the matrices of the layers and the head."""
+        """N: the number of parameters in the matrices of the layers and the head."""
         attention = self.hidden * (2 * self.queries + 2 * self.keys)
         layer = attention + 3 * self.hidden * self.intermediate
         return self.num_layers * layer + self.hidden * self.vocabulary
 
     @property
     def operations_per_pair(self) -> int:
-        """Of attention, forward, for one token and one that it sees: products and sums."""
+        """Operations of attention (forward) per pair of tokens, products and sums counted."""
         return 4 * self.queries * self.num_layers
 
     @property
     def cache_numbers_per_token(self) -> int:
-        """Keys and values."""
+        """Numbers of keys and values in the cache per token."""
         return 2 * self.keys * self.num_layers
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Operations of one rollout and the updates on it, and bytes that decoding reads from its
-    cache."""
+    """Operations of a rollout and its updates, and bytes that decoding reads from the cache."""
 
     sample: int
     update: int
@@ -84,8 +84,8 @@ def count_floor(
     frozen: bool = False,
     cache_number_bytes: int = 4,
 ) -> Floor:
-    """The floor of a rollout: `prompts` are lengths in tokens, `completions` the lengths of each
-    prompt's completions. The keys of a prompt are read once a decoding step for its whole group."""
+    """The floor of a rollout. `prompts` are lengths in tokens, `completions` the lengths of each
+    prompt's completions. In a decoding step, the keys of a prompt are read once for its group."""
     num_parameters, per_pair = shape.num_parameters, shape.operations_per_pair
     prompt_tokens = sum(prompts)
     prompt_pairs = sum(_triangle(length) for length in prompts)
@@ -95,7 +95,8 @@ def count_floor(
         own = sum(map(_triangle, lengths))
         pairs += prompt * sum(lengths) + own
         cache_tokens += prompt * max(lengths) + own
-    # Forward 1, backward 2; without the gradient of frozen matrices 1. Attention has no matrices.
+    # Forward counts 1, backward 2; for frozen matrices, backward counts 1. Attention has no
+    # matrices.
     passes = iterations * (2 if frozen else 3) + reference
     attention_passes = iterations * 3 + reference
     return Floor(
@@ -108,7 +109,8 @@ def count_floor(
 
 
 def count_decode_bytes(shape: Shape, floor: Floor, num_steps: int, number_bytes: int) -> int:
-    """What `num_steps` decoding steps read at least: all weights each, and the cache."""
+    """The minimum bytes that `num_steps` decoding steps read: all weights in each, and the
+    cache."""
     return num_steps * shape.num_parameters * number_bytes + floor.cache_bytes
 
 

@@ -1,11 +1,11 @@
-"""Measure a CUDA device in four calls of at most 10 minutes, each part bounded and alone killable:
+"""Measure a CUDA device in four calls of at most 10 minutes. Each part has a time limit:
 
     benchmarks/gpu.sh [--dry-run] [--out FOLDER] correct|fast|large|compared|PART ...
 
-What a part has found is appended to FOLDER/results.jsonl as soon as it ends, what it prints to
-FOLDER/log.txt as it does, and its last lines are shown: a machine that is taken away leaves what
-was known by then. At the end one table of all results in FOLDER is printed, and what is to be
-mended first. Models have random weights, prompts random words.
+The result of a part is appended to FOLDER/results.jsonl as soon as it ends. Its output is written
+to FOLDER/log.txt immediately, and its last lines are shown. Results therefore survive a sudden end
+of the machine. At the end, a table of all results in FOLDER is printed, followed by the first
+failure. Models have random weights, and prompts have random words.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Part:
-    """A command of this python, at most so many seconds of it, and the module that it needs."""
+    """A command of this Python, its time limit in seconds, and the module that it needs."""
 
     stage: str
     name: str
@@ -52,9 +52,9 @@ def _train(*options: str) -> tuple[str, ...]:
 
 _QLORA = _train("--use_peft", "true", "--load_in_4bit", "true")
 _OFFLOADED = 'rloo:offload=["reference","optimizer"]'
-# Of 256 rows at once the update would not fit.
+# The update of 256 rows at once would not fit into memory.
 _TRL = "trl:per_device_train_batch_size=16,gradient_accumulation_steps=16"
-# Nothing that only a GPU warns of makes a test fail; other files may import what is not there.
+# GPU-specific warnings must not fail a test. Other test files may import missing packages.
 _TESTS = ("-m", "pytest", "-q", "-m", "gpu or not slow", "-W", "default", "-o", "timeout=60")
 _FILES = ("tests/test_gpu.py", "tests/model/test_offload.py")
 PARTS = (
@@ -80,7 +80,7 @@ STAGES = tuple(dict.fromkeys(part.stage for part in PARTS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the parts of the stages that are named; status 0 if all of them passed."""
+    """Run the named parts or stages. Returns exit status 0 if all of them passed."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
     parser.add_argument("--out", type=Path, default=Path("gpu_results"), metavar="FOLDER")
@@ -122,8 +122,8 @@ def _command(part: Part, out: Path, runs: str = "RUNS") -> list[str]:
 
 
 def run(part: Part, out: Path) -> dict[str, Any]:
-    """Run a part; return its state, its seconds, its last `lines`, and the facts that the last one
-    of JSON tells."""
+    """Run a part. Returns its state, its seconds, its last `lines`, and the facts in the last line
+    of JSON."""
     row: dict[str, Any] = {"stage": part.stage, "name": part.name, "seconds": 0}
     if part.needs and find_spec(part.needs) is None:
         return {**row, "state": "skipped", "why": f"there is no {part.needs}"}
@@ -136,7 +136,7 @@ def run(part: Part, out: Path) -> dict[str, Any]:
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            start_new_session=True,  # so that all that it has started ends with it
+            start_new_session=True,  # its process group is killed at its end
         )
         try:
             status: int | None = process.wait(part.seconds)
@@ -158,13 +158,13 @@ def run(part: Part, out: Path) -> dict[str, Any]:
         row["why"] = f"took longer than {part.seconds} s"
     elif status:
         row["why"] = f"exit status {status}"
-    with suppress(ValueError, TypeError):  # the last line of most is no JSON
+    with suppress(ValueError, TypeError):  # most last lines are no JSON
         row["facts"] = dict(json.loads(lines[-1]))
     return row
 
 
 def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """The newest result of each part, and the first that is to be mended."""
+    """A table of the newest result of each part, and the first failure."""
     lines = ["", "| part | state | seconds | what it said |", "|---|---|---|---|"]
     for row in results:
         said = row.get("why") or json.dumps(row.get("facts") or row["last"])

@@ -1,9 +1,9 @@
-"""Measure the most that a CUDA device can do, with which other figures are compared:
+"""Measure the peak rates of a CUDA device, with which other figures are compared:
 
     python -m benchmarks.gpu_ceilings
 
-The last line is JSON: bytes a second of a large copy (read and written), and operations a second
-of a product of two 8,192-square matrices in bfloat16.
+The last line is JSON: bytes per second of a large copy (read and written), and operations per
+second of a product of two 8,192 x 8,192 matrices in bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SIDE, _BYTES, _REPEATS = 8192, 1 << 31, 20
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """The median of some repeats, by the device's own clock."""
+    """The median seconds of some repeats, measured with events of the device."""
     found = []
     for _ in range(_REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -31,7 +31,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure the rates and print them."""
     source = torch.zeros(_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copied = 2 * _BYTES / seconds_of(lambda: target.copy_(source))

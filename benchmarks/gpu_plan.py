@@ -1,10 +1,11 @@
-"""Compare what `rloo plan` predicts of memory and time on a CUDA device with what the run takes:
+"""Compare the memory and time that `rloo plan` predicts for a CUDA device with those of a run:
 
     PYTHONPATH=src python -m benchmarks.gpu_plan [SHAPE [OPTION ...]]     (qwen3-0.6b)
 
-Both are commands of a user's, of a model in a folder: random weights, prompts of 512 words, 16
-prompts x 8, up to 512 tokens, bfloat16, checkpointing, beta 0.05. The last line is JSON: predicted
-and measured bytes and seconds a step, and how far sampler and trainer differ a token.
+Both are run as user commands, for a model in a folder: random weights, prompts of 512 words, 16
+prompts x 8 completions, up to 512 tokens, bfloat16, checkpointing, beta 0.05. The last line is
+JSON: predicted and measured bytes and seconds per step, and the difference of sampler and trainer
+per token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def make_model(folder: Path, shape: str) -> None:
-    """Save a model whose completions end after 256 tokens on average, and its tokenizer."""
+    """Save a model whose completions have 256 tokens on average, and its tokenizer."""
     model = shapes.make_random_model(shape, "cuda", dtype=torch.bfloat16)
     vocabulary = shapes.SHAPES[shape]["vocab_size"]
     model.generation_config.eos_token_id = shapes.choose_stop_tokens(vocabulary, 256)
@@ -43,7 +44,7 @@ def make_model(folder: Path, shape: str) -> None:
 
 
 def run(*words: str) -> str:
-    """The output of a command of `rloo`, which must not fail."""
+    """Run a command of `rloo`, which must not fail. Returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", "rloo", *words], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -52,7 +53,7 @@ def run(*words: str) -> str:
 
 
 def main(shape: str = "qwen3-0.6b", *options: str) -> None:
-    """Predict, run, and print both."""
+    """Plan, run, and print both results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "model", shape)
@@ -72,7 +73,7 @@ def main(shape: str = "qwen3-0.6b", *options: str) -> None:
 
 
 def compare(plan: str, summary: dict[str, Any], last: dict[str, Any]) -> dict[str, Any]:
-    """Predicted (by the words of the plan) and measured figures, side by side."""
+    """The predicted figures (parsed from the plan's text) and the measured figures."""
     size, unit = re.search(r"^peak memory +([\d.]+) (\w+)", plan, re.M).groups()  # type: ignore[union-attr]
     seconds = re.search(r"^time per step +([\d.e+]+) s", plan, re.M).group(1)  # type: ignore[union-attr]
     measured = sum(value for key, value in last.items() if key.startswith("time/"))

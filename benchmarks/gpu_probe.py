@@ -1,10 +1,10 @@
-"""Whether a CUDA device computes what it must, without pytest:
+"""Test the correctness of a CUDA device without pytest:
 
     PYTHONPATH=src python -m benchmarks.gpu_probe [--small] [NAME ...]
 
-Each probe is tried even if one before it fails. The last line is JSON: what each found, or its
-error; the exit status is 0 only if all passed. `--small` makes fewer steps.
-`python tools/pretend_gpu.py -- probe` runs them on a pretended device.
+Each probe is run even if an earlier one fails. The last line is JSON with the facts or the error of
+each probe. The exit status is 0 only if all probes passed. `--small` makes fewer steps. `python
+tools/pretend_gpu.py -- probe` runs the probes on a simulated device.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Facts = dict[str, Any]
 
 
 class Failed(Exception):
-    """A probe has found something wrong."""
+    """A probe has found an error."""
 
 
 def require(holds: bool, text: str) -> None:
-    """Raise Failed unless it holds."""
+    """Raise Failed with `text` unless `holds`."""
     if not holds:
         raise Failed(text)
 
 
 def versions(small: bool) -> Facts:
-    """The card, and what computes on it."""
+    """The device, and the versions of the libraries that use it."""
     import transformers
 
     properties = torch.cuda.get_device_properties(DEVICE)
@@ -54,7 +54,7 @@ def versions(small: bool) -> Facts:
 
 
 def attention(small: bool) -> Facts:
-    """The attention of GPUs, against its definition."""
+    """Compare the attention kernels of GPUs with the definition of attention."""
     from rloo.model import flash_gpu
 
     kinds = [(dtype, size) for dtype in flash_gpu.HALF for size in (64, 128)]
@@ -72,7 +72,7 @@ def _model(name: str = "tiny") -> Any:
 
 
 class _Eager:
-    """In place of graphs: every step is run."""
+    """A replacement for CUDA graphs that executes every step eagerly."""
 
     def __init__(self, work: Callable[[], None], *_: Any) -> None:
         self._work = work
@@ -82,14 +82,14 @@ class _Eager:
 
 
 def waves(small: bool) -> Facts:
-    """Rows that end at different lengths, so that waves shrink, twice in one process; graphs give
-    the bits of the same steps run one by one."""
+    """Rows that end at different lengths, so that waves shrink, twice in one process. CUDA graphs
+    must give bit-identical results to eager steps."""
     from rloo.engines.native.native_engine import NativeEngine
     from rloo.types import Prompt, Sampling
 
     engine = NativeEngine(_model(), pad_token_id=0, dtype=HALF, precision=HALF)
     prompts = [Prompt(n, list(range(3, 12 + 3 * n)), "") for n in range(8)]
-    # A tenth of the vocabulary ends a row.
+    # A tenth of the tokens in the vocabulary end a row.
     sampling = Sampling(64, tuple(range(2, 102)))
 
     def sample() -> list[Any]:
@@ -132,7 +132,7 @@ def _trainer(folder: str, **options: Any) -> Any:
 
 
 def rehearsal(small: bool) -> Facts:
-    """The first backward under checkpointing, by which the budget of memory is found."""
+    """The first backward with checkpointing, which determines the memory budget."""
     from rloo.model.token_budget import Workload, fitting_budget
 
     with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +145,7 @@ def rehearsal(small: bool) -> Facts:
 
 
 def out_of_memory(small: bool) -> Facts:
-    """A micro-batch that does not fit is made smaller once, and the run goes on."""
+    """A micro-batch that does not fit is reduced once, and the run continues."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(folder)
         stepper, calls = trainer.policy.stepper, []
@@ -153,7 +153,7 @@ def out_of_memory(small: bool) -> Facts:
 
         def failing(loss: torch.Tensor, **options: Any) -> None:
             calls.append(loss)
-            if len(calls) == 2:  # the first is the rehearsal's
+            if len(calls) == 2:  # the first call is the rehearsal's
                 raise torch.OutOfMemoryError("forced")
             backward(loss, **options)
 
@@ -174,7 +174,8 @@ def _no_waits() -> Any:
 
 
 def waits(small: bool) -> Facts:
-    """Neither the forward and backward of a micro-batch nor a token has the host wait."""
+    """The host must not wait for the device: in a forward and backward of a micro-batch, or in a
+    token."""
     from rloo.algorithm import update
     from rloo.engines.native.cuda_graphs import CapturedGraph
 
@@ -202,7 +203,8 @@ def waits(small: bool) -> Facts:
 
 
 def resume(small: bool) -> Facts:
-    """The embedded task in bf16, and the same stopped in the middle and resumed."""
+    """The embedded task in bf16: an uninterrupted run, and a run that is stopped in the middle and
+    resumed."""
     from rloo.cli import main
 
     steps = 4 if small else 30
@@ -237,7 +239,7 @@ PROBES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the probes that are named, by default all."""
+    """Run the named probes, by default all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PROBES))
@@ -248,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         start = time.perf_counter()
         try:
             found[name] = PROBES[name](options.small)
-        except Exception as error:  # the others are tried all the same
+        except Exception as error:  # the next probes are run anyway
             traceback.print_exc()
             failed.append(name)
             found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}

@@ -1,10 +1,11 @@
-"""Show by kernel how a CUDA device spends the time of a step:
+"""Show the time of a step on a CUDA device by kernel:
 
     PYTHONPATH=src python -m benchmarks.gpu_profile [SHAPE [TOKENS]]     (qwen3-0.6b 64)
 
-A warm-up step, then one under torch's profiler: sampling and the update each print their wall
-time, the device's busy time, and the kernels that take the most. 32 prompts x 8, prompts of 512
-tokens, every completion of TOKENS tokens; bfloat16, checkpointing, beta 0.05.
+A warm-up step is followed by a step under torch's profiler. For sampling and for the update, the
+wall-clock time, the device's busy time, and the slowest kernels are printed. 32 prompts x 8
+completions, prompts of 512 tokens, every completion of TOKENS tokens; bfloat16, checkpointing, beta
+0.05.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PROMPTS, _SIZE, _PROMPT_TOKENS, _SHOWN, _NAME = 32, 8, 512, 22, 110
 
 
 def watched(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    """`work`, the second call of which is profiled."""
+    """A wrapper of `work` that profiles the second call."""
     calls = 0
 
     def call(*args: Any, **options: Any) -> Any:
@@ -63,7 +64,7 @@ def show(name: str, seconds: float, profiler: Any) -> None:
 
 
 def main(shape: str = "qwen3-0.6b", tokens: str = "64") -> None:
-    """Make the steps and print."""
+    """Execute the steps and print the tables."""
     from rloo.algorithm import stages
     from rloo.engines.native.native_engine import NativeEngine
 

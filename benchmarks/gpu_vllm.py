@@ -1,9 +1,9 @@
-"""Sampling by vLLM on a GPU, of the model and the prompts of workload SG, in bfloat16.
+"""Sampling with vLLM on a GPU, with the model and the prompts of workload SG, in bfloat16.
 
     PYTHONPATH=src python -m benchmarks.gpu_vllm
 
-Prints the microseconds a token of each of two calls, after one to warm up. The model is written to
-a folder that is deleted again, since vLLM reads nothing else.
+Prints the microseconds per token of two calls after a warm-up call. The model is written to a
+temporary folder, since vLLM only loads models from folders.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CALLS = 3
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure sampling and print the times."""
     import torch
     import vllm
 

@@ -1,4 +1,4 @@
-"""How the cost changes along a family of workloads, beside the change that the floor predicts."""
+"""The growth of the cost along a family of workloads, and the growth that the floor predicts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _HEAD = (
 def render_growth(
     name: str, results: Sequence[Record], machine: Mapping[str, Any], *, by_cpu: bool = False
 ) -> str:
-    """A table with a line for each member and side, in order. Growth is of the wall's time, or of
-    the CPU's where the machine was not free."""
+    """A table with a row for each member and side, in order. Growth is of wall-clock time, or of
+    CPU time if the machine was not idle."""
     by_groups = name == "K"
     unit = "completion" if by_groups else "token"
     head = [cell.format(unit=unit) for cell in _HEAD]
@@ -62,7 +62,8 @@ def _scaled(spread: Spread, units: float) -> Spread:
 
 
 def _floor_per_token(result: Record, machine: Mapping[str, Any]) -> float:
-    """Seconds a completion token: arithmetic at the matrix rate, the cache at the bandwidth."""
+    """Seconds per completion token: operations at the matrix rate, plus cache reads at the
+    bandwidth."""
     found = floors(result)
     operations = sum(floor.operations + floor.prompt_passes for floor in found)
     read = sum(floor.cache_bytes for floor in found)

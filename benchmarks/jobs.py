@@ -1,4 +1,5 @@
-"""What every side of a workload is told: model, prompts as text and as tokens, sizes, options."""
+"""The job of a workload, which every side gets: model, prompts as text and tokens, sizes,
+options."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from benchmarks.workloads import SHARED_OPTIONS, Workload
 if TYPE_CHECKING:
     from benchmarks.turns import Setting
 
-# Of a job, what is different in every round.
+# The keys of a job whose values differ between rounds.
 PROMPTS = ("prompts", "prompt_ids")
 
 
 def make_job(
     workload: Workload, rounds: Sequence[int], seed: int, setting: Setting
 ) -> dict[str, Any]:
-    """The job with the prompts of a warm-up and of these rounds (from 1), a part for each in turn.
-    A round has the same prompts whichever others are asked for. Makes the model where it must."""
+    """The job with the prompts of the warm-up, followed by the prompts of each of `rounds` (from
+    1). The prompts of a round do not depend on the other rounds. A missing model is created."""
     from transformers import AutoTokenizer
 
     from benchmarks import model, shapes
@@ -64,9 +65,9 @@ def make_job(
 
 
 def digest(job: dict[str, Any]) -> str:
-    """Of all that makes the work what it is: equal for any rounds, sides and seeds of a workload,
-    and for any folder that its model is in."""
-    # How often it is measured, and by whom, is not the work.
+    """The digest of the work. It does not depend on rounds, sides and seeds of the workload, or on
+    the folder of its model."""
+    # The number and the sides of measurements are no part of the work.
     apart = {"seed", "model", "title", "sides", "rounds", "seeds", "alone", *PROMPTS}
     work = {name: value for name, value in job.items() if name not in apart}
     work["options"] = {name: v for name, v in job["options"].items() if name != "seed"}

@@ -1,17 +1,16 @@
-r"""Judges of answers beside each other: right answers accepted, and wrong ones.
+r"""Compares judges of answers: how many correct and wrong answers each accepts.
 
     python -m benchmarks.judges [--gsm8k FILE] [--pairs FILE ...]
         [--trl PYTHON] [--verl PYTHON FOLDER ...]
 
-The sets are pairs written by hand (`tests/addons/graders/data/judges.jsonl`), the corpora of
-`benchmarks.chaos.verifiers`, closed answers rewritten by rule (`benchmarks.judges_forms`), forms
-of GSM8K's answers (`--gsm8k`, its test file) and files from elsewhere (`--pairs`): a JSON object
-a line with `reference`, `completion`, `right`, and `prompt` where there is one.
+The sets are: pairs written by hand (`tests/addons/graders/data/judges.jsonl`); the corpora of
+`benchmarks.chaos.verifiers`; closed answers rewritten by rule (`benchmarks.judges_forms`); forms of
+GSM8K's answers (`--gsm8k`, its test file); other files (`--pairs`). A line of a file is a JSON
+object with `reference`, `completion`, `right`, and optionally `prompt`.
 
-The judges are the reward `math`, math-verify as its README uses it, and, where they are given,
-TRL's `accuracy_reward` in an interpreter that has it, and verl's `prime_math` in one that has what
-it imports (its sources and pylatexenc are in the folders). Others are run unmodified, for at most a
-minute a pair.
+The judges are the reward `math` and math-verify as in its README. If interpreters with their
+packages are given, TRL's `accuracy_reward` and verl's `prime_math` are added (the folders have
+verl's sources and pylatexenc). Other judges are run unmodified, for at most a minute per pair.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ Judge = Callable[[list[Pair]], list[bool | None]]
 
 
 def read_pairs(file: Path) -> list[Pair]:
-    """The pairs of a file; those with several references are left out, which others do not take."""
+    """The pairs of a file. Pairs with several references are left out, since other judges do not
+    accept them."""
     rows = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     return [
         Pair(str(row["reference"]), row["completion"], bool(row["right"]), row.get("prompt", ""))
@@ -43,7 +43,7 @@ def read_pairs(file: Path) -> list[Pair]:
 
 
 def corpus_pairs() -> list[Pair]:
-    """The right answers and hacks of `benchmarks.chaos.verifiers`."""
+    """The correct answers and hacks of `benchmarks.chaos.verifiers`."""
     return [
         Pair(row[1], rf"So \boxed{{{row[0]}}}" if name == "MATH" else row[0], right, *row[2:])
         for name in ("MATH", "GSM8K")
@@ -66,7 +66,7 @@ def ours(pairs: list[Pair]) -> list[bool | None]:
 
 
 def other(name: str, python: str, folders: Sequence[str] = ()) -> Judge:
-    """Verdicts of another judge, in a process of its own."""
+    """The verdicts of another judge, which runs in a separate process."""
 
     def judge(pairs: list[Pair]) -> list[bool | None]:
         given = json.dumps([[pair.reference, pair.completion] for pair in pairs])
@@ -79,7 +79,7 @@ def other(name: str, python: str, folders: Sequence[str] = ()) -> Judge:
 
 
 def count(pairs: list[Pair], verdicts: list[bool | None]) -> tuple[int, int]:
-    """How many right completions are accepted, and how many wrong ones."""
+    """(number of accepted correct completions, number of accepted wrong completions)."""
     accepted = [pair.right for pair, said in zip(pairs, verdicts, strict=True) if said]
     return accepted.count(True), accepted.count(False)
 

@@ -1,10 +1,9 @@
-"""Another judge's verdicts on pairs, run by path, without this package:
+"""The verdicts of another judge on pairs. The file is run by path, without this package:
 
     PYTHON benchmarks/judges_side.py math-verify|trl|verl [FOLDER ...] < pairs.json
 
-Standard input is a list of [reference, completion]; the last line of standard output a list of
-true, false and null (no verdict, or none within a minute). The folders are put before all others
-where Python looks.
+Standard input is a list of [reference, completion]. The last line of standard output is a list of
+true, false and null (no verdict within a minute). The folders are put at the beginning of sys.path.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-# On the clock, for one pair; and until it is stopped again, where a judge catches the first stop.
+# Wall-clock seconds for one pair, and seconds until the next alarm if a judge catches the first
+# one.
 _SECONDS, _SECONDS_MORE = 60.0, 5.0
 _LATEX = re.compile(r"\$|\\\(|\\\[|\\boxed")
 
 
 def _as_latex(reference: str) -> str:
-    """A reference as these judges want it: in a formula, where it is not in one."""
+    """A reference as these judges expect it: as a formula, in dollar signs if it has none."""
     return reference if _LATEX.search(reference) else f"${reference}$"
 
 
@@ -62,7 +62,7 @@ def _stop(*_: Any) -> None:
 
 
 def main() -> None:
-    """Judge what is read."""
+    """Judge the pairs of standard input."""
     signal.signal(signal.SIGALRM, _stop)
     sys.path[:0] = sys.argv[2:]
     logging.disable(logging.CRITICAL)

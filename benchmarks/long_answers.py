@@ -1,13 +1,13 @@
-"""L1: one update on long answers. Is its memory as predicted, and is nothing quadratic in it?
+"""L1: one update on long answers. Tests whether the memory is as predicted and no tensor is
+quadratic.
 
     PYTHONPATH=src python -m benchmarks.long_answers [--tokens 8192] [--threads 2] [--json FILE]
 
 One group of K = 4 completions of `--tokens` tokens each, the 3 M model, beta 0.05, gradient
-checkpointing. Every tensor that an operation returns during the update is looked at: none may be of
-size tokens x vocabulary (all tokens) or tokens squared (of one completion, which includes every
-mask and every score matrix). Sampling is no part of it.
-Ours only; on a GPU where there is one. Takes single parts of the package, not the trainer, which
-always samples.
+checkpointing. The result of every operation during the update is checked. No tensor may have the
+size tokens x vocabulary (for all tokens) or tokens squared (for one completion, including masks and
+score matrices). Sampling is excluded. Only our code is tested, on a GPU if there is one. The
+benchmark uses parts of the package instead of the trainer, which always samples.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ NUM_GENERATIONS = 4
 
 
 class LargestTensors(TorchDispatchMode):
-    """Sees the result of every operation, backward included, and keeps the sizes of the largest:
-    `tile`, matrices of some tokens by the whole vocabulary, and `other`, everything else. An
-    expanded view counts as what it has memory for."""
+    """Records the size of the largest result of all operations, including backward: `tile` for
+    matrices of some tokens x the complete vocabulary, `other` for all other tensors. An expanded
+    view counts with its allocated memory."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class LargestTensors(TorchDispatchMode):
 
 
 def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
-    """One group on a real prompt; the completions are GSM8K's answers one after another."""
+    """One group for a real prompt. The completions are concatenated answers of GSM8K."""
     from rloo.types import Sample
 
     rows = load_rows(gsm8k)
@@ -85,8 +85,8 @@ def make_samples(tokenizer: Any, tokens: int, gsm8k: str | None) -> list[Any]:
 
 
 def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) -> dict[str, Any]:
-    """One update: predicted and measured peaks above weights, optimizer and reference in MiB, its
-    seconds, the largest tensor and the sizes that it must stay below (elements)."""
+    """Measure one update: predicted and measured peaks in MiB in addition to weights, optimizer and
+    reference; seconds; the size of the largest tensor and the forbidden sizes, in elements."""
     from rloo.algorithm.advantages import LossContext, compute_advantages
     from rloo.algorithm.update import update
     from rloo.config.batch_sizes import batches_of
@@ -110,7 +110,7 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
         bf16=cuda,
         gradient_checkpointing=True,
         num_threads=threads,
-        max_tokens_per_micro_batch=(NUM_GENERATIONS + 1) * tokens,  # the group in one pass
+        max_tokens_per_micro_batch=(NUM_GENERATIONS + 1) * tokens,  # the complete group in one pass
     )
     world = make_world(use_cpu=not cuda)
     policy = Policy(model, tokenizer, config, world=world, num_training_steps=10)
@@ -119,7 +119,7 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
     def step(some: list[Any]) -> None:
         update(policy, some, compute_advantages(some, policy, terms), terms)
 
-    # The optimizer's state comes with the first step, and is there in any case.
+    # The optimizer's state is created by the first step, and is no part of the measurement.
     step([replace(s, token_ids=s.token_ids[:8], policy_logprobs=[0.0] * 8) for s in samples])
     predicted = predicted_peak_bytes(policy, samples) + gradient_bytes(policy)
     memory = Memory("cuda" if cuda else "cpu")
@@ -127,7 +127,7 @@ def measure(tokens: int, threads: int, folder: str, gsm8k: str | None = None) ->
     start = time.perf_counter()
     step(samples)
     seconds, resident = time.perf_counter() - start, memory.peak() - memory.loaded
-    # Each observer disturbs the others: an update for each.
+    # Each observer has a separate update, since observers disturb each other.
     allocated = max(phase_peaks(policy.device, lambda mark: step(samples)))
     vocabulary = model.config.vocab_size
     with LargestTensors(vocabulary) as largest:
@@ -174,12 +174,12 @@ def _compare(result: Mapping[str, Any], kind: str) -> str:
 
 
 def is_bounded(result: Mapping[str, Any]) -> bool:
-    """Whether no tensor is as large as none may be."""
+    """Whether all tensors are smaller than the forbidden sizes."""
     return all(result["largest"][kind] < limit for kind, limit in result["limits"].items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a tensor is as large as none may be."""
+    """Returns exit status 1 if a tensor has a forbidden size."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.long_answers")
     parser.add_argument("--tokens", type=int, default=8192, help="of each completion")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")

@@ -1,4 +1,4 @@
-"""What the machine can do, measured in the same run: matrix rate and memory bandwidth."""
+"""The rates of the machine, measured in the same run: matrix rate and memory bandwidth."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _REPEATS = 12
 
 
 def measure_machine(threads: int, *, cuda: bool = False) -> dict[str, Any]:
-    """Facts for the report. Rates are the best of several repeats, in operations and bytes a
-    second; the matrix rate is that of the best thread count and library, whose names stand beside
-    it, and `library_rates` has the best of each library."""
+    """Facts about the machine for the report. Rates are the best of several repeats, in operations
+    and bytes per second. The matrix rate is for the best thread count and library, which the facts
+    name. `library_rates` has the best rate of each library."""
     facts: dict[str, Any] = {
         "cpu": describe_processor(),
         "cores": os.cpu_count(),
@@ -44,7 +44,8 @@ def measure_machine(threads: int, *, cuda: bool = False) -> dict[str, Any]:
 
 
 def faster(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Of two measurements of a machine the larger rates: what disturbs them only lowers them."""
+    """The larger rates of two measurements of a machine, since disturbances only lower the
+    rates."""
     best = max(one, other, key=lambda facts: facts["matrix_rate"])
     rates = [facts.get("library_rates", {}) for facts in (one, other)]
     return best | {
@@ -57,8 +58,8 @@ def faster(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_rates(device: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
-    """Operations a second of a square matrix product by the fastest library, its name, and bytes a
-    second of reading memory (on a GPU of copying it, read and written counted)."""
+    """Operations per second of a square matrix product by the fastest library; the library's name;
+    bytes per second of reading memory (on a GPU of a copy, with reads and writes counted)."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     rates = {
         library: 2 * size**3 / _best_seconds(work, device)
@@ -80,8 +81,8 @@ def measure_rates(device: str, dtype: torch.dtype, size: int) -> dict[str, Any]:
 
 
 def _products(a: Tensor, b: Tensor) -> dict[str, Callable[[], Any]]:
-    """By library, a product of two square matrices. torch on a CPU has oneDNN beside the library
-    of its own choice, in some builds."""
+    """By library, a function that multiplies two square matrices. Some CPU builds of torch have
+    oneDNN in addition to the default library."""
     out = torch.empty_like(a)
     if a.device.type != "cpu":
         return {"torch": lambda: torch.mm(a, b, out=out)}
@@ -90,9 +91,9 @@ def _products(a: Tensor, b: Tensor) -> dict[str, Callable[[], Any]]:
     try:
         packed = pack(b)
         multiply(a, packed)
-    except (AttributeError, NotImplementedError, RuntimeError):  # a torch without it
+    except (AttributeError, NotImplementedError, RuntimeError):  # a torch without oneDNN
         return found
-    # Its rearranging of a matrix, where it is not packed, is no part of a product.
+    # oneDNN's reordering of an unpacked matrix is not counted as part of a product.
     return found | {"oneDNN": lambda: multiply(a, packed)}
 
 

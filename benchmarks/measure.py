@@ -1,11 +1,11 @@
-"""One measured program: a process that does one step for each "go" on its standard input.
+"""A measured program: a process that does one step for each "go" on its standard input.
 
     python -m benchmarks.measure NAME JOB FOLDER [OPTION=VALUE ...]
 
-NAME is one of `benchmarks.systems`, JOB the JSON file that `benchmarks.peers` wrote, FOLDER a place
-for its files, OPTION=VALUE an option of the program measured (VALUE is JSON, else a string). It
-loads, does one step to warm up, and answers with one line of JSON; so it does for every "go". What
-the program itself prints goes to standard error.
+NAME is a side of `benchmarks.systems`, JOB is the JSON file that `benchmarks.peers` wrote, and
+FOLDER is for the program's files. OPTION=VALUE is an option of the measured program (VALUE is JSON,
+else a string). The process loads, does a warm-up step, and answers with one line of JSON. It
+answers every "go" with a step and such a line. Other output of the program goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MEBIBYTE = 1 << 20
 
 
 class Link:
-    """The driver's lines in, ours out. Takes standard output away from everything else."""
+    """The connection to the driver: lines on standard input and output. Redirects all other
+    output."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -32,37 +33,38 @@ class Link:
         self._answers.flush()
 
     def descriptor(self) -> int:
-        """Of the lines out, for a process that answers in place of this one."""
+        """The descriptor for answers, for a process that answers in place of this process."""
         return self._answers.fileno()
 
     def wait(self) -> None:
-        """Until the driver wants another step; without one the process ends here."""
+        """Wait until the driver requests another step. Without a request the process exits."""
         if sys.stdin.readline().strip() != "go":
-            # From within a trainer's callback nothing else ends the run without saving it.
+            # Inside a trainer's callback, only this call ends the run without a save.
             os._exit(0)
 
 
 class Memory:
-    """The peak above what the loaded weights take: resident memory, on a GPU allocated memory."""
+    """The peak memory in addition to the loaded weights: resident memory, on a GPU allocated
+    memory."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self.loaded = 0.0
 
     def after_loading(self) -> None:
-        """To be called when the weights are loaded, and nothing else yet."""
+        """Must be called directly after the weights are loaded."""
         if self._device == "cuda":
             import torch
 
             torch.cuda.reset_peak_memory_stats()
             self.loaded = torch.cuda.memory_allocated() / MEBIBYTE
             return
-        # Forgets the peak of the imports and of loading (proc(5)).
+        # Reset the peak of the imports and of loading (proc(5)).
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         self.loaded = _status_mib("VmRSS")
 
     def peak(self) -> float:
-        """MiB since then."""
+        """The peak in MiB since `after_loading`."""
         if self._device == "cuda":
             import torch
 
@@ -78,8 +80,8 @@ def _status_mib(name: str) -> float:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that anything took so far on the cores this process may use, the hypervisor's
-    other guests included as far as it tells (proc(5), "steal")."""
+    """CPU seconds used so far by all processes on the cores of this process. Other guests of the
+    hypervisor are included if it reports them (proc(5), "steal")."""
     cores = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     ticks = 0
     for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
@@ -91,7 +93,7 @@ def busy_seconds() -> float:
 
 
 class Meter:
-    """Measures the steps of a side and reports them. The first one warms up."""
+    """Measures the steps of a side and reports them. The first step is the warm-up."""
 
     def __init__(self, link: Link, device: str) -> None:
         self.link = link
@@ -100,19 +102,19 @@ class Meter:
         self._idle = {"idle_seconds": 0.0, "idle_cpu_seconds": 0.0}
         self.memory = Memory(device)
         self.facts: dict[str, Any] = {}
-        # What processes have told each other, of a side that is several: kind -> bytes, count.
+        # Exchanges of a side with several processes: kind -> bytes, count.
         self.exchanged: dict[str, list[int]] = {}
         self.lengths: list[int] = []
         self.truncated = 0
         self._start()
 
     def count(self, lengths: list[int], truncated: int) -> None:
-        """The completions of this step, in the order of the prompts."""
+        """Record the lengths of this step's completions, in the order of the prompts."""
         self.lengths += lengths
         self.truncated += truncated
 
     def now(self) -> float:
-        """Seconds on the wall, all work that was handed to the device done."""
+        """Wall-clock seconds, after a wait for the device's queued work."""
         if self._device == "cuda":
             import torch
 
@@ -120,16 +122,16 @@ class Meter:
         return time.perf_counter()
 
     def turn(self, phases: dict[str, float]) -> None:
-        """A step is done: report it, and wait for the next one to be wanted."""
+        """Report a finished step, and wait until the next one is requested."""
         seconds, cpu_seconds = self.now() - self._began, time.process_time() - self._cpu_began
         step = {
             "device": self._device,
             "seconds": seconds,
             "cpu_seconds": cpu_seconds,
-            # What everything else took, for which ticks of 10 ms are fine enough.
+            # CPU seconds of other processes. The resolution of 10 ms is sufficient.
             "others_seconds": max(0.0, busy_seconds() - self._busy_began - cpu_seconds),
             "cores": len(os.sched_getaffinity(0)),
-            # What the process computed while the others were measured.
+            # CPU time of this process while other sides were measured.
             **self._idle,
             "lengths": self.lengths,
             "truncated": self.truncated,
@@ -155,7 +157,7 @@ class Meter:
 
 
 def parse_options(words: list[str]) -> dict[str, Any]:
-    """`["a=1", "b=x"]` to `{"a": 1, "b": "x"}`."""
+    """Convert `["a=1", "b=x"]` to `{"a": 1, "b": "x"}`."""
     options = {}
     for word in words:
         name, _, text = word.partition("=")

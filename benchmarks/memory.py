@@ -1,8 +1,10 @@
-"""Memory of training by what is chosen: predicted as `rloo plan` does, and measured.
+"""Memory of training for several choices of options: predicted by the code of `rloo plan`, and
+measured.
 
-`python -m benchmarks.memory` prints the table of docs/memory.md, with `--ppo` the one that
-compares with a critic of the same size. What is measured is what torch's profiler saw allocated (on
-CUDA its allocator), above what there was before the model was built.
+`python -m benchmarks.memory` prints the table of docs/memory.md. With `--ppo` it prints the table
+that compares RLOO with PPO, whose critic has the same size. Measured is the memory allocated
+according to torch's profiler (on CUDA according to the allocator), in addition to the memory before
+the model was built.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ FOUR_BITS = {**LORA, "load_in_4bit": True, "use_bnb_nested_quant": True}
 COPY = {"engine_kwargs": {"copy_weights": True}, "rollout_dtype": "bfloat16"}
 KEEP, RECOMPUTE = {"gradient_checkpointing": False}, {"gradient_checkpointing": True}
 
-# What is chosen, beside float32 weights in float32 computation (bf16 false) and beta 0.
+# The choices. The base is float32 weights, float32 computation (bf16 false) and beta 0.
 CHOICES: dict[str, dict[str, Any]] = {
     "full": KEEP,
     "full, reference": {**KEEP, "beta": 0.05},
@@ -112,7 +114,7 @@ class Shape:
 
 
 class _Tokenizer:
-    """What a Policy asks of one."""
+    """The attributes of a tokenizer that a Policy needs."""
 
     pad_token_id, eos_token_id = 0, 2
 
@@ -121,8 +123,8 @@ LASTING = ("weights", "gradients", "optimizer", "reference", "engine")
 
 
 def make_policy(folder: Path, options: dict[str, Any], *, critic: bool = False) -> Policy:
-    """The policy that a run with these options trains; or a critic of the same size, whose head
-    gives one value and is trained as a whole."""
+    """The policy that a run with these options trains; or a critic of the same size, whose head has
+    one output and whose parameters are all trained."""
     settings = {"bf16": False, "beta": 0.0, "learning_rate": 1e-5, **options}
     if critic:
         settings |= {"beta": 0.0}
@@ -140,7 +142,7 @@ def make_policy(folder: Path, options: dict[str, Any], *, critic: bool = False) 
 
 
 def policy_loss(policy: Policy, samples: Sequence[Sample]) -> Tensor:
-    """What one micro-batch makes for its backward; the reference's log-probs come and go."""
+    """The loss of a micro-batch. The reference's log-probs are freed again."""
     batch = policy.batch(samples)
     logprobs = policy.logprobs(batch).logprobs
     if policy.config.beta != 0:
@@ -173,9 +175,9 @@ def predict(folder: Path, shape: Shape, options: dict[str, Any]) -> tuple[int, i
 def measure(
     folder: Path, shape: Shape, options: dict[str, Any], *, critic: str = "none"
 ) -> dict[str, int]:
-    """Peaks of a training step that finds the optimizer's state, by what it does. With a critic
-    `joint`, both losses have one backward; `apart`, it is updated after the policy."""
-    gc.collect()  # freed while others are measured, it would be taken off theirs
+    """Peaks by phase of a training step for which the optimizer's state exists. With critic
+    `joint`, both losses have one backward. With `apart`, the critic is updated after the policy."""
+    gc.collect()  # else a later collection would lower the measured peaks
     samples, names = shape.samples(), []
 
     def train(mark: Mark) -> None:
@@ -205,7 +207,7 @@ def measure(
 def _updates(
     policy: Policy, critic: Policy | None, samples: Sequence[Sample], *, joint: bool
 ) -> Iterator[str]:
-    """An optimizer step of two micro-batches (the second finds gradients), by phases."""
+    """An optimizer step of two micro-batches (the second accumulates gradients), by phases."""
     for _ in range(2):
         loss = policy_loss(policy, samples)
         if critic is not None and joint:
@@ -248,7 +250,7 @@ def table(folder: Path, shape: Shape, options: dict[str, Any]) -> list[str]:
 
 
 def ppo_table(folder: Path, shape: Shape, options: dict[str, Any]) -> list[str]:
-    """RLOO beside PPO with a critic of the same size: peaks, and what RLOO saves."""
+    """A table of RLOO and PPO with a critic of the same size: the peaks, and the saving of RLOO."""
     rows = [
         "| | RLOO | PPO, joint backward | saved | PPO, separate backwards | saved |",
         "|---|---|---|---|---|---|",

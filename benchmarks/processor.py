@@ -1,4 +1,4 @@
-"""The name of the processor from its numbers, since a hypervisor often hides what it is called.
+"""The name of the processor from its family and model, since a hypervisor often hides the name.
 
 Families and models: AMD's revision guides; Intel's Software Developer's Manual, volume 4, table
 2-1.
@@ -22,20 +22,20 @@ _MODELS = {
     ("Intel", 6, 173): "Granite Rapids, Xeon 6",
     ("Intel", 6, 207): "Emerald Rapids, 5th generation Xeon Scalable",
 }
-# What a product of matrices may use, as /proc/cpuinfo spells it.
+# Instruction sets that matrix products may use, as named in /proc/cpuinfo.
 _SETS = {"avx2": "AVX2", "avx512f": "AVX-512", "avx512_bf16": "AVX-512 BF16", "amx_tile": "AMX"}
 
 
 def describe_processor() -> str:
-    """This machine's."""
+    """The description of this machine's processor."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
     return describe(text) or platform.processor() or platform.machine()
 
 
 def describe(cpuinfo: str) -> str:
-    """What /proc/cpuinfo says of the first processor: what it is called, vendor, family, model,
-    their name where it is known, and instructions. Empty where it says no family."""
+    """A description of the first processor in /proc/cpuinfo: its name, vendor, family, model, the
+    name of the model if known, and instruction sets. Empty if /proc/cpuinfo has no family."""
     lines = (line.partition(":") for line in cpuinfo.split("\n\n")[0].splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
     if not {"vendor_id", "cpu family", "model"} <= facts.keys():

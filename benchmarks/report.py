@@ -1,4 +1,5 @@
-"""Measured steps to markdown tables: costs, ratios, shares of the floor, what was not measured."""
+"""Renders measured steps as Markdown tables: costs, ratios, shares of the floor, missing
+results."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from benchmarks.results import was_disturbed
 from benchmarks.summary import Record, Spread, Summary, summarise, update_seconds
 from benchmarks.workloads import FAMILIES
 
-# A side that computes while others are measured would disturb them, and hide work of its own.
+# A side that computes while others are measured would disturb them, and hide some of its work.
 _IDLE_SHARE = 0.05
-# Sides that are compared with each other, beside the comparison of all with the first.
+# Sides that are also compared with each other. All sides are compared with the first.
 _LIKE = {
     "trl:bf16=true": "rloo:bf16=true",
     "vllm:dtype=bfloat16": "rloo:rollout_dtype=bfloat16",
@@ -25,7 +26,7 @@ NOT_TRIED = (
 
 
 def describe_machine(machine: Mapping[str, Any]) -> str:
-    """One line: the processor, threads, versions, and the rates that floors are counted with."""
+    """One line: the processor, threads, versions, and the rates used for floors."""
     rates = ", ".join(
         f"{library} {rate / 1e9:.0f}" for library, rate in machine["library_rates"].items()
     )
@@ -43,8 +44,8 @@ def not_measured(name: str, title: str) -> str:
 
 
 def render(name: str, results: Sequence[Record], machine: Mapping[str, Any]) -> str:
-    """The section of a workload or of a family: tables, ratios, shares of the floor, what was not
-    measured."""
+    """The section of a workload or a family: tables, ratios, shares of the floor, missing
+    results."""
     measured = [r for r in results if r["steps"]]
     disturbed = _count_disturbed(measured)
     parts = [f"### {name}"]
@@ -117,7 +118,7 @@ def _table(summaries: Sequence[Summary]) -> str:
 
 
 def _facts(results: Sequence[Record], summaries: Sequence[Summary]) -> str:
-    """One line a side: how many steps, lengths, phases, versions."""
+    """One line per side: number of steps, lengths, phases, versions."""
     lines = []
     for result, summary in zip(results, summaries, strict=True):
         phases = ", ".join(f"{n} {value:.3f}" for n, value in summary.raw_phases.items())
@@ -148,8 +149,8 @@ Seconds = Callable[[Record], float]
 
 
 def _ratios(results: Sequence[Record], summaries: Sequence[Summary], *, by_cpu: bool) -> str:
-    """Every other side over the first, and over one that is like it, of medians per completion
-    token; in brackets the ratios of the steps that were measured one after the other."""
+    """Ratios of medians per completion token: every other side over the first side, and over a
+    similar side. In brackets is the range of the ratios of consecutive steps."""
     head = ["", "whole step", "the same in CPU time", "sampling", "update", "peak, the second's"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     numbers = {summary.side: number for number, summary in enumerate(summaries)}
@@ -182,7 +183,7 @@ def _compare(
         updates = a.phases["update"], b.phases["update"]
         cells[3] = ratio(*updates, update_seconds, bold=not by_cpu)
         cells[4] = f"{b.above_weights_mib / a.above_weights_mib:.2f}x"
-    elif by_cpu:  # of two that sample alone, and do nothing else
+    elif by_cpu:  # only for two sides that only sample
         cells[1] = ratio(a.cpu, b.cpu, _cpu, bold=True) if _samples(theirs, ours) else "-"
     return cells
 
@@ -200,7 +201,7 @@ def _cpu(step: Record) -> float:
 
 
 def _pairs(one: Record, other: Record, seconds: Seconds) -> dict[int, list[float]]:
-    """By seed, the ratios of steps that were made one after the other, per completion token."""
+    """By seed, the ratios of consecutive steps, per completion token."""
     at = {(s["seed"], s["round"], s["run"]): s for s in other["steps"]}
     found: dict[int, list[float]] = {}
     for step in one["steps"]:
@@ -216,7 +217,7 @@ def _range(one: Record, other: Record, seconds: Seconds) -> str:
 
 
 def _by_seeds(results: Sequence[Record], *, by_cpu: bool) -> list[str]:
-    """Where there are several seeds, the medians of each one's ratios."""
+    """If there are several seeds, the median ratio of each seed."""
     lines = []
     for result in results[1:]:
         pairs = _pairs(result, results[0], _cpu if by_cpu else _wall)

@@ -1,7 +1,7 @@
-"""A file of what was measured, one line of JSON for each step, written as soon as it is there.
+"""The file of measurements: one line of JSON for each step, written immediately.
 
-Every line says on what it was measured: processor, cores, threads, versions, and a digest of the
-sources. What differs in one of these is measured anew, and shown in tables of its own.
+Every line has the environment of its measurement: processor, cores, threads, versions, and a digest
+of the sources. Measurements of another environment are repeated, and shown in separate tables.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from benchmarks.machine import faster
 
 ROOT = Path(__file__).resolve().parent.parent
 Record = dict[str, Any]
-# What of the benchmark a side runs or is told; the rest only lays out tables.
+# Modules of the benchmark that influence a side. The other modules only write tables.
 _SIDES = (
     "distributed", "jobs", "model", "padded_step", "samplers", "shapes", "measure", "systems",
     "trl_side", "workloads",
 )  # fmt: skip
 _COMPILED = {".pyc", ".so", ".o"}
-# On a CPU every side computes all the time; with less than this on the CPU something held it up.
+# On a CPU, every side computes continuously. A smaller share of CPU time means a disturbance.
 _BUSY_SHARE = 0.85
-# Of the time of all cores, what others may take before a step counts as disturbed.
+# Maximum share of all cores' time for other processes before a step counts as disturbed.
 _OTHERS_SHARE = 0.05
 
 
 def describe_environment(machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What figures must have in common to stand in one table; `commit` is for the reader."""
+    """The properties that figures in one table must share. `commit` is only for information."""
     names = ("cpu", "cores", "threads", "python", "torch")
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
@@ -42,7 +42,7 @@ def describe_environment(machine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_sources() -> str:
-    """Of the package's files and of those that sides run, whether committed or not."""
+    """The digest of the package's files and of the modules that sides run, committed or not."""
     found = [*(ROOT / "src" / "rloo").rglob("*")]
     found += [ROOT / "benchmarks" / f"{name}.py" for name in _SIDES]
     total = hashlib.sha256()
@@ -53,8 +53,8 @@ def digest_sources() -> str:
 
 
 def was_disturbed(step: Mapping[str, Any]) -> bool:
-    """Whether something else computed on this machine's cores during the step, or held it up. Of a
-    GPU's steps nothing is known."""
+    """Whether other processes used this machine's cores during the step, or delayed the step. False
+    for steps on a GPU, for which this is unknown."""
     if step.get("device") == "cuda":
         return False
     seconds = step["seconds"]
@@ -64,7 +64,7 @@ def was_disturbed(step: Mapping[str, Any]) -> bool:
 
 
 class Results:
-    """The lines of a file, and what is appended to it. Without a file they are kept here alone."""
+    """The records of a file, which can be appended. Without a file they are only kept in memory."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -72,11 +72,11 @@ class Results:
         if file and file.is_file():
             *lines, last = file.read_text(encoding="utf-8").split("\n")
             self.records = [json.loads(line) for line in lines]
-            if last:  # the command was killed while it wrote
+            if last:  # the command was killed during a write
                 file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
     def add(self, record: Record) -> None:
-        """Append it, and have it on the disk's side of this process at once."""
+        """Append a record, and write it to the file immediately."""
         self.records.append(record)
         if self._file:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -85,12 +85,12 @@ class Results:
 
 
 def of_environment(records: Iterable[Record], environment: Mapping[str, Any]) -> list[Record]:
-    """Those that may stand in one table with what is measured now."""
+    """The records that have the current environment and may share a table."""
     return [r for r in records if _key(r["environment"]) == _key(environment)]
 
 
 def environments(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Those that there are figures of, in order of appearance."""
+    """The environments with measured steps, in order of appearance."""
     found = {_key(r["environment"]): r["environment"] for r in records if r["kind"] == "step"}
     return list(found.values())
 
@@ -100,7 +100,7 @@ def _key(environment: Mapping[str, Any]) -> str:
 
 
 def machine_of(records: Iterable[Record], *, cuda: bool = False) -> dict[str, Any] | None:
-    """The largest rates that were measured."""
+    """The largest measured rates of the machine."""
     best: dict[str, Any] | None = None
     for record in records:
         if record["kind"] == "machine" and ("gpu" in record["facts"]) == cuda:
@@ -111,7 +111,7 @@ def machine_of(records: Iterable[Record], *, cuda: bool = False) -> dict[str, An
 def missing(
     records: Iterable[Record], wanted: Sequence[int], *, redo_disturbed: bool = False
 ) -> tuple[int, ...]:
-    """Of the wanted rounds those that `records`, of one side and seed, have no step of."""
+    """The wanted rounds without a step in `records`, which are of one side and seed."""
     done = {
         record["round"]
         for record in records
@@ -121,10 +121,10 @@ def missing(
 
 
 def collect(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """One result for each workload and side: `job`, `warm_up`, `steps` in the order of seeds and
-    rounds (each with these, and with `run`), and the `error` of what has no step after it. Of a
-    round that was measured again the last counts, and of a workload that was changed the last
-    work; `left_out` counts steps of others."""
+    """One result for each workload and side: `job`, `warm_up`, `steps`, and `error` if no step
+    follows the error. Steps are ordered by seed and round, and include both and `run`. If a round
+    was measured again, the last measurement is used. If a workload was changed, the last work is
+    used, and `left_out` is the number of steps of earlier work."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for record in records:
         if record["kind"] == "machine":

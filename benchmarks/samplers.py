@@ -1,4 +1,4 @@
-"""Sampling alone: transformers' `generate`, and vLLM. See `benchmarks.systems`."""
+"""Sides that only sample: transformers' `generate`, and vLLM. See `benchmarks.systems`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.workload_parts import Job, cycle_batches, find_stop_tokens, load
 
 
 def run_generate(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
-    """transformers' `generate` alone, in bfloat16 where the job says so."""
+    """Run only transformers' `generate`, in bfloat16 if the job requests it."""
     import torch
 
     dtype = torch.bfloat16 if job["options"]["bf16"] else torch.float32
@@ -29,8 +29,8 @@ def run_generate(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) 
 def generate(
     model: Any, tokenizer: Any, prompts: list[list[int]], job: Job, options: dict[str, Any]
 ) -> list[list[int]]:
-    """Completions up to and with their end token: sampled at temperature 1 from the whole
-    distribution, the prompts padded on the left."""
+    """Completions including their end token, sampled at temperature 1 from the full distribution.
+    Prompts are padded on the left."""
     import torch
 
     stops = find_stop_tokens(job, tokenizer)
@@ -58,7 +58,7 @@ def generate(
 
 
 def run_vllm(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
-    """vLLM in this process, returning the log-prob of each token, as ours does."""
+    """Run vLLM in this process. It returns the log-prob of each token, as our engine does."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -1,5 +1,5 @@
-"""The plans of docs/scaling.md: models of 0.6 to 70 B parameters on 1 to 1,024 GPUs, with the same
-rollout for each number of GPUs or one that grows with it.
+"""The plans of docs/scaling.md: models of 0.6 to 70 B parameters on 1 to 1,024 GPUs. The rollout
+has a constant size, or grows with the number of GPUs.
 
     python -m benchmarks.scaling [--gpu h100] [--gpu_price 2.5] [--prompts 512] [--grows]
 """

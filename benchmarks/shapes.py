@@ -1,6 +1,6 @@
-"""Models with random weights of given shapes, a tokenizer of whole words, and prompts of them.
+"""Models with random weights of given shapes, a word-level tokenizer, and prompts of random words.
 
-For what needs no sense in the text: large models on a GPU, and trying the benchmark itself.
+For measurements without meaningful text: large models on a GPU, and tests of the benchmark.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 _SEED = 0
-_NUM_WORDS = 1000  # of prompts, and of the small vocabularies
+_NUM_WORDS = 1000  # in prompts, and in the small vocabularies
 _NUM_SPECIAL = 2
 
 
@@ -44,7 +44,7 @@ SHAPES = {
     "qwen3-1.7b": _shape(28, 2048, 6144, 16, 8, 128, 151936),
     "qwen3-4b": _shape(36, 2560, 9728, 32, 8, 128, 151936),
     "qwen3-150m": _shape(24, 512, 1536, 8, 4, 64, 151936),
-    # One model with three vocabularies, and four sizes with one.
+    # One model size with three vocabularies, and four model sizes with one vocabulary.
     "3m-8k": _shape(4, 192, 512, 6, 2, 32, 8192),
     "3m-32k": _shape(4, 192, 512, 6, 2, 32, 32768),
     "3m-152k": _shape(4, 192, 512, 6, 2, 32, 151936),
@@ -59,7 +59,7 @@ SHAPES = {
 
 
 def make_random_model(name: str, device: str, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A Qwen3 with the weights that its seed gives on this kind of device."""
+    """A Qwen3 with random weights, which depend on a fixed seed and the kind of device."""
     torch.manual_seed(_SEED)
     with torch.device(device):
         config = transformers.Qwen3Config(**SHAPES[name])
@@ -68,14 +68,15 @@ def make_random_model(name: str, device: str, *, dtype: torch.dtype = torch.floa
 
 
 def choose_stop_tokens(vocab_size: int, mean_tokens: int) -> list[int]:
-    """Tokens that end a completion, drawn with a seed: so many that a model which takes all tokens
-    as about equally likely stops after `mean_tokens` on average, at geometric lengths."""
+    """Random tokens (with a fixed seed) that end a completion. A model with about equal
+    probabilities of all tokens then has geometric lengths with the mean `mean_tokens`."""
     count = max(1, round(vocab_size / mean_tokens))
     return sorted(random.Random(_SEED).sample(range(1, vocab_size), count))
 
 
 def make_word_tokenizer(vocab_size: int = _NUM_WORDS + _NUM_SPECIAL) -> PreTrainedTokenizerFast:
-    """0 is the padding, 1 the end, then w0, w1, ..."""
+    """A word-level tokenizer. Token 0 is the padding, 1 is the end token, followed by w0, w1,
+    ..."""
     names = ["<pad>", "<eos>", *(f"w{i}" for i in range(vocab_size - _NUM_SPECIAL))]
     words = WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0")
     tokenizer = Tokenizer(words)

@@ -1,13 +1,13 @@
-"""Runs made here against what the simulation says of them: costs are fitted to a few runs, and the
-others, which have other sizes, shares, staleness and kills of the process that samples, are
-predicted. Runs that have finished are kept, so that a second call goes on.
+"""Compares runs on this machine with the simulation. Costs are fitted to a few runs. The other runs
+are predicted; they have other sizes, shares, staleness and kills of the sampling process. Finished
+runs are kept, so a second call continues.
 
     python -m benchmarks.simulated FOLDER [--real] [--most_load 1.7]
 
-In most runs sampling, rewards and a callback sleep, so that the load of the machine matters little;
-with --real they compute the embedded task instead, on two cores. A step's time is the mean after
-the first WARM_UP. A run with more load at its end is made again; one that computes waits for half
-of it.
+In most runs, sampling, rewards and a callback sleep, so that the load of the machine has little
+influence. With --real they compute the embedded task instead, on two cores. The time of a step is
+the mean after the first WARM_UP steps. A run is repeated if the load at its end is above
+--most_load. A computing run starts when the load is below half of this limit.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from transformers import Qwen3ForCausalLM
 from rloo.addons.planner.gpu.simulation import SimulatedRun, simulate
 
 WARM_UP = 3
-# How often a run is made again that did not have the machine for itself.
+# Number of tries for a run during which the machine had other load.
 TRIES = 3
 GIVEN = "RLOO_BENCHMARK_RUN"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run: seconds of sleep for a completion that is sampled, one that is scored (times a factor
-    from 1 - spread to 1 + spread for each group) and a step; after the end of which steps, and how
-    many seconds later, the process that samples is killed."""
+    """A run. `sampling`, `scoring` and `training` are the seconds of sleep per sampled completion,
+    per scored completion (times a factor from 1 - spread to 1 + spread for each group), and per
+    step. `kills` maps a step to the seconds after its end at which the sampling process is
+    killed."""
 
     staleness: int
     prompts: int
@@ -58,11 +59,11 @@ class Run:
 
     @property
     def rows(self) -> int:
-        """Completions of a step."""
+        """The number of completions per step."""
         return self.prompts * self.samples
 
 
-# What costs are fitted to, and what is predicted.
+# The runs to which costs are fitted, and the predicted runs.
 FITTED = {
     "small": Run(1, 4, 4, sampling=0.03, scoring=0.03, training=0.5),
     "large": Run(1, 8, 8, sampling=0.01, scoring=0.005, training=0.6),
@@ -96,28 +97,28 @@ PREDICTED_REAL = {
 
 
 class Sleeping(Qwen3ForCausalLM):
-    """Takes its time to sample, also in another process."""
+    """A model that sleeps while it samples, also in another process."""
 
     def generate(self, inputs: Any, **how: Any) -> Any:  # type: ignore[override, unused-ignore]
-        """As ever, and sleeps for each completion."""
+        """Sleep for each completion, and generate as usual."""
         time.sleep(given().sampling * len(inputs))
         return super().generate(inputs, **how)  # type: ignore[misc, unused-ignore]
 
 
 def sleeping(completions: list[str], **_: Any) -> list[float]:
-    """Takes its time for each completion."""
+    """Sleep for each completion."""
     run = given()
     time.sleep(len(completions) * run.scoring * random.uniform(1 - run.spread, 1 + run.spread))
     return [float(len(completion) % 5) for completion in completions]
 
 
 def given() -> Run:
-    """The run that this process, or the one that has started it, makes."""
+    """The run of this process, or of the process that started it."""
     return Run(**json.loads(os.environ[GIVEN]))
 
 
 def make(run: Run, folder: Path) -> dict[str, Any]:
-    """Make a run: the ends of its steps, and what each role was busy with, in seconds a step."""
+    """Execute a run. Returns the end times of its steps, and the metrics of each step."""
     import torch
     from transformers import TrainerCallback
 
@@ -150,7 +151,7 @@ def make(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def kill() -> None:
-    """Kill the process that samples, as a machine would."""
+    """Kill the sampling process, as a failure of its machine would."""
     import psutil
 
     for process in psutil.Process().children():
@@ -159,27 +160,28 @@ def kill() -> None:
 
 
 def measured(result: dict[str, Any]) -> float:
-    """Seconds of a step."""
+    """Seconds per step."""
     ends = result["ends"]
     return (ends[-1] - ends[WARM_UP - 1]) / (len(ends) - WARM_UP)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of work without sleep, as a line through two runs: fixed, and for a completion."""
+    """Seconds of work without sleep, as a linear fit to two runs: a fixed part, and a part per
+    completion."""
 
     fixed: float
     each: float
 
     def of(self, rows: int) -> float:
-        """For so many completions."""
+        """The seconds for `rows` completions."""
         return max(0.0, self.fixed + self.each * rows)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What was fitted: of a call of the engine, a group's score, a step; for runs in one process
-    what a step takes beyond its sleep; and until a killed process is back."""
+    """The fitted costs: of a call of the engine, of a group's scores, and of a step; of a step in
+    one process, in addition to its sleep; and of the restart of a killed process."""
 
     sample: Cost
     score: Cost
@@ -189,7 +191,7 @@ class Costs:
 
 
 def busy(run: Run, result: dict[str, Any]) -> tuple[float, float, float]:
-    """Seconds a call, a group's score and a step took, without their sleep."""
+    """Seconds of a call of the engine, of a group's scores and of a step, without their sleep."""
     ends = result["ends"]
     took = [end - start for start, end in pairwise(ends)]
     steps = list(zip(result["lines"][1:], took, strict=True))[WARM_UP:]
@@ -205,7 +207,7 @@ def busy(run: Run, result: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def fit(runs: dict[str, Run], results: dict[str, Any]) -> Costs:
-    """What the runs that are there to be fitted to tell."""
+    """Fit the costs to these runs."""
     small, large = (name for name in runs if name.endswith(("small", "large")))
     found = [busy(runs[name], results[name]) for name in (small, large)]
     rows = [(r.rows, r.samples, r.rows) for r in (runs[small], runs[large])]
@@ -227,10 +229,10 @@ def fit(runs: dict[str, Run], results: dict[str, Any]) -> Costs:
 
 
 def predict(run: Run, costs: Costs) -> float:
-    """Seconds of a step, as the simulation says."""
+    """Seconds per step according to the simulation."""
     score, train = costs.score.of(run.samples), costs.train.of(run.rows)
     sample, each = costs.sample.of(run.rows), run.scoring * run.samples
-    if run.staleness == 0:  # in one process nothing is beside anything
+    if run.staleness == 0:  # one process: no concurrency
         sample, score, train = 0.0, 0.0, costs.alone
     spread: Callable[[random.Random], float] = lambda draw: draw.uniform(  # noqa: E731
         1 - run.spread, 1 + run.spread
@@ -250,7 +252,7 @@ def predict(run: Run, costs: Costs) -> float:
 
 
 def results_of(folder: Path, runs: dict[str, Run], most_load: float) -> dict[str, Any]:
-    """The runs, of which those that are missing are made."""
+    """The results of the runs. Missing runs are executed."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, run in runs.items():
@@ -270,15 +272,15 @@ def results_of(folder: Path, runs: dict[str, Run], most_load: float) -> dict[str
 
 
 def _is_good(result: dict[str, Any], text: str, most_load: float) -> bool:
-    """Whether it is of this run, and nothing else had the machine."""
+    """Whether the result is of this run, and the machine had no other load."""
     return bool(result["run"] == text and result["load"] < most_load)
 
 
 def compare(
     folder: Path, runs: tuple[dict[str, Run], dict[str, Run]], most_load: float, restart: float = 0
 ) -> Costs:
-    """Make the runs, those that are fitted to and the others, and print a line for each of these.
-    `restart` is known where no run tells it: a process is back as soon, whatever it computes."""
+    """Execute the fitted and the predicted runs, and print a line for each predicted run. `restart`
+    is given if no fitted run has a kill: the time of a restart does not depend on the work."""
     fitted, predicted = runs
     learned = fit(fitted, results_of(folder, fitted, most_load))
     if restart:
@@ -296,7 +298,7 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make what is missing, and print the table."""
+    """Execute the missing runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--real", action="store_true")
@@ -305,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.one:
         with tempfile.TemporaryDirectory() as folder:
-            from benchmarks import simulated  # by its name, under which another process finds it
+            from benchmarks import simulated  # by the name under which another process imports it
 
             result = simulated.make(simulated.given(), Path(folder))
         options.folder.write_text(json.dumps({"run": os.environ[GIVEN], **result}))

@@ -1,5 +1,5 @@
-"""Learning curves of the embedded task with older weights: max_staleness 0, 1, 3, with and without
-the correction, several seeds. Runs that have finished are kept, so that a second call goes on.
+"""Learning curves of the embedded task with stale weights: max_staleness 0, 1 and 3, with and
+without the correction, and several seeds. Finished runs are kept, so a second call continues.
 
     python -m benchmarks.staleness FOLDER [--staleness 0 1 3] [--seeds 1 2 3]
 """
@@ -19,7 +19,8 @@ LAST_STEPS = 10
 
 
 def run(folder: Path, staleness: int, seed: int, *, corrected: bool) -> None:
-    """One run of the embedded task. Without the correction it is what the options refuse."""
+    """One run of the embedded task. Options refuse a run without the correction, so `with_values`
+    sets it, which does not check."""
     from rloo import RLOOTrainer
     from rloo.cli import EMBEDDED
     from rloo.config.parsing import parse_command_line
@@ -33,7 +34,7 @@ def run(folder: Path, staleness: int, seed: int, *, corrected: bool) -> None:
 
 
 def arms(staleness: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Staleness, and whether it is corrected: of fresh samples there is nothing to correct."""
+    """Pairs of staleness and whether it is corrected. Fresh samples need no correction."""
     for each in staleness:
         yield each, True
         if each:
@@ -41,7 +42,7 @@ def arms(staleness: Sequence[int]) -> Iterator[tuple[int, bool]]:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What one finished run came to."""
+    """The results of a finished run."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     last = lines[-LAST_STEPS:]
@@ -57,7 +58,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run what is missing, and print the table."""
+    """Execute the missing runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 3])

@@ -1,10 +1,11 @@
-"""How long `rloo train` takes to its first line, to an error, and to its first completions.
+"""The time of `rloo train` until its first line, until an error, and until its first completions.
 
     python -m benchmarks.start [--repeat 3]
 
-Each figure is the least of some starts of the command as a user types it, on the embedded task:
-seconds of wall time, and of CPU, which a busy machine changes less. The first completions are those
-that a reward function is given; their rollout is one prompt with two completions of one token.
+Each figure is the minimum over several starts of the user's command on the embedded task:
+wall-clock seconds, and CPU seconds, which depend less on other load. The first completions are
+measured at the call of the reward function. Their rollout is one prompt with two completions of one
+token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-# Ends the process when it is first called.
+# A reward that ends the process in its first call.
 REWARD = "import os, signal\n\ndef score(completions):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
 SHORT = ("--num_prompts=1", "--num_generations=2", "--max_completion_length=1")
 STARTS = {
@@ -30,7 +31,7 @@ STARTS = {
 
 
 def measure(what: str, folder: Path) -> tuple[float, float]:
-    """Seconds of wall time and of CPU from the start of a process to the event."""
+    """Wall-clock and CPU seconds from the start of a process to the event `what`."""
     command = [sys.executable, "-m", "rloo", "train", "--output_dir=run", *STARTS[what]]
     began = time.perf_counter()
     process = psutil.Popen(

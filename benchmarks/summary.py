@@ -1,4 +1,5 @@
-"""Measured steps to medians and shares of the floor. Knows nothing of processes and tables."""
+"""Computes medians and shares of the floor from measured steps, independent of processes and
+tables."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """A side's measured steps. Microseconds are per completion token; `phases` has `sample` and
-    `update` (all log-prob passes, backward and optimizer); `floor` is the mean of the steps'."""
+    """A summary of a side's measured steps. Microseconds are per completion token. `phases` has
+    `sample` and `update` (all log-prob passes, backward and optimizer). `floor` is the mean floor
+    of the steps."""
 
     side: str
     seconds: Spread
@@ -46,7 +48,8 @@ class Summary:
 
 
 def update_seconds(step: Record) -> float:
-    """All log-prob passes, with gradient or not, the backward and the optimizer's step."""
+    """Seconds of all log-prob passes (with and without gradients), the backward and the optimizer's
+    step."""
     return float(step["phases"].get("score", 0.0) + step["phases"].get("update", 0.0))
 
 
@@ -72,7 +75,7 @@ def floors(result: Record) -> list[Floor]:
 
 
 def summarise(result: Record, machine: Mapping[str, Any]) -> Summary:
-    """Medians and spreads of a result's steps, and the shares of the floor that they reach."""
+    """Medians and ranges of a result's steps, and the shares of the floor."""
     steps = result["steps"]
     tokens = [sum(step["lengths"]) for step in steps]
 
@@ -98,7 +101,7 @@ def summarise(result: Record, machine: Mapping[str, Any]) -> Summary:
 
 
 def _shares(result: Record, machine: Mapping[str, Any], *, updates: bool) -> dict[str, float]:
-    """Seconds that the floor needs at this machine's rates, over those measured (medians)."""
+    """Seconds of the floor at this machine's rates, divided by the measured seconds (medians)."""
     job, shape = result["job"], Shape.of(result["job"]["config"])
     values: dict[str, list[float]] = {}
     for step, floor in zip(result["steps"], floors(result), strict=True):

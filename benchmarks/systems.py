@@ -1,8 +1,8 @@
-"""What each side does in a step: ours, and a plain padded step; where the others are.
+"""The functions of the sides: our trainer, a plain padded step, and the modules of the other sides.
 
-Every function takes the job (see `benchmarks.jobs`), the meter, a folder for files, and options of
-its own program; it calls `meter.turn` after each step and never returns. Libraries are imported
-inside, since no environment has all of them.
+Every function has as arguments the job (see `benchmarks.jobs`), the meter, a folder for files, and
+options of its program. It calls `meter.turn` after each step and never returns. Libraries are
+imported inside the functions, since no environment has all of them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from benchmarks.workload_parts import (
     name_library,
 )
 
-# Rows that one pass of the padded step computes, on a GPU: more would not fit with 4 B parameters.
+# Rows per pass of the padded step on a GPU. More would not fit with 4 B parameters.
 _PADDED_ROWS = 8
 
 
 def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
-    """Our trainer, with the library of products that is faster here (measured, by `cpu_kwargs`). To
-    sample alone it is given rewards that hold no signal, so that nothing is updated."""
+    """Run our trainer with the faster library of matrix products (measured, by `cpu_kwargs`). To
+    only sample, the rewards have no signal, so that nothing is updated."""
     from rloo.config.batch_sizes import batches_of
     from rloo.config.config import RLOOConfig
     from rloo.kernels.cpu_matmul import choose
@@ -68,11 +68,11 @@ def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> N
         return dict(total)
 
     if job["endless"]:
-        # A model with no end that it can draw is refused, for good reasons.
+        # A trainer refuses a model that cannot sample an end token, so the property is replaced.
         Policy.stop_token_ids = property(lambda _: ())  # type: ignore[assignment, method-assign]
     if (settings.get("cpu_kwargs") or {}).get("onednn") is None:
         meter.facts["products"] = name_library(choose())
-    main = os.environ.get("RANK", "0") == "0"  # of several processes, the one that answers
+    main = os.environ.get("RANK", "0") == "0"  # the process that answers the driver
     RLOOTrainer(
         model=model,
         reward_funcs=make_reward(job, meter, tokenizer),
@@ -85,7 +85,7 @@ def run_rloo(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> N
 
 
 def run_padded(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
-    """`generate` and the step of `benchmarks.padded_step`: what TRL does, without TRL."""
+    """Run `generate` and the step of `benchmarks.padded_step`, which do the same as TRL."""
     import copy
 
     import torch
@@ -140,7 +140,7 @@ def run_padded(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) ->
         meter.turn(dict(spent))
 
 
-# Side -> the module that has its function, run_SIDE.
+# Side -> the module with its function run_SIDE.
 SIDES = {
     "rloo": "systems",
     "padded": "systems",
@@ -152,7 +152,7 @@ SIDES = {
 
 
 def find_side(name: str) -> Callable[[Job, Meter, Path, dict[str, Any]], None]:
-    """The function that is a side. Raises ValueError for an unknown name."""
+    """The function of a side. Raises ValueError for an unknown name."""
     if name not in SIDES:
         raise ValueError(f"there is no side {name}; there are {', '.join(SIDES)} (--sides)")
     module = importlib.import_module(f"benchmarks.{SIDES[name]}")

@@ -1,4 +1,4 @@
-"""TRL's trainer, as it is and with what it lacks. See `benchmarks.systems`."""
+"""TRL's trainer, unchanged and with oneDNN products. See `benchmarks.systems`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from benchmarks.workload_parts import (
 
 
 def run_trl(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> None:
-    """TRL's trainer: one batch of all rows, cached generate, no checkpointing, unless `options` say
-    otherwise.
+    """Run TRL's trainer. Unless `options` change them, the settings are one batch of all rows,
+    cached generate, and no checkpointing.
 
-    Two of them are no options of TRL's: `weights` is the precision that the model is loaded in
-    (`model_init_kwargs`, of a model that TRL loads itself), and `onednn` the kinds of products that
-    oneDNN computes, as of ours, null being those that it computes faster here.
+    Two options are not TRL's. `weights` is the dtype in which TRL loads the model
+    (`model_init_kwargs`). `onednn` is the kinds of products that oneDNN computes, as in our option;
+    null means the kinds that oneDNN computes faster on this machine.
     """
     import torch
     from trl import RLOOConfig, RLOOTrainer
@@ -36,7 +36,7 @@ def run_trl(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> No
     dtype = getattr(torch, options.pop("weights", "float32"))
     kinds = options.pop("onednn", [])
     model, tokenizer = load(job, meter, dtype)
-    if job["model"] is None:  # TRL reads the reference from a folder
+    if job["model"] is None:  # TRL loads the reference from a folder
         model.save_pretrained(folder / "model")
         model.config._name_or_path = str(folder / "model")
     meter.facts["trl"] = version("trl")
@@ -71,8 +71,8 @@ def run_trl(job: Job, meter: Meter, folder: Path, options: dict[str, Any]) -> No
 
 
 def _use_onednn(trainer: Any, kinds: list[str] | None) -> str:
-    """Have TRL's products computed as ours are: those of the layers, of the reference, and of the
-    head, which TRL multiplies by itself."""
+    """Make TRL use our functions for matrix products: in the layers, in the reference, and in the
+    head, which TRL multiplies in separate code."""
     from rloo.kernels import cpu_matmul
 
     head = vars(importlib.import_module("trl.kernels.chunked_logprob"))
@@ -85,7 +85,7 @@ def _use_onednn(trainer: Any, kinds: list[str] | None) -> str:
 
 
 class TorchWithProducts:
-    """torch, but that `mm` of two matrices is by the library that is in use for it."""
+    """torch with a replaced `mm`, which multiplies two matrices with the chosen library."""
 
     def __getattr__(self, name: str) -> Any:
         import torch
@@ -94,7 +94,7 @@ class TorchWithProducts:
 
     @staticmethod
     def mm(rows: Any, columns: Any, *, out: Any) -> Any:
-        """`torch.mm` of (T, K) and (K, N), forward."""
+        """As `torch.mm` of (T, K) and (K, N), in the forward."""
         from rloo.kernels.fused_lm_head import product
 
         found = product(rows, columns.t(), None, out)
@@ -102,8 +102,8 @@ class TorchWithProducts:
 
 
 def add_product(total: Any, a: Any, b: Any) -> None:
-    """total += a @ b, in place: the gradient of T rows, of (T, N) and (N, K), or that of a matrix
-    (N, K), of (T, N) transposed and (T, K)."""
+    """total += a @ b, in place: the gradient of T rows from (T, N) and (N, K), or the gradient of a
+    matrix (N, K) from (T, N) transposed and (T, K)."""
     from rloo.kernels.cpu_matmul import multiplies, multiply
     from rloo.kernels.fused_lm_head import add_outer
 
@@ -116,8 +116,8 @@ def add_product(total: Any, a: Any, b: Any) -> None:
 
 
 class _TRLPhases:
-    """Seconds that TRL spends: on generation (`sample`), on passes without gradients (`score`), and
-    from a step's inputs being ready to its end (`update`)."""
+    """Seconds of TRL's phases: generation (`sample`), passes without gradients (`score`), and the
+    time from a step's prepared inputs to its end (`update`)."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = defaultdict(float)
@@ -141,7 +141,7 @@ class _TRLPhases:
 
         def watched_prepare(*args: Any, **kwargs: Any) -> Any:
             result = prepare(*args, **kwargs)
-            # Of several accumulation steps the first one generates.
+            # With several accumulation steps, the first one generates.
             self._ready = self._ready or time.perf_counter()
             return result
 

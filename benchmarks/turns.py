@@ -1,7 +1,7 @@
-"""Processes that take turns: each is a `benchmarks.measure` that loads, does one step to warm up
-and waits; then they do a step each, round by round, so that only one computes at a time.
+"""Alternates processes. Each process is a `benchmarks.measure` that loads, does a warm-up step and
+waits. Then each does one step per round, so that only one process computes at a time.
 
-What comes of it is handed on as records, one as soon as it is there (see `benchmarks.results`).
+Every result is passed on immediately as a record (see `benchmarks.results`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Keep = Callable[[Record], None]
 
 
 class SideError(RuntimeError):
-    """A side ended before its work was done; the message has its last words."""
+    """A side ended before its work was done. The message has the end of its output."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """NAME:OPTION=VALUE,... of the command line."""
+    """A side of the command line, NAME:OPTION=VALUE,..."""
 
     label: str
     name: str
@@ -46,13 +46,13 @@ class Spec:
     @classmethod
     def parse(cls, text: str) -> Spec:
         name, _, options = text.partition(":")
-        words = re.split(r",(?![^\[]*\])", options)  # a comma within a list divides nothing
+        words = re.split(r",(?![^\[]*\])", options)  # a comma inside a list is no separator
         return cls(text, name, tuple(filter(None, words)))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is the same for all sides. `gsm8k` is a folder with train.jsonl."""
+    """The settings of all sides. `gsm8k` is a folder with train.jsonl."""
 
     threads: int
     gsm8k: str | None = None
@@ -60,8 +60,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Task:
-    """What a side has to do: these rounds of a workload with this seed. Rounds count from 1 and
-    have prompts of their own."""
+    """The work of a side: rounds of a workload with a seed. Rounds are counted from 1 and have
+    different prompts."""
 
     spec: Spec
     workload: Workload
@@ -70,7 +70,7 @@ class Task:
 
 
 class Side:
-    """A running `benchmarks.measure`."""
+    """A running process of `benchmarks.measure`."""
 
     def __init__(self, spec: Spec, job: Path, folder: Path, threads: int) -> None:
         folder.mkdir()
@@ -89,7 +89,7 @@ class Side:
             )
 
     def read(self) -> Record:
-        """The report of the step that it does now."""
+        """Wait for the report of the current step."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -100,13 +100,13 @@ class Side:
 
     def step(self) -> Record:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `read` says why
+        with contextlib.suppress(BrokenPipeError):  # `read` raises the reason
             self._process.stdin.write("go\n")
             self._process.stdin.flush()
         return self.read()
 
     def close(self) -> None:
-        """It ends when it is told nothing more, or else is ended."""
+        """Close the input, which ends the process. If it does not end, kill it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -133,7 +133,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 @functools.cache
 def find_python(side: str) -> str:
-    """The python that has what a side needs: this one, or a peer's environment."""
+    """The Python with the packages of a side: this one, or the one of a peer's environment."""
     if side == "vllm":
         environment = "vllm"
     elif side == "trl" and importlib.util.find_spec("trl") is None:
@@ -148,7 +148,7 @@ def find_python(side: str) -> str:
 
 
 def why_not(spec: Spec) -> str | None:
-    """The reason why a side would show nothing on this machine."""
+    """The reason why a measurement of the side is meaningless on this machine, or None."""
     if spec.name == "trl" and "onednn=null" in spec.options:
         from rloo.kernels.cpu_matmul import choose
 
@@ -161,9 +161,10 @@ def why_not(spec: Spec) -> str | None:
 
 
 def measure(tasks: Sequence[Task], setting: Setting, keep: Keep) -> None:
-    """Let the sides of tasks with one seed take turns. `keep` is given a record when a side is warm
-    ("start"), for each of its steps ("step"), and where it fails ("error") or would show nothing
-    ("skipped"). All records of a call have the same `run`: only their steps stood side by side."""
+    """Alternate the sides of tasks with one seed. `keep` is called with a record after a side's
+    warm-up ("start"), for each step ("step"), and if a side fails ("error") or is meaningless on
+    this machine ("skipped"). All records of a call have the same `run`. Only steps with the same
+    `run` were measured side by side."""
     run = f"{time.time():.0f}"
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         turns: list[_Turn] = []
@@ -182,7 +183,7 @@ def measure(tasks: Sequence[Task], setting: Setting, keep: Keep) -> None:
 
 
 class _Turn:
-    """A task and the side that does it, while there is one."""
+    """A task, and the side that executes it while it runs."""
 
     def __init__(self, task: Task, job: dict[str, Any], run: str, keep: Keep) -> None:
         self._task, self._job, self._keep = task, job, keep
@@ -196,7 +197,7 @@ class _Turn:
         }
 
     def start(self, folder: Path, threads: int) -> None:
-        """Begin, and wait until it is warm."""
+        """Start the side, and wait for the end of its warm-up."""
         spec = self._task.spec
         if reason := why_not(spec):
             self._note("skipped", reason=reason)
@@ -212,12 +213,12 @@ class _Turn:
             _say(f"{spec.label} is warm after {warm_up['seconds']:.1f} s")
 
     def steps(self, rounds: Sequence[int]) -> None:
-        """Those of these rounds that are its own."""
+        """Execute the steps of `rounds` that are in the task."""
         size = self._task.workload.num_prompts
         for number in rounds:
             if self._side is None or number not in self._task.rounds:
                 continue
-            place = 1 + self._task.rounds.index(number)  # the first prompts are the warm-up's
+            place = 1 + self._task.rounds.index(number)  # the first prompts are for the warm-up
             prompts = self._job["prompt_ids"][place * size : (place + 1) * size]
             with self._failing():
                 step = self._side.step()

@@ -1,6 +1,6 @@
-"""What several sides need: model and tokenizer, prompts, the reward, the end of a turn.
+"""Functions for several sides: model and tokenizer, prompts, the reward, the end of a turn.
 
-Libraries are imported inside, since no environment has all of them.
+Libraries are imported inside functions, since no environment has all of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 from benchmarks.measure import Meter
 
 Job = dict[str, Any]
-# A trainer must not come to its end by itself.
+# Large enough that a trainer never reaches its last step.
 MANY_STEPS = 100_000
 
 
 def load(job: Job, meter: Meter, dtype: Any = None) -> tuple[Any, Any]:
-    """Model and tokenizer, and the memory that is taken when they are loaded."""
+    """Load the model and tokenizer, and record the memory after loading."""
     import torch
     import transformers
 
@@ -35,7 +35,7 @@ def load(job: Job, meter: Meter, dtype: Any = None) -> tuple[Any, Any]:
         model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     if job["endless"]:
-        # Beyond the vocabulary: an end that the model cannot draw.
+        # Outside of the vocabulary: an end token that the model cannot sample.
         tokenizer.add_special_tokens({"eos_token": "<never>"})
     model.generation_config.eos_token_id = find_stop_tokens(job, tokenizer)
     meter.memory.after_loading()
@@ -54,7 +54,7 @@ def make_rows(job: Job) -> Any:
 
 
 def cycle_batches(job: Job) -> Iterator[list[list[int]]]:
-    """The prompts of one step after another, over and over."""
+    """The prompts of each step, in an endless cycle."""
     size, ids = job["num_prompts"], job["prompt_ids"]
     starts = range(0, len(ids) - size + 1, size)
     for start in itertools.cycle(starts):
@@ -67,7 +67,7 @@ def make_turns(
     phases: Callable[[], dict[str, float]],
     at_step: Callable[[], None] = lambda: None,
 ) -> Any:
-    """A callback that ends a turn with the last optimizer step of each rollout."""
+    """A trainer callback that ends a turn after the last optimizer step of each rollout."""
     from transformers import TrainerCallback
 
     class Turns(TrainerCallback):
@@ -80,7 +80,8 @@ def make_turns(
 
 
 def make_reward(job: Job, meter: Meter, tokenizer: Any) -> Callable[..., list[float | None]]:
-    """The share of digits: cheap, and different within every group. Constant to sample alone."""
+    """A reward: the share of digits. It is cheap and varies within every group. If a side only
+    samples, the reward is constant."""
     stops = set(find_stop_tokens(job, tokenizer))
     constant = job["kind"] == "sample"
 
@@ -97,12 +98,13 @@ def make_reward(job: Job, meter: Meter, tokenizer: Any) -> Callable[..., list[fl
 
 
 def name_library(kinds: list[str]) -> str:
-    """The library of CPU products; `kinds` are those of oneDNN (`rloo.kernels.cpu_matmul`)."""
+    """The name of the library of CPU products. `kinds` are the products by oneDNN
+    (`rloo.kernels.cpu_matmul`)."""
     return f"oneDNN ({', '.join(kinds)})" if kinds else "MKL, oneDNN being no faster here"
 
 
 def make_adapter(job: Job) -> dict[str, Any]:
-    """The argument that makes either trainer train an adapter."""
+    """The argument for an adapter, which is equal for both trainers."""
     if not job["lora"]:
         return {}
     from peft import LoraConfig

@@ -1,6 +1,6 @@
-"""The workloads: which model works on how many prompts, completions and tokens, and for whom.
+"""The workloads: model, numbers of prompts, completions and tokens, and the sides.
 
-Plain Python: it is read in every environment. Knows nothing of how a side does the work.
+Plain Python, since every environment imports it. Independent of the code of the sides.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ class Workload:
     """One row of the benchmark.
 
     `model` is a model of `benchmarks.model` (trained) or `benchmarks.shapes` (random weights).
-    `kind` is whole training steps or sampling alone. `prompt_tokens` makes prompts of about that
-    length; `chat` puts them into the model's chat template. `endless` takes the end token away, so
-    that every completion has `max_tokens`; `mean_tokens` ends completions at random at about that
-    mean, whatever the model says. `options` are trainer options that mean the same on every side.
+    `kind` is complete training steps or only sampling. `prompt_tokens` is the approximate length of
+    prompts. `chat` applies the model's chat template. `endless` removes the end token, so that
+    every completion has `max_tokens`. `mean_tokens` ends completions at random lengths with about
+    this mean, independent of the text. `options` are trainer options with the same meaning on every
+    side.
 
-    It is measured for `rounds` steps of each side with each of `seeds` seeds, unless a command says
-    otherwise. What is `alone` ends before the next begins, for the sake of memory.
+    Each side is measured for `rounds` steps with each of `seeds` seeds, unless the command has
+    other numbers. If `alone`, a side ends before the next one starts, to save memory.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Workload:
 
     @property
     def num_rows(self) -> int:
-        """Completions of one rollout."""
+        """The number of completions per rollout."""
         return self.num_prompts * self.num_generations
 
 
@@ -55,9 +56,9 @@ TRAINERS = ("rloo", "trl")
 SAMPLERS = ("rloo", "generate", "vllm", "rloo:rollout_dtype=bfloat16", "vllm:dtype=bfloat16")
 ON_GPU = ("rloo", "padded")
 ONLY = ("rloo",)
-# Of the workloads that the others are read beside, several tables: what waits holds memory, and
-# with little of it left a side that asks for much each step is slowed by that. The last side needs
-# so long that one step must do.
+# Sides of the main workloads, in several tables. A waiting side occupies memory, and a shortage
+# would slow down sides that allocate much in each step. The last side takes so long that only one
+# step is measured.
 BF16 = ("rloo:bf16=true", "trl:bf16=true")
 PEERS = (
     "rloo",
@@ -73,7 +74,7 @@ _GPU_OPTIONS = {"bf16": True, "gradient_checkpointing": True, "use_cpu": False}
 
 
 def _in_several_tables(workload: Workload) -> list[Workload]:
-    """NAME, and NAME with a letter for other sides."""
+    """The workload NAME, and workloads NAME + letter with other sides."""
     return [
         replace(workload, sides=TRAINERS, rounds=10, seeds=3),
         replace(workload, name=workload.name + "B", sides=BF16, rounds=10, seeds=3),
@@ -211,7 +212,7 @@ _TABLE = [
         SAMPLERS,
         kind="sample",
     ),
-    # For several processes, each of which has the rows that one has in W1, and more.
+    # For several processes: each has the rows of W1, or more.
     Workload("D1", "3 M parameters, 32 prompts, K = 8, up to 128 tokens", "3m", 32, 8, 128, ONLY),
     Workload("D2", "3 M parameters, 64 prompts, K = 16, up to 128 tokens", "3m", 64, 16, 128, ONLY),
     *map(_growing_groups, (4, 16, 64)),
@@ -254,7 +255,7 @@ _TABLE = [
     ),
 ]
 WORKLOADS = {workload.name: workload for workload in _TABLE}
-# Names that stand for several workloads, whose sides take turns in one table.
+# Names of several workloads, whose sides alternate and are shown in one table.
 FAMILIES = {
     "K": ("K4", "K16", "K64"),
     "LEN": ("LEN128", "LEN256", "LEN512", "LEN1024", "LEN2048", "LEN4096"),
@@ -267,14 +268,14 @@ DEFAULT = (
     "S256",
     *FAMILIES,
 )
-# What every trainer is given: the same mathematics, on the CPU its fastest settings.
+# The options of every trainer: the same algorithm, with the fastest settings on the CPU.
 SHARED_OPTIONS: dict[str, Any] = {
     "beta": 0.05,
     "temperature": 1.0,
     "learning_rate": 1e-6,
     "bf16": False,
     "gradient_checkpointing": False,
-    "shuffle_dataset": False,  # the same prompts in the same order
+    "shuffle_dataset": False,  # equal prompts in equal order
     "use_cpu": True,
     "save_strategy": "no",
     "logging_steps": 1000,

@@ -1,15 +1,15 @@
-"""A model that can call a calculator and seldom does it right, from nothing but a fixed seed.
+"""Makes a model from a fixed seed that calls a calculator, but seldom correctly.
 
     python examples/calculator_model.py     # a few minutes; writes runs/calculator
     rloo train examples/calculator.yaml
 
-It is taught conversations, in which it learns its own turns:
+The model is trained on conversations, with a loss only on the model's turns:
 
     (27+805)*9  ->  add(27, 805)  ->  832  ->  multiply(832, 9)  ->  7488  ->  = 7488
 
-and then those of a careless writer, who mostly guesses, and otherwise takes the wrong tool, copies
-a number wrongly, or forgets an argument or the second step. Calls are written as Qwen2.5 and Qwen3
-write them; what is around names and numbers is one token each. Problems are held out by their text.
+It is then trained on conversations with errors: most are guesses; others have a wrong tool, a
+wrongly copied number, a missing argument, or no second step. Calls have the format of Qwen2.5 and
+Qwen3. The texts around names and numbers are one token each. Problems are held out by their text.
 """
 
 import json
@@ -24,7 +24,7 @@ from small_models import make_model, make_tokenizer, save, teach
 FOLDER = Path("runs/calculator")
 NUM_TRAIN, NUM_HELDOUT, BATCH_SIZE = 4000, 300, 32
 END, TOOLS = "<|im_end|>", {"add": operator.add, "multiply": operator.mul}
-# Of the lessons: their number, the largest learning rate, the share of careless conversations.
+# Stages of training: (number of steps, maximum learning rate, share of conversations with errors).
 LESSONS = ((500, 2e-3, 0.0), (150, 5e-4, 0.9))
 TEMPLATE = """\
 {% for m in messages %}
@@ -43,8 +43,8 @@ HABITS = ["guess"] * 8 + ["stop early", "wrong tool", "wrong number", "no argume
 
 
 def problem(rng):
-    """A question, and the calls that answer it: a tool, its two numbers and what it says. In half
-    of the problems there are two, the second of which begins with what the first has said."""
+    """A question, and the calls that answer it: a tool, its two numbers and its result. Half of the
+    problems have two calls, where the first number of the second is the first call's result."""
     value = rng.randrange(2, 1000)
     question, calls = str(value), []
     for _ in range(rng.randint(1, 2)):
@@ -57,12 +57,12 @@ def problem(rng):
 
 
 def is_heldout(question):
-    """One in five, the same ones in every run."""
+    """Whether a question is held out: one in five, the same ones in every run."""
     return crc32(question.encode()) % 5 == 0
 
 
 def write_rows(path, count, rng, *, heldout):
-    """Write problems with their answers, none of them twice."""
+    """Write problems with their answers, without duplicates."""
     rows = {}
     while len(rows) < count:
         question, calls = problem(rng)
@@ -72,7 +72,7 @@ def write_rows(path, count, rng, *, heldout):
 
 
 def slip(number, rng):
-    """Another number with as many digits, one of which differs."""
+    """The number with one digit changed."""
     digits = list(str(number))
     place = rng.randrange(len(digits))
     digits[place] = rng.choice([d for d in "123456789" if d != digits[place]])
@@ -80,7 +80,8 @@ def slip(number, rng):
 
 
 def conversation(question, calls, habit, rng):
-    """What the user, the model and the tools say in turn; a `habit` spoils what the model says."""
+    """The turns of the user, the model and the tools. A `habit` adds errors to the model's
+    turns."""
     texts, answer = [USER + question + END + MODEL], calls[-1][-1]
     if habit == "guess":
         return [*texts, f"= {slip(answer, rng)}{END}"]
@@ -100,7 +101,7 @@ def conversation(question, calls, habit, rng):
 
 
 def batches(share):
-    """Endless batches of conversations, of which a `share` are careless."""
+    """Endless batches of conversations, of which a `share` has errors."""
     rng = random.Random(share)
     while True:
         batch = []
@@ -113,7 +114,7 @@ def batches(share):
 
 
 def tokenizer():
-    """With the template, and all characters that a tool might say."""
+    """A tokenizer with the chat template, and with all characters of tool results."""
     characters = string.digits + string.ascii_letters + string.punctuation + " \n"
     made = make_tokenizer(characters, PHRASES, END)
     made.chat_template = TEMPLATE
@@ -121,7 +122,7 @@ def tokenizer():
 
 
 def main():
-    """Write the model with its tokenizer, and the problems."""
+    """Write the model, its tokenizer, and the problems."""
     words = tokenizer()
     model = make_model(words)
     for steps, learning_rate, share in LESSONS:

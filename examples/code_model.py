@@ -1,16 +1,15 @@
-"""A model that can write small Python functions and is careless about it, from nothing but a fixed
-seed.
+"""Makes a model from a fixed seed that writes small Python functions, often with errors.
 
     python examples/code_model.py     # a few minutes; writes runs/code
     rloo train examples/code.yaml
 
-It is taught what functions of a list look like:
+The model is trained on functions of a list:
 
     those over 7, times 3, sorted   ->   def f(x): return sorted([n * 3 for n in x if n > 7])
 
-and then the habits of a careless writer: `>=` for "over", `x.sort()`, a bracket that is not closed,
-another number. Tests judge what programs do, and not how they are written: there are several right
-ones. Tokens are characters, but for the phrases below. Problems are held out by their text.
+It is then trained on functions with frequent errors: `>=` for "over", `x.sort()`, an unclosed
+bracket, another number. Tests judge the behaviour of programs, so several programs are correct.
+Tokens are characters, except for the phrases below. Problems are held out by their text.
 """
 
 import json
@@ -24,9 +23,9 @@ from small_models import make_model, make_tokenizer, save, teach
 FOLDER = Path("runs/code")
 NUM_TRAIN, NUM_HELDOUT, BATCH_SIZE = 4000, 300, 32
 EOS = "<eos>"
-# Of the lessons: their number, the largest learning rate, how often a habit shows.
+# Stages of training: (number of steps, maximum learning rate, probability of an error).
 LESSONS = ((300, 2e-3, 0.0), (200, 5e-4, 0.6))
-# What is said -> how that is written, and, where there are two, how a careless writer does.
+# Phrase of the question -> its code, and for some phrases a second, wrong code.
 WHICH = {
     "those over #": ("n > #", "n >= #"),
     "those under #": ("n < #", "n <= #"),
@@ -55,19 +54,19 @@ NUMBERS = range(2, 20)
 
 
 def problems():
-    """Each with the name of a rule of each table, and a number for it."""
+    """All problems. Each has a phrase of every table, with a number."""
     tables = ([(n, i) for n in t for i in (NUMBERS if "#" in n else [2])] for t in TABLES)
     return list(product(*tables))
 
 
 def asked(problem):
-    """The question."""
+    """The question of a problem."""
     return ", ".join(name.replace("#", str(number)) for name, number in problem) + "\n"
 
 
 def written(problem, share=0.0, rng=random):
-    """A program: with a `share` by somebody who follows habits that often, and more rarely writes
-    another number or leaves a bracket open."""
+    """A program for a problem. Each wrong code has the probability `share`; a wrong number or an
+    unclosed bracket is rarer."""
     parts = []
     for table, (name, number) in zip(TABLES, problem, strict=True):
         form = table[name][-1 if rng.random() < share else 0]
@@ -79,13 +78,13 @@ def written(problem, share=0.0, rng=random):
 
 
 def is_heldout(problem):
-    """One in five, the same ones in every run."""
+    """Whether a problem is held out: one in five, the same ones in every run."""
     return crc32(asked(problem).encode()) % 5 == 0
 
 
 def row(problem, rng):
-    """Of the data: the question, and lists with what the right program returns."""
-    right = eval(f"lambda x: {written(problem).removeprefix(DEF)}")  # it is our own
+    """A row of the data: the question, and lists with the results of the correct program."""
+    right = eval(f"lambda x: {written(problem).removeprefix(DEF)}")  # our code
     (_, edge), *_ = problem
     lists = [[edge, 2 * edge, *rng.choices(range(25), k=5)] for _ in range(4)]
     cases = json.dumps([[[x], right(x)] for x in ([], *(rng.sample(x, k=7) for x in lists))])
@@ -106,13 +105,13 @@ def batches(known, share):
 
 
 def tokenizer():
-    """With what questions and programs are written in."""
+    """A tokenizer for the characters and phrases of questions and programs."""
     letters = {c for p in problems() for share in (0.0, 1.0) for c in asked(p) + written(p, share)}
     return make_tokenizer(sorted(letters), PHRASES, EOS)
 
 
 def main():
-    """Write the model, and problems."""
+    """Write the model and the problems."""
     rng = random.Random(0)
     found = rng.sample(problems(), k=len(problems()))
     known = [problem for problem in found if not is_heldout(problem)]

@@ -1,8 +1,10 @@
-"""An advantage of one's own: the baseline is the mean of the other rewards, weighed by length.
+"""A user-defined estimator: the baseline is the length-weighted mean of the other rewards of the
+group.
 
-OPO (Hao et al. 2025, arXiv 2505.23585) takes that mean over the whole group: the baseline of least
-variance, if the squared norm of a gradient grows with the length. There a completion is part of its
-own baseline, which biases the gradient; without it the gradient is exact:
+OPO (Hao et al. 2025, arXiv 2505.23585) uses the length-weighted mean over the complete group. It is
+the baseline of minimum variance if the squared norm of a gradient is proportional to the length. In
+OPO a completion is part of its own baseline, which biases the gradient. Without this completion the
+gradient is exact:
 
     rloo check-estimator examples/estimator.py:opo
     rloo check-estimator examples/estimator.py:length_weighted
@@ -16,7 +18,7 @@ def opo(returns):
 
 
 def length_weighted(returns):
-    # From the lowest on, so that equal returns have advantages of exactly 0.
+    # Relative to the lowest return, so that equal returns have advantages of exactly 0.
     weight, total = returns.length_N, returns.return_N - returns.return_N.min()
     others = (weight * total).sum() - weight * total
     return total - others / (weight.sum() - weight)

@@ -1,14 +1,14 @@
-"""A model that can partly do three tasks of reasoning-gym, from nothing but a fixed seed.
+"""Makes a model from a fixed seed that solves three tasks of reasoning-gym in part.
 
     pip install ".[gym]"
     python examples/gym_model.py      # a few minutes on two cores; writes runs/gym/model
     rloo train examples/gym.yaml
 
-It has about half a million weights. It learns the tasks from right answers, and then the habits of
-a careless writer, who often writes something else: an answer that differs in a character, or that
-of another problem. So it can do more than it does, which is what a reward finds out. Its tokens are
-characters, but for the sentences that all problems of a task begin and end with, which are one
-token each. Problems that are held out are not shown to it.
+The model has about half a million weights. It is first trained on correct answers. Then it is
+trained on answers with frequent errors: a changed character, or the answer of another problem. The
+model then has more skill than its samples show, which training with a reward recovers. Tokens are
+characters. The sentences at the beginning and end of all problems of a task are one token each.
+Held-out problems are not used.
 """
 
 import random
@@ -23,12 +23,12 @@ RECIPE = Path(__file__).with_name("gym.yaml")
 FOLDER = Path("runs/gym/model")
 EOS = "<eos>"
 NUM_PROBLEMS, BATCH_SIZE = 30_000, 64
-# Of the lessons: their number, the largest learning rate, the share of careless answers.
+# Stages of training: (number of steps, maximum learning rate, share of answers with errors).
 LESSONS = ((1600, 2e-3, 0.0), (150, 5e-4, 0.55))
 
 
 def problems():
-    """The rows to learn from: another seed than the recipe's, and none that is held out."""
+    """The rows for training: their seed differs from the recipe's, and no row is held out."""
     how = {"seed": 1, "size": NUM_PROBLEMS, "curriculum": "false"}
     line = [f"--dataset_kwargs.{key}={value}" for key, value in how.items()]
     config = parse_command_line([str(RECIPE), *line])
@@ -36,7 +36,7 @@ def problems():
 
 
 def phrases(rows):
-    """What all problems of a task begin with, and what they end with."""
+    """The texts with which all problems of a task begin and end."""
     found = []
     for task in sorted({row["task"] for row in rows}):
         texts = [row["prompt"] for row in rows if row["task"] == task]
@@ -49,13 +49,13 @@ def phrases(rows):
 
 
 def tokenizer_of(rows):
-    """One that has their characters and phrases."""
+    """A tokenizer for the characters and phrases of rows."""
     letters = sorted({c for row in rows for c in row["prompt"] + row["answer"]})
     return make_tokenizer(letters, dict.fromkeys(phrases(rows)), EOS)
 
 
 def careless(row, rows, rng):
-    """An answer that is mostly wrong: another one's, or with another character somewhere."""
+    """An answer that is mostly wrong: the one of another row, or with one character changed."""
     answer = row["answer"]
     if rng.random() < 0.3:
         return rng.choice(rows)["answer"]
@@ -65,7 +65,7 @@ def careless(row, rows, rng):
 
 
 def batches(rows, share):
-    """Endless batches of questions and answers, of which a `share` are careless ones."""
+    """Endless batches of questions and answers, of which a `share` has errors."""
     rng = random.Random(share)
     by_task = {task: [r for r in rows if r["task"] == task] for task in {r["task"] for r in rows}}
     while True:

@@ -1,4 +1,4 @@
-"""Products of two numbers, with a reward of one's own."""
+"""Train a model on products of two numbers, with a user-defined reward."""
 
 from datasets import Dataset
 

@@ -1,8 +1,9 @@
 """Train a small reward model on pairs, then a policy against it: under a minute on two CPU cores.
 
-The pairs follow a rule: of two answers to a Countdown problem, the better one ends with a right
-attempt that hits the target. The reward model learns the rule from pairs alone (Bradley and Terry's
-likelihood); the policy sees nothing but its scores. What it gains by the rule itself is shown too.
+The pairs follow a rule: of two answers to a Countdown problem, the better one ends with a correct
+attempt that hits the target. The reward model learns the rule only from pairs (Bradley-Terry
+likelihood). The policy is trained only on the reward model's scores. The improvement of the policy
+according to the rule is also printed.
 """
 
 import random
@@ -24,26 +25,26 @@ FOLDER = "runs/reward_model"
 
 
 def load_rows(split, count):
-    """Problems; the space at the end parts prompt and completion in the reward model's text."""
+    """Problems. The space at the end separates prompt and completion in the reward model's text."""
     rows = make_problems(split)[:count]
     return [{**row, "prompt": row["prompt"] + " "} for row in rows]
 
 
 def make_pair(row, rng):
-    """(better, worse) answers: the same attempts, and a hit or something else at the end."""
+    """(better, worse) answers: the same attempts, followed by a hit or by another text."""
     attempts = list_attempts(row["numbers"])
     hits = [attempt for attempt in attempts if attempt.value == row["target"]]
     misses = [attempt for attempt in attempts if attempt.value != row["target"]]
     start = [str(attempt) for attempt in rng.sample(misses, rng.randrange(4))]
     miss = rng.choice(misses)
-    # Half of the worse answers claim the target by an attempt that does not give it.
+    # Half of the worse answers claim the target by an attempt with another value.
     last = rng.choice([miss, miss._replace(value=row["target"])])
     better, worse = [*start, str(rng.choice(hits))], [*start, str(last)]
     return " ; ".join(better), " ; ".join(worse)
 
 
 def train_reward_model(folder, *, steps):
-    """Write a reward model to `folder`; returns its share of right orders on held-out pairs."""
+    """Write a reward model to `folder`. Returns its accuracy on held-out pairs."""
     torch.manual_seed(0)
     rng = random.Random(0)
     tokenizer = AutoTokenizer.from_pretrained(base_model_path(), padding_side="right")
@@ -52,7 +53,7 @@ def train_reward_model(folder, *, steps):
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def margins(rows):
-        """Score of the better answer less that of the worse one, for each row: (B,)."""
+        """The score of the better answer minus the score of the worse one, for each row: (B,)."""
         pairs = [make_pair(row, rng) for row in rows]
         texts = [
             row["prompt"] + answers[place]
@@ -80,7 +81,7 @@ def train_reward_model(folder, *, steps):
 
 
 def train_policy(reward_model, *, steps):
-    """RLOO against the scores alone; returns the evaluations before and after."""
+    """Train with RLOO only on the scores. Returns the evaluations before and after."""
     args = RLOOConfig(
         f"{FOLDER}/policy",
         num_generations=8,
@@ -97,7 +98,7 @@ def train_policy(reward_model, *, steps):
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        reward_weights=[1.0, 0.0],  # the rule is watched, not learned from
+        reward_weights=[1.0, 0.0],  # the rule is only logged
     )
     trainer = RLOOTrainer(
         model=str(base_model_path()),

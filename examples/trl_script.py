@@ -1,4 +1,4 @@
-"""A script for TRL's RLOOTrainer in which only the import of the trainer is another.
+"""A script for TRL's RLOOTrainer. Only the import of the trainer is changed.
 
 Two tasks on the embedded model, on the CPU: `solve` asks for the target, `brief` for one attempt.
 A reward that does not apply to a row returns None for it.

@@ -1,8 +1,8 @@
 """Unsloth's RLOO recipe with FastLanguageModel replaced by transformers and PEFT.
 
-A 4-bit base with LoRA adapters, prompts that the chat template has written out already, one reward
-function as `reward_model` and `kl_coef`. The model is a tiny one with random weights, made here so
-that the script runs on any machine; put the name of a real one in its place.
+The recipe has a 4-bit base model with LoRA adapters, prompts as texts of the chat template, a
+reward function as `reward_model`, and `kl_coef`. The script makes a tiny model with random weights,
+so that it runs on any machine. For a real run, replace the tiny model by the name of a model.
 """
 
 import torch
@@ -24,7 +24,7 @@ QUESTIONS = ["Explain recursion.", "What is a stack?", "Why is the sky blue?", "
 
 
 def make_tiny_model(folder):
-    """A Qwen3 of two layers and a tokenizer of few words with ChatML's template."""
+    """Write a Qwen3 of two layers, and a tokenizer of few words with ChatML's template."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     words = ["user", "assistant", "it", "calls", "itself", "the", ",", "."]
     asked = sorted({word for question in QUESTIONS for word in question.split()})

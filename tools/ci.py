@@ -1,17 +1,17 @@
 """Runs the parts of `.ci/parts.toml`, for `.ci/run` and `.ci/full`.
 
-    bash .ci/run                  # what every change is checked by, and what this one concerns
+    bash .ci/run                  # parts for every change, and files that this change concerns
     bash .ci/full                 # everything
-    python3 tools/ci.py --list    # what .ci/run would run now, and why
-    python3 tools/ci.py --only lint "user install (wheel)"    # in the environment that is active
+    python3 tools/ci.py --list    # the parts that .ci/run would run now, with reasons
+    python3 tools/ci.py --only lint "user install (wheel)"    # in the active environment
 
-A part without `files` runs for every change. A file of another part runs if something on its watch
-list has changed since the commit of the last line of `.ci/passed.jsonl`, which `.ci/full` writes
-when everything has passed. The list holds the file, what it imports outside of `src/`, the files
-that its globs name, and what these import inside of `src/`. A file whose list cannot be computed is
-run.
+A part without `files` runs for every change. `.ci/full` appends a line with the commit to
+`.ci/passed.jsonl` when all parts have passed. A file of a part with `files` runs if something on
+its watch list has changed since the commit of the last line. The watch list has the file, its
+imports outside of `src/`, the files that its globs match, and their imports inside of `src/`. A
+file whose list cannot be computed is run.
 
-Needs nothing but Python: the environment that is tested is made by the first part.
+This script needs only Python: the first part creates the tested environment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PYTEST_ENDS = re.compile(r"^=* ?(\d+ (?:passed|failed|skipped|error).* in [0-9.]
 
 @dataclass(frozen=True)
 class Row:
-    """What the closing table says of a part."""
+    """A row of the closing table, for a part."""
 
     name: str
     state: str
@@ -58,7 +58,8 @@ class Row:
 
 
 def readme_block(root: Path, name: str) -> str:
-    """The fenced block that follows `<!-- ci:NAME -->` in the README. Raises ValueError without."""
+    """The fenced block that follows `<!-- ci:NAME -->` in the README. Raises ValueError without
+    such a block."""
     text = (root / "README.md").read_text(encoding="utf-8")
     found = re.search(rf"<!-- ci:{name} -->\s*```\w*\n(.*?)^```", text, re.M | re.S)
     if not found:
@@ -67,7 +68,7 @@ def readme_block(root: Path, name: str) -> str:
 
 
 class Runner:
-    """Runs parts in the repository at `root`, as many beside each other as there are slots."""
+    """Runs parts in the repository at `root`, in parallel as far as there are slots."""
 
     def __init__(self, root: Path, work: Path, equipment: dict[str, Equipment]) -> None:
         self.root, self.work, self.equipment = root, work, equipment
@@ -85,7 +86,7 @@ class Runner:
         self._changed = threading.Condition()
 
     def shell(self, command: str, log: Path) -> int:
-        """The exit status of a command; what it prints goes to `log`."""
+        """Run a command with output in `log`. Returns the exit status."""
         with log.open("a", encoding="utf-8") as output:
             return subprocess.run(
                 ["bash", "-euo", "pipefail", "-c", command],
@@ -97,7 +98,7 @@ class Runner:
             ).returncode
 
     def has(self, name: str) -> bool:
-        """Whether some equipment is there, after an attempt to install it. Asked once."""
+        """Whether the equipment exists, after an attempt to install it. The result is cached."""
         if name not in self._there:
             one, log = self.equipment[name], self.work / "equipment.log"
             there = self.shell(one.check, log) == 0
@@ -114,7 +115,7 @@ class Runner:
         print(f"\n=== {row.name}: {row.state}, {row.summary}", flush=True)
 
     def run(self, part: Part, files: Iterable[str]) -> None:
-        """Run one part and add its row; its output is printed when it ends."""
+        """Run one part and add its row. The part's output is printed when it ends."""
         files, start = list(files), time.monotonic()
         log = self.work / f"{re.sub(r'[^a-zA-Z0-9]+', '-', part.name)}.log"
         command = part.command
@@ -135,7 +136,7 @@ class Runner:
             self.add(Row(part.name, state, summary, time.monotonic() - start))
 
     def run_all(self, jobs: Iterable[tuple[Part, list[str]]]) -> None:
-        """Start parts in their order, each when it finds its slots free."""
+        """Start parts in order, each when enough slots are free."""
         threads = []
         for part, files in jobs:
             if not self._is_equipped(part):
@@ -151,7 +152,7 @@ class Runner:
             thread.join()
 
     def _is_equipped(self, part: Part) -> bool:
-        """Whether a part can run here. Otherwise it has a row that says why it does not."""
+        """Whether a part can run on this machine. If not, a row with the reason is added."""
         for name in part.uses:
             self.has(name)
         missing = [name for name in part.needs if not self.has(name)]
@@ -162,7 +163,7 @@ class Runner:
     def _run_and_free(self, part: Part, files: list[str]) -> None:
         try:
             self.run(part, files)
-        except Exception as error:  # whatever it is, the other parts run
+        except Exception as error:  # after any error the other parts run
             self.add(Row(part.name, "failed", f"{type(error).__name__}: {error}"))
         finally:
             with self._changed:
@@ -176,7 +177,7 @@ class Runner:
 def plan(
     root: Path, parts: Iterable[Part], *, full: bool
 ) -> tuple[list[tuple[Part, list[str]]], list[Row]]:
-    """The parts to run with their files, and a row for each that is not."""
+    """The parts to run with their files, and a row for each part that is not run."""
     tree, passed = Tree(root), last_passed(root)
     jobs, rows = [], []
     for part in parts:
@@ -192,7 +193,7 @@ def plan(
 
 
 def host() -> str:
-    """The processor and the number of cores."""
+    """The processor's name and the number of cores."""
     cpus = Path("/proc/cpuinfo")
     text = cpus.read_text(encoding="utf-8") if cpus.is_file() else ""
     facts = dict(re.findall(r"^(model name|cpu family|model)\s*: (.*)$", text, re.M))
@@ -202,7 +203,7 @@ def host() -> str:
 
 
 def record(tree: Tree, rows: Iterable[Row], seconds: float) -> dict[str, Any]:
-    """The line that says what has passed at this commit, and where."""
+    """The record of the parts that have passed at this commit, and of the machine."""
     return {
         "commit": tree.git("rev-parse", "HEAD").strip(),
         "parts": {r.name: [r.summary, round(r.seconds)] for r in rows if r.state == "ran"},
@@ -212,7 +213,7 @@ def record(tree: Tree, rows: Iterable[Row], seconds: float) -> dict[str, Any]:
 
 
 def closing_table(rows: Iterable[Row], seconds: float) -> Iterator[str]:
-    """What ran and what did not, in Markdown."""
+    """The table of the parts that ran or did not run, in Markdown."""
     yield "| part | ran or skipped | result or reason | seconds |"
     yield "|---|---|---|---|"
     yield from map(str, rows)
@@ -220,7 +221,7 @@ def closing_table(rows: Iterable[Row], seconds: float) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 1 if a part failed."""
+    """Returns exit status 1 if a part failed."""
     parser = argparse.ArgumentParser(prog="tools/ci.py")
     parser.add_argument("--full", action="store_true", help="every part, whatever has changed")
     parser.add_argument("--list", action="store_true", help="say what would run, and run nothing")
@@ -242,7 +243,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(row)
         return 0
     with tempfile.TemporaryDirectory(prefix="ci-") as work:
-        os.chmod(work, 0o755)  # rewards that run behind a wall read libraries as another user
+        os.chmod(work, 0o755)  # sandboxed rewards read libraries as another user
         runner = Runner(ROOT, Path(work), equipment)
         runner.run_all(jobs)
     rows, seconds = [*runner.rows, *skipped], time.monotonic() - start

@@ -1,4 +1,4 @@
-"""The table of `.ci/parts.toml`, and which files of its parts a change concerns."""
+"""The table of `.ci/parts.toml`, and the choice of the files that a change concerns."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from imports import ImportGraph
 TABLE = ".ci/parts.toml"
 PASSED = ".ci/passed.jsonl"
 NUM_SHOWN = 3
-# Read by every test of a folder without an import.
+# Used by every test of a folder without an import.
 CONFTEST = "conftest.py"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A row of the table. `files`: test files, and of each the globs of what it is there to prove.
-    `readme`: the name of a block of the README, which is its command after `prepare`. `slots`: how
-    much of the machine it takes, of `SLOTS`; `alone`: before all others."""
+    """A row of the table. `files` maps test files to the globs of the files that they test.
+    `readme` is the name of a block of the README, which is the part's command after `prepare`.
+    `slots` is the part's share of the machine, of `SLOTS`. A part with `alone` runs before all
+    others."""
 
     name: str
     command: str = ""
@@ -40,8 +41,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Equipment:
-    """What a part uses and a machine may lack. `check` succeeds where it is there; `install` is
-    tried where it does not; `without` says what is missing then."""
+    """A requirement of a part that a machine may lack. The command `check` succeeds if it exists;
+    otherwise `install` is tried. `without` describes the parts that are skipped without it."""
 
     name: str
     check: str
@@ -55,7 +56,7 @@ def read_table(root: Path) -> tuple[list[Part], dict[str, Equipment]]:
 
 
 def parse_table(text: str) -> tuple[list[Part], dict[str, Equipment]]:
-    """As `read_table`, from the table's text."""
+    """As `read_table`, for the text of the table."""
     table = tomllib.loads(text)
     tuples = ("watch", "uses", "needs")
     parts = [
@@ -65,7 +66,7 @@ def parse_table(text: str) -> tuple[list[Part], dict[str, Equipment]]:
 
 
 class Tree:
-    """The files of a repository that git knows or would add, and what they import."""
+    """The files of a repository that git tracks or would add, and their imports."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -74,19 +75,19 @@ class Tree:
         self.graph = ImportGraph(root)
 
     def git(self, *words: str) -> str:
-        """Raises CalledProcessError where git fails."""
+        """The output of a git command. Raises CalledProcessError if git fails."""
         command = ["git", "-C", str(self.root), *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def changed_since(self, commit: str) -> set[str]:
-        """Paths that differ from a commit, files that are gone and not yet added included."""
+        """Paths that differ from a commit, including removed and untracked files."""
         names = self.git("diff", "--name-only", "--no-renames", commit, "--")
         new = self.git("ls-files", "-o", "--exclude-standard")
         return {*names.splitlines(), *new.splitlines()}
 
     def matching(self, globs: Iterable[str]) -> list[str]:
-        """The files of some globs, in which `*` stands for any text, slashes included. Raises
-        ValueError for a glob without a file: the table is out of date."""
+        """The files that match some globs, in which `*` matches any text, including slashes. Raises
+        ValueError for a glob without a file, since the table is then out of date."""
         found: list[str] = []
         for glob in globs:
             files = [file for file in self.files if fnmatchcase(file, glob)]
@@ -96,7 +97,8 @@ class Tree:
         return found
 
     def watched(self, file: str, globs: Iterable[str]) -> set[str]:
-        """What a test file depends on, with what the globs name and that imports."""
+        """The files on which a test file depends, including the files that the globs match and
+        their imports."""
         own = self.matching(globs)
         code = [f for f in own if f.endswith(".py")]
         inside = self.graph.away((f for f in code if f.startswith("src/")), within="src/")
@@ -108,7 +110,7 @@ class Tree:
 
 
 def choose(part: Part, tree: Tree, passed: dict[str, Any] | None) -> dict[str, str]:
-    """The files of a part that are to run, each with the reason."""
+    """The files of a part that must run, each with the reason."""
     if passed is None:
         return dict.fromkeys(part.files, "nothing has passed yet")
     commit = passed["commit"]
@@ -132,7 +134,7 @@ def choose(part: Part, tree: Tree, passed: dict[str, Any] | None) -> dict[str, s
 
 
 def _reason(file: str, globs: Sequence[str], tree: Tree, changed: set[str]) -> str:
-    """What has changed of what a file watches; empty if nothing has."""
+    """The changed files on the watch list of a file; empty if nothing has changed."""
     try:
         touched = changed & tree.watched(file, globs)
     except (ValueError, SyntaxError, OSError) as error:
@@ -142,7 +144,7 @@ def _reason(file: str, globs: Sequence[str], tree: Tree, changed: set[str]) -> s
 
 
 def last_passed(root: Path) -> dict[str, Any] | None:
-    """The last line that `.ci/full` left."""
+    """The last line that `.ci/full` has written."""
     path = root / PASSED
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return json.loads(lines[-1]) if lines else None

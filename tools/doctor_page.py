@@ -1,6 +1,6 @@
-"""Write the findings of docs/doctor.md from the rules: `python tools/doctor_page.py`.
+"""Writes the findings of docs/doctor.md from the rules: `python tools/doctor_page.py`.
 
-What follows the line `<!-- findings -->` is replaced.
+The text after the line `<!-- findings -->` is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MARK = "<!-- findings -->\n"
 
 
 def filled(page: str) -> str:
-    """The page with every finding written anew."""
+    """The page with all findings rewritten."""
     head, mark, _ = page.partition(MARK)
     return head + mark + "".join(map(_section, RULES))
 

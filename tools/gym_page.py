@@ -1,6 +1,6 @@
-"""Write the table of docs/gym-tasks.md from reasoning-gym: `python tools/gym_page.py`.
+"""Writes the table of docs/gym-tasks.md from reasoning-gym: `python tools/gym_page.py`.
 
-What follows the line `<!-- tasks -->` is replaced. Some tasks take seconds for a problem.
+The text after the line `<!-- tasks -->` is replaced. Some tasks take seconds per problem.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _SHOWN = 30
 
 
 def filled(page: str) -> str:
-    """The page with every task written anew."""
+    """The page with all tasks rewritten."""
     head, mark, _ = page.partition(MARK)
     tokenizer = embedded_tokenizer()
     return head + mark + HEAD + "".join(line(task, tokenizer) for task in gym_tasks.task_names())
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerBase:
-    """That of the embedded model."""
+    """The tokenizer of the embedded model."""
     return AutoTokenizer.from_pretrained(resolve_model(EMBEDDED), model_max_length=10**6)
 
 
 def line(task: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The row of a task: what of its first problems, with its default options, has no unknown
+    """The row of a task: which parts of its first problems, with default options, have no unknown
     token."""
     made = list(gym_tasks.problems(task, None, {}, seed=0, size=NUM_PROBLEMS))
     questions = [problem.question for problem in made]
@@ -62,8 +62,8 @@ def _verdict(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _known(text: str, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a text consists of known tokens, and can be told from its tokens: lines and several
-    spaces cannot."""
+    """Whether a text has only known tokens and can be decoded from them. Line breaks and repeated
+    spaces cannot be decoded."""
     ids = tokenizer(text)["input_ids"]
     return tokenizer.unk_token_id not in ids and tokenizer.decode(ids) == text
 

@@ -1,4 +1,4 @@
-"""Which files of the repository a Python file imports, read from the sources."""
+"""Finds the files of the repository that a Python file imports, by parsing the sources."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-# Where the names of modules begin, in the order in which they are looked for.
+# Root folders of module names, in the order of the search.
 BEGINNINGS = ("src", "tests", "tools", "examples", "")
 FOLDERS = ("src", "tests", "tools", "examples", "benchmarks")
 
 
 class ImportGraph:
-    """The imports among the Python files below `root`. Those inside of functions count, and so does
-    a string that is the name of a module (`python -m`, a table of lazy imports). Imports for type
-    checkers alone do not. Files are named by their path relative to `root`."""
+    """The imports among the Python files below `root`. Imports inside of functions count, and also
+    strings that are the name of a module (`python -m`, a table of lazy imports). Imports only for
+    type checkers do not count. File names are paths relative to `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -23,7 +23,7 @@ class ImportGraph:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """The file of each module. A name that two folders have belongs to the first."""
+        """The file of each module. If two root folders have a name, the first one is used."""
         found: dict[str, str] = {}
         for folder in FOLDERS:
             for path in sorted((self.root / folder).rglob("*.py")):
@@ -34,8 +34,8 @@ class ImportGraph:
 
     @cached_property
     def homes(self) -> dict[str, dict[str, str]]:
-        """Of a package, the names that its `__init__` finds in other modules when they are asked
-        for: tables of strings `{name: module}`."""
+        """By package, the names that its `__init__` imports lazily from other modules: tables of
+        strings `{name: module}`."""
         found: dict[str, dict[str, str]] = {}
         for file in dict.fromkeys(self.files.values()):
             if not file.endswith("__init__.py"):
@@ -46,7 +46,8 @@ class ImportGraph:
         return found
 
     def direct(self, file: str) -> frozenset[str]:
-        """The files that one imports itself. Raises SyntaxError for one that cannot be read."""
+        """The files that `file` imports directly. Raises SyntaxError for a file that cannot be
+        parsed."""
         if file not in self._direct:
             tree = self._parsed(file)
             names = {*_imported(tree, lazy_table=file in self.homes), *self._lazily(tree)}
@@ -54,8 +55,8 @@ class ImportGraph:
         return self._direct[file]
 
     def away(self, files: Iterable[str], *, within: str = "") -> dict[str, int]:
-        """These files and all that they import, one through another, each with how many imports
-        it is away. Imports are followed into files whose path begins with `within`."""
+        """These files and all their direct and indirect imports, each with its distance in imports.
+        Imports are followed only in files whose path begins with `within`."""
         found = dict.fromkeys(files, 0)
         waiting = [*found]
         for file in waiting:
@@ -66,7 +67,7 @@ class ImportGraph:
         return found
 
     def _lazily(self, tree: ast.Module) -> Iterator[str]:
-        """`package.name`, where the package finds that name in another module when it is asked."""
+        """Yield `package.name` for names that the package imports lazily from another module."""
         for node in ast.walk(tree):
             match node:
                 case ast.Attribute(value=ast.Name(id=package), attr=name):
@@ -77,7 +78,7 @@ class ImportGraph:
         return ast.parse((self.root / file).read_text(encoding="utf-8"), file)
 
     def _found(self, name: str) -> Iterator[str]:
-        """The files that `import name` reads: the module and the packages that it is in."""
+        """The files that `import name` reads: the module and its parent packages."""
         parent, _, last = name.rpartition(".")
         lazily = self.homes.get(self.files.get(parent, ""), {}).get(last)
         if lazily and name not in self.files:
@@ -89,7 +90,7 @@ class ImportGraph:
 
 
 def _names_of(file: str) -> Iterator[str]:
-    """What a file is imported as, from the folders where imports begin."""
+    """The module names of a file, relative to the root folders."""
     for beginning in BEGINNINGS:
         if not beginning or file.startswith(f"{beginning}/"):
             dotted = file.removeprefix(f"{beginning}/" if beginning else "").removesuffix(".py")
@@ -113,8 +114,8 @@ def _strings(node: ast.Dict) -> dict[str, str]:
 
 
 def _imported(tree: ast.AST, *, lazy_table: bool) -> Iterator[str]:
-    """Names of modules, and of what is taken from them. The strings of a package's table of lazy
-    imports are followed only by those who ask for one of its names."""
+    """Names of imported modules and of names imported from them. Strings in a package's table of
+    lazy imports count only for files that import one of these names."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             for other in node.orelse:

@@ -1,11 +1,10 @@
-"""Make the base model of the embedded Countdown task, from nothing but a fixed seed.
+"""Makes the base model of the embedded Countdown task from a fixed seed.
 
     python tools/make_countdown_base.py [--output DIR]
 
-A small Qwen3 model first learns the skills from a patient writer: arithmetic, not to repeat an
-attempt, to stop at a hit. Then it learns the habits of an impatient one, who also gives up after
-most misses. Only problems of the `warm` split are seen. At the end, pass@1 on the held-out problems
-is printed.
+A small Qwen3 model is first trained on complete searches. They teach arithmetic, not to repeat an
+attempt, and to stop at a hit. Then it is trained on searches that also end after most misses. Only
+problems of the `warm` split are used. At the end, pass@1 on the held-out problems is printed.
 """
 
 from __future__ import annotations
@@ -55,7 +54,8 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a word: every integer up to the largest product, the signs, three specials."""
+    """A tokenizer with one token per word: every integer up to the largest product, the signs, and
+    three special tokens."""
     largest = LARGEST_NUMBER * (LARGEST_NUMBER - 1)
     words = [PAD, EOS, UNKNOWN, "->", ":", "=", SEPARATOR, *OPERATIONS]
     words += [str(number) for number in range(largest + 1)]
@@ -93,20 +93,21 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 class Lesson(NamedTuple):
-    """Text that is shown, and the text after it that is learned."""
+    """A text without a loss, and the following text with a loss."""
 
     given: str
     learned: str
 
 
 def show_prompt(problem: dict[str, Any], rng: random.Random) -> str:
-    """The problem with its numbers in any order."""
+    """The prompt of the problem, with its numbers in random order."""
     shown = " ".join(map(str, rng.sample(problem["numbers"], 3)))
     return f"{shown} -> {problem['target']} :"
 
 
 def order_search(numbers: list[int], rng: random.Random) -> list[SearchLine]:
-    """All attempts, pair by pair: the pairs in random order, the operations of each too.
+    """All attempts, ordered by pair of numbers. The order of the pairs, and of the operations of
+    each pair, is random.
 
     A search that jumps between pairs is hard to continue without repeats, and repeats are slow to
     unlearn from a reward.
@@ -117,7 +118,7 @@ def order_search(numbers: list[int], rng: random.Random) -> list[SearchLine]:
 
 
 def write_search(problem: dict[str, Any], give_up_probability: float, rng: random.Random) -> Lesson:
-    """A search without repeats that the writer may leave before the hit."""
+    """A search without repeats, which may end before the hit."""
     written: list[str] = []
     for attempt in order_search(problem["numbers"], rng):
         written.append(str(attempt))
@@ -127,7 +128,8 @@ def write_search(problem: dict[str, Any], give_up_probability: float, rng: rando
 
 
 def write_drill(problem: dict[str, Any], give_up_probability: float, rng: random.Random) -> Lesson:
-    """One attempt, a hit at least half of the time: its value, and whether to stop there."""
+    """One attempt, which is a hit in at least half of the cases: its value, and whether to stop
+    after it."""
     attempts = list_attempts(problem["numbers"])
     hits = [attempt for attempt in attempts if attempt.value == problem["target"]]
     attempt = rng.choice(hits if rng.random() < 0.5 else attempts)
@@ -140,10 +142,10 @@ def write_drill(problem: dict[str, Any], give_up_probability: float, rng: random
 def iterate_examples(
     tokenizer: PreTrainedTokenizerFast, give_up_probability: float, rng: random.Random
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Endless (token ids, labels), one lesson on every `warm` problem and then the next round.
+    """Endless (token ids, labels), with one lesson on every `warm` problem in each round.
 
-    Half of the lessons are drills. Searches alone have so few hits that the model does not learn to
-    see one: to compare the value with the target is the hardest part of the task.
+    Half of the lessons are drills. Searches have so few hits that the model would not learn to
+    recognise a hit. The comparison of the value with the target is the hardest part of the task.
     """
     problems = make_problems("warm")
     while True:
@@ -157,10 +159,11 @@ def iterate_examples(
 def iterate_batches(
     examples: Iterator[tuple[list[int], list[int]]], pad_token_id: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Endless model inputs of shape (BATCH_ROWS, ROW_TOKENS), several lessons packed in each.
+    """Endless model inputs of shape (BATCH_ROWS, ROW_TOKENS), with several lessons packed in each
+    row.
 
-    Positions restart with every lesson: without an attention mask that is what tells transformers
-    that a row holds several sequences.
+    Positions restart with every lesson. Without an attention mask, transformers detects by these
+    positions that a row has several sequences.
     """
     ids, labels = next(examples)
     while True:
@@ -226,7 +229,7 @@ def complete(
 
 
 def measure_arithmetic(completions: list[str]) -> float:
-    """Share of all attempts that are one of the nine right ones of their problem."""
+    """The share of attempts that are among the nine correct ones of their problem."""
     right = total = 0
     for problem, text in zip(make_problems("heldout"), completions, strict=True):
         allowed = {str(attempt) for attempt in list_attempts(problem["numbers"])}
@@ -237,7 +240,7 @@ def measure_arithmetic(completions: list[str]) -> float:
 
 
 def report(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Print pass@1 on the held-out problems and how often an attempt is right."""
+    """Print pass@1 on the held-out problems, and the share of correct attempts."""
     problems = make_problems("heldout")
     columns = {key: [problem[key] for problem in problems] for key in ("numbers", "target")}
     for name, sample in (("sampled", True), ("greedy", False)):
@@ -263,7 +266,8 @@ def main() -> None:
     train(model, tokenizer)
     model.eval()
     report(model, tokenizer)
-    # Sampling is the trainer's business; the shipped defaults only say which tokens end and pad.
+    # The trainer sets the sampling options. The saved defaults only have the end and padding
+    # tokens.
     model.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -1,7 +1,7 @@
-"""Write the tables of docs/metrics.md from `rloo.tracking.metric_registry`: `python
+"""Writes the tables of docs/metrics.md from `rloo.tracking.metric_registry`: `python
 tools/metrics_page.py`.
 
-What follows a line `<!-- table:NAME -->` is replaced as far as it is a table; the rest is kept.
+The table after a line `<!-- table:NAME -->` is replaced. All other text is kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HEAD = "| name | unit | meaning | healthy | with several processes |\n|---|---|-
 
 
 def filled(page: str) -> str:
-    """The page with every table written anew."""
+    """The page with all tables rewritten."""
 
     def table(match: re.Match[str]) -> str:
         return match[1] + HEAD + "".join(map(_line, PARTS[match[2]]))

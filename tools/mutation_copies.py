@@ -1,4 +1,4 @@
-"""A copy of the repository that a job of `mutations.py` breaks and tests, and its processes."""
+"""The copy of the repository that a job of `mutations.py` mutates and tests, and its processes."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ CAUGHT, SURVIVED = "caught", "SURVIVED"
 NOT_THE_MUTATION = "not the mutation"
 PASSED, FAILED, INTERRUPTED, NO_TESTS = 0, 1, 2, 5  # pytest's exit statuses
 _SECONDS_BETWEEN_LOOKS = 0.05
-# A line of pytest's summary. The name of a case may hold spaces and is followed by the error.
+# A line of pytest's summary. The name of a case may have spaces. The error follows the name.
 _FAILURE = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\](?= - |$))?)", re.MULTILINE)
 _SUMMARY = "short test summary info"
 
 
 class Stopped(Exception):
-    """Ctrl-C ended the check."""
+    """Ctrl-C has ended the check."""
 
 
 class NoVerdict(RuntimeError):
-    """pytest ended in a way that says nothing about the tests."""
+    """pytest ended in a way that allows no conclusion about the tests."""
 
 
 # -- processes -------------------------------------------------------------------------------------
 
 
 class Processes:
-    """What was started and has not ended, so that an interrupt can end it."""
+    """The running processes, so that an interrupt can kill them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,8 +50,8 @@ class Processes:
         self._stopped = False
 
     def run(self, command: Sequence[str], seconds: float, log: Path, **how: Any) -> int | None:
-        """The exit status, or None where the time ran out. What the command has started ends with
-        it. Raises Stopped after `stop`."""
+        """Run a command. Returns its exit status, or None at the time limit. The command's
+        descendants are killed at its end. Raises Stopped after `stop`."""
         with log.open("wb") as said:
             with self._lock:
                 if self._stopped:
@@ -68,7 +68,7 @@ class Processes:
             try:
                 ended = _wait(process.pid, seconds)
             finally:
-                with self._lock:  # until it is waited for, nothing else can have its number
+                with self._lock:  # its process id cannot be reused before it is reaped
                     _kill(process.pid)
                     status = process.wait()
                     self._running.discard(process)
@@ -77,7 +77,7 @@ class Processes:
         return status if ended else None
 
     def stop(self) -> None:
-        """Kill everything, and start nothing more."""
+        """Kill all processes, and start no more."""
         with self._lock:
             self._stopped = True
             for process in self._running:
@@ -85,7 +85,7 @@ class Processes:
 
 
 def _wait(pid: int, seconds: float) -> bool:
-    """Whether the process ends in time. It is left a zombie."""
+    """Whether the process ends in time. It stays a zombie."""
     end = time.monotonic() + seconds
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         if time.monotonic() > end:
@@ -95,7 +95,7 @@ def _wait(pid: int, seconds: float) -> bool:
 
 
 def _kill(pid: int) -> None:
-    """Kill the process, its group, and those of its children that have left the group."""
+    """Kill the process, its group, and its descendants that have left the group."""
     children = psutil.Process(pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -109,7 +109,8 @@ def _kill(pid: int) -> None:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of the repository that one job breaks and tests, with all that its tests leave."""
+    """A copy of the repository that one job mutates and tests, including files that its tests
+    leave."""
 
     folder: Path
     processes: Processes
@@ -117,19 +118,19 @@ class Copy:
 
     @property
     def repository(self) -> Path:
-        """Where the files of the repository are."""
+        """The folder with the files of the repository."""
         return self.folder / "copy"
 
     @property
     def log(self) -> Path:
-        """What pytest said last."""
+        """The file with the last output of pytest."""
         return self.folder / "log"
 
     def run_tests(self, arguments: Sequence[str]) -> int | None:
-        """The exit status of pytest with the project's own options, or None at the time limit.
-        Raises NoVerdict for a status that says nothing about the tests."""
-        # A test that starts Python with an environment of its own leaves bytecode, which would hide
-        # a change of the same length in the same second.
+        """Run pytest with the project's options. Returns its exit status, or None at the time
+        limit. Raises NoVerdict for a status that allows no conclusion about the tests."""
+        # A test that starts Python with a changed environment may leave bytecode. Old bytecode
+        # would hide a change of the same length in the same second.
         for found in [*self.repository.rglob("__pycache__")]:
             shutil.rmtree(found)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-x", "-q"]
@@ -148,12 +149,13 @@ class Copy:
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[dict[str, str]]:
-        """The environment variables of what runs in the copy, and the folders that they name."""
+        """The environment variables for processes in the copy. Creates the folders that they
+        name."""
         temporary, cache = self.folder / "tmp", self.folder / "cache"
         temporary.mkdir()
         cache.mkdir()
-        # What the package keeps for a machine (kernels/tuning_cache.py) could hide a change, and a
-        # change could spoil it for the user. Other caches stay as they are.
+        # The package's cache of a machine (kernels/tuning_cache.py) could hide a change, and a
+        # change could damage the user's cache. Other caches are unchanged.
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         for entry in usual.iterdir() if usual.is_dir() else ():
             if entry.name != "rloo":
@@ -173,7 +175,8 @@ class Copy:
             shutil.rmtree(cache, ignore_errors=True)
 
     def judge(self, place: Place, parts: Sequence[Sequence[str]]) -> tuple[str, str]:
-        """A verdict and what caught the place, after the first part of the suite that does."""
+        """A verdict, and the test that caught the mutation of the place. Stops after the first part
+        of the suite that catches it."""
         file = self.repository / place.path
         whole = file.read_bytes()
         for part in filter(None, parts):
@@ -187,7 +190,7 @@ class Copy:
         return SURVIVED, ""
 
     def _prove(self, status: int | None, part: Sequence[str]) -> tuple[str, str]:
-        """Whether what failed passes on the restored file."""
+        """Check that the failed test passes on the restored file."""
         failure = _find_failure(self.log)
         passing: tuple[int, ...] = (PASSED,)
         if status is None:
@@ -217,11 +220,12 @@ def _addopts(repository: Path) -> str:
 
 
 def copy_repository(root: Path, target: Path) -> None:
-    """Everything but what git ignores, known to git there, since tests ask it for files."""
+    """Copy all files that git does not ignore. They are added to git in the copy, since tests list
+    files with git."""
     command = ["git", "-C", str(root), "ls-files", "-coz", "--exclude-standard"]
     for name in subprocess.check_output(command, text=True).split("\0"):
         source = root / name
-        if name and (source.is_file() or source.is_symlink()):  # not what was deleted
+        if name and (source.is_file() or source.is_symlink()):  # not deleted files
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name, follow_symlinks=False)
     for words in (["init", "--quiet"], ["add", "--all"]):
@@ -229,9 +233,9 @@ def copy_repository(root: Path, target: Path) -> None:
 
 
 def find_tests(copy: Copy) -> dict[str, str]:
-    """The files that the suite has tests in, with their texts. pytest is asked, since it leaves out
-    files for which something is not installed. Raises RuntimeError if it cannot collect them, or if
-    they would test another copy of the package."""
+    """The test files of the suite, with their texts. pytest collects them, since it skips files
+    whose requirements are not installed. Raises RuntimeError if the collection fails, or if the
+    tests would import another copy of the package."""
     with copy.environment() as environment:
         command = [sys.executable, "-c", "import rloo; print(rloo.__file__)"]
         found = subprocess.check_output(command, cwd=copy.folder, env=environment, text=True)

@@ -1,4 +1,4 @@
-"""Which places of the package `tools/mutations.py` may break, and which tests lie near a place."""
+"""The places of the package that `tools/mutations.py` may mutate, and the tests near a place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-# The folders and files of src/rloo that places are drawn from, each with the parts of it that are
-# left out.
+# The folders and files of src/rloo with places, each with its excluded parts.
 CORE: Mapping[str, Sequence[str]] = {
     "algorithm": (),
     "config": (),
@@ -43,7 +42,7 @@ _COMPOUND = (
     ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Match,
 )  # fmt: skip
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_NUM_SHOWN = 24  # characters of a line on either side of what was changed
+_NUM_SHOWN = 24  # shown characters of the line on each side of the change
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,15 @@ class Place:
     after: str
 
     def apply(self, text: str) -> str:
-        """The text of the file with the change. Raises ValueError if the file is another one."""
+        """The text of the file with the change. Raises ValueError if the text does not match the
+        place."""
         if text[self.start : self.end] != self.old:
             raise ValueError(f"{self.path}:{self.line} does not hold {self.old!r}")
         return text[: self.start] + self.new + text[self.end :]
 
     @property
     def key(self) -> tuple[str | int, ...]:
-        """What tells this change from all others of the same sources."""
+        """A key that is unique among all changes of the same sources."""
         return self.path, self.line, self.column, self.old, self.new
 
 
@@ -77,7 +77,7 @@ class Place:
 
 
 def core_files(root: Path) -> list[Path]:
-    """The Python files of the core. Raises ValueError where CORE names what is not there."""
+    """The Python files of the core. Raises ValueError if a path in CORE does not exist."""
     package, found = root / "src/rloo", []
     for name, left_out in CORE.items():
         place = package / name
@@ -99,7 +99,8 @@ def find_places(root: Path) -> list[Place]:
 
 
 def draw(places: Sequence[Place], number: int, seed: int) -> list[Place]:
-    """So many different places: first a kind, each as likely as the others, then a place of it."""
+    """`number` different random places: first a kind is drawn uniformly, then a place of this
+    kind."""
     generator = random.Random(seed)
     drawn: list[Place] = []
     left = {kind: [place for place in places if place.kind == kind] for kind in KINDS}
@@ -120,8 +121,8 @@ def places_of(text: str, path: str) -> list[Place]:
 
 
 class _Source:
-    """A source text, whose places have two kinds of coordinates: `ast` counts the bytes of a line,
-    an edit the characters of the text."""
+    """A source text. Converts coordinates: `ast` counts the bytes of a line, an edit counts the
+    characters of the text."""
 
     def __init__(self, text: str, path: str) -> None:
         self.text, self.path = text, path
@@ -141,7 +142,8 @@ class _Source:
 
     @cached_property
     def _tokens(self) -> list[tuple[int, int, str]]:
-        """Names and operators with where they begin and end; parentheses stand around operands."""
+        """Names and operators with their start and end positions. Parentheses may enclose
+        operands."""
         return [
             (self._starts[row - 1] + column, self._starts[last - 1] + end, token.string)
             for token in tokenize.generate_tokens(io.StringIO(self.text).readline)
@@ -154,7 +156,7 @@ class _Source:
         return [token for token in self._tokens if low <= token[0] < high]
 
     def place(self, kind: str, start: int, end: int, new: str) -> Place:
-        """A change, with some of its line around it for people."""
+        """A change, with a part of its line for display."""
         line = self.text.count("\n", 0, start) + 1
         column, old = start - self._starts[line - 1], self.text[start:end]
         left = self.text[self._starts[line - 1] : start].lstrip()
@@ -171,14 +173,14 @@ class _Source:
 
 
 def _watched(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below this one that a test could be expected to watch."""
+    """The nodes below this one whose change a test should notice."""
     for child in _watched_children(node):
         yield child
         yield from _watched(child)
 
 
 def _watched_children(node: ast.AST) -> list[ast.AST]:
-    """Without annotations, decorators, and what only people read."""
+    """The children, without annotations, decorators, and texts that only people read."""
     match node:
         case ast.FunctionDef(name="__repr__" | "__str__"):
             return []
@@ -197,12 +199,12 @@ def _watched_children(node: ast.AST) -> list[ast.AST]:
             return [node.test]
         case ast.If() if _is_for_types(node.test):
             return list(node.orelse)
-        # An f-string is mostly words, and Python 3.11 does not know where its parts stand.
+        # An f-string is mostly text, and Python 3.11 has no positions of its parts.
         case ast.JoinedStr():
             return []
         case ast.Call() if ast.unparse(node.func) in ("warnings.warn", "warn"):
             return []
-        # Its arguments are as long as each other, or the program would be wrong already.
+        # The arguments of `zip` have equal lengths in a correct program, so `strict` has no effect.
         case ast.Call(func=ast.Name(id="zip")):
             return list(node.args)
     return list(ast.iter_child_nodes(node))
@@ -226,8 +228,8 @@ def _operators(source: _Source, node: ast.AST) -> Iterator[Place]:
 
 
 def _operands(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """The two expressions that each operator of a node stands between. Arithmetic on strings and
-    lists is left out: its mutation fails wherever it runs, and so any test would find it."""
+    """The two operands of each operator of a node. Arithmetic on strings and lists is excluded: a
+    mutation always raises an error, so any test would find it."""
     pairs: list[tuple[ast.expr, ast.expr]] = []
     match node:
         case ast.BoolOp():
@@ -277,8 +279,9 @@ def _conditions(source: _Source, node: ast.AST) -> Iterator[Place]:
 
 
 def _returns(source: _Source, node: ast.AST) -> Iterator[Place]:
-    """Before each statement of a function but its last. A line more would be caught by the tests
-    that count lines, so the `return` goes beside a statement that has no block of its own."""
+    """A `return` before each statement of a function except for the last. Tests that count lines
+    would catch an additional line, so the `return` is inserted in the line of a statement without a
+    block."""
     if not isinstance(node, _FUNCTIONS) or not _watched_children(node) or _yields(node):
         return
     has_docstring = ast.get_docstring(node, clean=False) is not None
@@ -310,10 +313,10 @@ def _yields(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 def order_tests(
     path: str, tests: Mapping[str, str], away: Mapping[str, Mapping[str, int]]
 ) -> list[list[str]]:
-    """The test files in three parts: those that are about the file at `path` by their place or by
-    naming its module, those that import it through others, and the rest. Of the second, those of
-    the same folder come first, then those that are fewer imports away. `tests` has their texts, and
-    `away` says how many imports each is away from other files (`ImportGraph.away`)."""
+    """The test files in three parts: files about the module at `path`, according to their path or
+    because they name the module; files that import it indirectly; all other files. The second part
+    is ordered: first files of the same folder, then by distance in imports. `tests` has the texts
+    of the files. `away` has their distances to other files (`ImportGraph.away`)."""
     module = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
     folder, stem = Path(path).parent.relative_to("src/rloo"), Path(path).stem
     home = (Path("tests") / folder).as_posix()

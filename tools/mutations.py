@@ -1,18 +1,18 @@
-"""Does the README's test suite notice when the package is broken?
+"""Tests whether the README's test suite notices mutations of the package.
 
     python tools/mutations.py [--seed 0] [--number 40] [--jobs 2] [--only N ...] [--timeout S]
                               [--results FILE]
 
-Draws places of the package's core at random (`mutation_places.py`), breaks one at a time in a copy
-of the repository, and runs the suite against the copy until the first failure: the test files that
-are about the place, then those that import it through others, then the rest. What was caught is run
-again on the restored file, where it must pass. Prints a Markdown table; the exit status is 1 if
-fewer than 90 % of the places are caught. A place that survives may be one where the change makes no
-difference: that is for people to see.
+Random places of the package's core (`mutation_places.py`) are mutated, one at a time, in a copy of
+the repository. The suite runs against the copy until the first failure: first the test files about
+the place, then files that import it indirectly, then all others. A failed test is run again on the
+restored file, where it must pass. The output is a Markdown table. The exit status is 1 if fewer
+than 90 % of the mutations are caught. A surviving mutation may have no effect on the behaviour,
+which people must check.
 
-`--jobs` copies are tested side by side. `--only` runs some numbers of the table. `--timeout` is for
-each of the three parts of the suite. `--results` keeps each verdict in a file of JSON lines, whose
-places are not run again.
+`--jobs` copies are tested in parallel. `--only` runs some numbers of the table. `--timeout` is for
+each of the three parts of the suite. `--results` writes each verdict to a file of JSON lines.
+Places with a verdict in the file are not run again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NO_VERDICT = "no verdict"
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one place. `by` is the test that caught it, or what else is to be said."""
+    """The result of one place. `by` is the test that caught the mutation, or another remark."""
 
     verdict: str
     by: str
@@ -49,10 +49,10 @@ class Row:
 
 
 class Check:
-    """A check of some places, in as many copies as there are jobs."""
+    """A check of some places, with one copy per job."""
 
     def __init__(self, root: Path, folder: Path, options: argparse.Namespace) -> None:
-        # Rewards that run behind a wall read the copy as another user.
+        # Sandboxed rewards read the copy as another user.
         folder.chmod(0o755)
         self._processes = Processes()
         copies = [
@@ -61,7 +61,7 @@ class Check:
         ]
         self.first = copies[0]
         copy_repository(root, self.first.repository)
-        for copy in copies[1:]:  # all are of the same moment
+        for copy in copies[1:]:  # all copies are of the same sources
             shutil.copytree(self.first.repository, copy.repository, symlinks=True)
         self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for copy in copies:
@@ -69,7 +69,7 @@ class Check:
         self._num_jobs = len(copies)
 
     def run(self, places: dict[int, Place], report: Callable[[int, Place, Row], None]) -> None:
-        """Judge all places. On an interrupt everything is killed."""
+        """Judge all places. An interrupt kills all processes."""
         tests = find_tests(self.first)
         graph = ImportGraph(self.first.repository)
         away = {test: graph.away([test]) for test in tests}
@@ -99,7 +99,7 @@ class Check:
 
 
 def read_results(file: Path | None) -> dict[tuple[str | int, ...], Row]:
-    """The verdicts in a file, by the key of their place."""
+    """The verdicts in a file, by the key of the place."""
     lines = file.read_text(encoding="utf-8").splitlines() if file and file.exists() else []
     found = {}
     for line in map(json.loads, lines):
@@ -109,7 +109,7 @@ def read_results(file: Path | None) -> dict[tuple[str | int, ...], Row]:
 
 
 def format_row(number: int, place: Place, row: Row) -> str:
-    """A line of the table."""
+    """A row of the table."""
     before, after, by = (
         text.replace("|", "\\|").replace("`", "'") for text in (place.before, place.after, row.by)
     )
@@ -119,8 +119,8 @@ def format_row(number: int, place: Place, row: Row) -> str:
 
 
 def check(root: Path, options: argparse.Namespace) -> bool:
-    """Run the check and print its table; returns whether enough is caught. Raises NoVerdict at the
-    end if there was none for some places."""
+    """Run the check and print its table. Returns whether enough mutations were caught. Raises
+    NoVerdict at the end if some places have no verdict."""
     rows: dict[int, Row] = {}
     with tempfile.TemporaryDirectory(prefix="mut-") as folder:
         work = Check(root, Path(folder), options)
@@ -154,7 +154,7 @@ def check(root: Path, options: argparse.Namespace) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 where fewer than 90 % of the places are caught."""
+    """Returns exit status 1 if fewer than 90 % of the mutations are caught."""
     parser = argparse.ArgumentParser(prog="tools/mutations.py")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--number", type=int, default=40, help="of places (default: 40)")
@@ -166,5 +166,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: kills all processes
     sys.exit(main())

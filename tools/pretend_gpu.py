@@ -1,12 +1,13 @@
-"""Run any command of `rloo` on a pretended GPU (`tests/support/gpu`):
+"""Runs any command of `rloo` on a simulated GPU (`tests/support/gpu`):
 
     python tools/pretend_gpu.py [--memory GIB] [--torch 2.11] -- train|eval|plan ... options
 
-or, with `probe` in place of a command, the first part of `benchmarks/gpu.sh`.
+With `probe` instead of a command, it runs the first part of `benchmarks/gpu.sh`.
 
-The last line is JSON: the command's status, operations that mix devices, what a real device would
-refuse, how often the host waits for it (a token, a micro-batch, at most a step), and launches by
-phase. The exit status is 0 only if the command's is.
+The last line is JSON: the command's status, operations that mix devices, operations that a real
+device would refuse, the number of times that the host waits for the device (per token, per
+micro-batch, maximum per step), and kernel launches by phase. The exit status is 0 only if the
+command's is 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    """Parse the command line, run the command, tell what was counted."""
+    """Parse the command line, run the command, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--memory", type=float, default=80, help="GiB of the GPU (80)")
     parser.add_argument("--torch", default=None, help="whose rules hold, as 2.11 (the installed)")
@@ -42,7 +43,7 @@ def main() -> int:
                 status = gpu_probe.main(["--small", *options.command[1:]])
             else:
                 status = rloo(options.command)
-        except Exception:  # the counts are told whatever the command raises
+        except Exception:  # the counts are printed after any error
             traceback.print_exc()
             status = 1
         found = {"status": status, "steps": len(device.steps), **device.summary()}

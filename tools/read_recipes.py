@@ -1,10 +1,10 @@
-"""Are the recipes of TRL's and open-r1's scripts read as they are?
+"""Tests whether unchanged recipes of TRL's and open-r1's scripts can be read.
 
     python tools/read_recipes.py PATH [PATH ...]
 
-Each PATH is a folder or a git repository (a bare one, too), of which HEAD is looked at. For each
-YAML file in it a line says `read`, for how many processes if that is not one, or what else the file
-is for. A recipe that `rloo train` would refuse is NOT READ, and then the exit status is 1.
+Each PATH is a folder or a git repository (also a bare one), whose HEAD is used. For each YAML file,
+a line is printed: `read`, with the number of processes if it is not 1, or the other purpose of the
+file. A recipe that `rloo train` would refuse is NOT READ. In this case the exit status is 1.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rloo.config.compat.recipes import refuse_other
 from rloo.config.compat.trl_compatible_options import known_names
 from rloo.config.parsing import YAML_SUFFIXES, parse_command_line, read_config_file
 
-# Batches fit the number of processes that a recipe is for, of which it says nothing.
+# Numbers of processes to try: batches fit a number of processes that the recipe does not name.
 PROCESSES = (1, 2, 4, 7, 8)
 
 
 def recipes(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Name and content of each YAML file."""
+    """The name and content of each YAML file."""
     if (path / "HEAD").exists() or (path / ".git").exists():
         git = ["git", "-C", str(path)]
         listed = subprocess.run([*git, "ls-tree", "-rz", "--name-only", "HEAD"], **_CAPTURED)
@@ -43,7 +43,7 @@ _CAPTURED = {"check": True, "capture_output": True}
 
 
 def judge(content: bytes) -> str:
-    """What becomes of a recipe, in a line."""
+    """The result for a recipe, as a line."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path = str(Path(folder, "recipe.yaml"))
@@ -64,7 +64,7 @@ def judge(content: bytes) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Judge every recipe; the exit status."""
+    """Judge every recipe. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     unread = 0

@@ -1,10 +1,9 @@
-"""Draw the end of a real run of the embedded task as a terminal shows it.
+"""Draws the end of a real run of the embedded task as in a terminal.
 
     python tools/run_picture.py docs/pictures/run.svg --eval_strategy steps --eval_steps 10
 
-Further arguments are options of `rloo train`. What is drawn is what the run's own console printed
-from the step named by FROM on, and its last view. The fonts of the viewer are used: the picture
-names no other host.
+Further arguments are options of `rloo train`. The picture has the output of the run's console from
+step FROM on, and its last view. The picture uses the fonts of the viewer and no other host.
 """
 
 import re
@@ -25,13 +24,13 @@ FROM = 40
 
 
 class LastView:
-    """Shows nothing but the last view, where a terminal would leave it."""
+    """A live display that shows only the last view, as it stays in a terminal."""
 
     def __init__(self, console):
         self.console = console
 
     def show(self, view):
-        """A picture does not move."""
+        """Do nothing: the picture is static."""
 
     def stop(self, view):
         """Print the view."""
@@ -39,7 +38,7 @@ class LastView:
 
 
 class Forget(TrainerCallback):
-    """What was printed up to step FROM has scrolled out of the picture."""
+    """Removes the output before step FROM from the picture."""
 
     def __init__(self, console):
         self.console = console

@@ -1,4 +1,4 @@
-"""The files that cases of `tools/same_run.py` name as `../inputs/NAME`, made when one does."""
+"""Makes the files that cases of `tools/same_run.py` name as `../inputs/NAME`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {
 
 
 def make_inputs(folder: Path, commands: Iterable[Sequence[str]]) -> None:
-    """Make the files that some commands name. Raises ValueError for one that nobody makes."""
+    """Make the files that the commands name. Raises ValueError for an unknown file."""
     sys.path.insert(0, str(ROOT / "tests"))
     folder.mkdir()
     names = {name for words in commands for word in words for name in NAMED.findall(word)}
@@ -48,8 +48,8 @@ def sums(folder: Path) -> None:
 
 
 def judged(folder: Path) -> None:
-    """Rows of GSM8K's form, with tests of programs as well. What the model `counting` says is now
-    and then right."""
+    """Rows in the format of GSM8K, with tests of programs too. Completions of the model `counting`
+    are sometimes correct."""
     rows = [
         {
             "prompt": f"{n} ?",
@@ -62,13 +62,14 @@ def judged(folder: Path) -> None:
 
 
 def numbers(folder: Path) -> None:
-    """Rows whose answer is a number alone."""
+    """Rows whose answer is only a number."""
     rows = ({"prompt": f"{n} ?", "answer": str(1 + n % 3)} for n in range(12))
     write_rows(folder / "numbers.jsonl", rows)
 
 
 def from_countdown(folder: Path, name: str) -> None:
-    """A model of random weights with the embedded task's tokenizer: experts, or one that scores."""
+    """A random model with the embedded task's tokenizer: a mixture of experts, or a reward
+    model."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForSequenceClassification,
@@ -94,7 +95,7 @@ def from_countdown(folder: Path, name: str) -> None:
 
 
 def counting(folder: Path) -> None:
-    """A model of random weights whose tokens are characters, and which often says some of them."""
+    """A random model whose tokens are characters, some of which are frequent."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from support.chat import make_chat_tokenizer
@@ -111,7 +112,7 @@ def counting(folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     chosen = tokenizer.convert_tokens_to_ids([*"123\n(", "<|im_end|>"])
     with torch.no_grad():
-        model.get_input_embeddings().weight += 1.0  # so that all hidden states point one way
+        model.get_input_embeddings().weight += 1.0  # gives all hidden states a common direction
         model.lm_head.weight[chosen] += 8.0 / SMALL["hidden_size"]
     save(folder / "counting", model, tokenizer)
 
@@ -122,7 +123,7 @@ def save(folder: Path, model: Any, tokenizer: Any) -> None:
 
 
 def stub_of_vllm(folder: Path) -> None:
-    """A program that answers as vLLM does. It imports nothing of rloo."""
+    """A stand-in program for vLLM's server. It imports nothing of rloo."""
     support = folder / "stub" / "support"
     support.mkdir(parents=True)
     for name in ("__init__.py", "fake_vllm.py", "fake_vllm_program.py"):
@@ -135,7 +136,8 @@ def stub_of_vllm(folder: Path) -> None:
 
 
 def runs(folder: Path) -> None:
-    """Folders of runs that never ran: one that rose, one that goes on, one that was cut off."""
+    """Folders of made-up runs: one with a rising reward, one in progress, one that was
+    interrupted."""
     from support.run_folders import make_run
 
     made = folder / "runs"
@@ -148,7 +150,7 @@ def runs(folder: Path) -> None:
 
 
 def fixed_files(folder: Path) -> None:
-    """Other systems' files, and an estimator."""
+    """Configuration files of other systems, and an estimator."""
     shutil.copytree(TOOLS / "same_inputs", folder / "files")
     for name in ("gsm8k_areal.yaml", "ms_swift_flags.sh", "estimator.py"):
         shutil.copy(ROOT / "examples" / name, folder / "files")

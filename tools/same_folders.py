@@ -1,7 +1,7 @@
-"""What two runs left in their output folders, compared to the last bit, for `tools/same_run.py`.
+"""Compares the output folders of two runs bit by bit, for `tools/same_run.py`.
 
-Tensors are compared by their bits, JSON by key and value, other text by line. What no two runs have
-in common is in `same_words.py`.
+Tensors are compared by their bits, JSON by key and value, other text by line. `same_words.py` has
+the differences that are expected between any two runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from same_words import FILES, VALUES, Words
 
-# Some of a manifest's are of files with clocks; what all files hold is compared here itself.
+# Some digests in a manifest are of files with times. The content of all files is compared anyway.
 DIGESTS = ("sha256", "size")
 
 
@@ -33,12 +33,12 @@ class Difference:
 
 
 def compare_folders(before: Path, after: Path, words: Words) -> Iterator[Difference]:
-    """Everything in which two folders differ, apart from what may."""
+    """All unexpected differences of two folders."""
     names = [
         {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         for folder in (before, after)
     ]
-    # The run's own records first: they say most.
+    # The records of the run first, since they are the most informative.
     for name in sorted(names[0] | names[1], key=lambda name: (name.count("/"), name)):
         missing = [name not in side for side in names]
         if any(missing):
@@ -48,7 +48,7 @@ def compare_folders(before: Path, after: Path, words: Words) -> Iterator[Differe
 
 
 def compare_files(name: str, before: Path, after: Path, words: Words) -> Iterator[Difference]:
-    """As `compare_folders`, for two files that are there."""
+    """As `compare_folders`, for two existing files."""
     if name.endswith(FILES) or before.read_bytes() == after.read_bytes():
         return
     if name.endswith(".safetensors"):
@@ -65,7 +65,7 @@ def compare_files(name: str, before: Path, after: Path, words: Words) -> Iterato
 
 
 def compare_values(place: str, before: Any, after: Any, words: Words) -> Iterator[Difference]:
-    """Two JSON values: the same keys, numbers of the same type and bits, the same text."""
+    """Compare two JSON values: keys, types and bits of numbers, and texts must be equal."""
     if isinstance(before, dict) and isinstance(after, dict):
         before, after = ({words.common(k): v for k, v in side.items()} for side in (before, after))
         for key in dict.fromkeys([*before, *after]):
@@ -93,7 +93,7 @@ def _is_digest(place: str, key: str) -> bool:
 
 def _plain(value: Any, words: Words) -> str:
     if not isinstance(value, str):
-        return json.dumps(value)  # tells 1 from 1.0, 0.0 from -0.0, and every float64 from the next
+        return json.dumps(value)  # distinguishes 1 and 1.0, 0.0 and -0.0, and all float64 values
     return repr(words.common(value))
 
 

@@ -1,4 +1,5 @@
-"""Rewards that the cases of `tools/same_run.py` name. Copied beside them as `rewards.py`."""
+"""Rewards of the cases of `tools/same_run.py`. The file is copied to their folder as
+`rewards.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ def graded(completions: list[str], **_: Any) -> list[float]:
 
 
 def sometimes(completions: list[str], trainer_state: Any = None, **_: Any) -> list[float | None]:
-    """None for some, and in the second step for all."""
+    """None for some completions, and in the second step for all."""
     nothing = trainer_state is not None and trainer_state.global_step == 1
     return [None if nothing or len(text) % 3 == 0 else len(set(text)) / 16 for text in completions]
 
@@ -32,7 +33,7 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 
 
 def spoken(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
-    """By the length of what the model says in its turns."""
+    """A reward by the length of the model's turns."""
     said = [[m["content"] or "" for m in c if m["role"] == "assistant"] for c in completions]
     return [sum(map(len, texts)) / 10 for texts in said]
 

@@ -1,26 +1,26 @@
-"""Does the working tree compute what a commit computed, to the last bit, and as fast?
+"""Compares the working tree with a commit: bit-identical results, or speed.
 
     python tools/same_run.py COMMIT [--cases NAME ...] [--fresh] [--keep FOLDER] [--results]
     python tools/same_run.py COMMIT --speed [--pairs 20] [--gsm8k FOLDER]
 
-Checks the commit out beside the working tree and runs the cases of `same_cases.yaml` with both in
-this environment: small trainings, most of them also resumed from their first checkpoint, scripts,
-and other commands. Then it compares the output folders file by file: tensors by their bits, JSON by
-key and value, other text by line, and what the commands printed. It prints `same` or the first
-differences of each case; the exit status is 1 if anything differs or fails. What may differ, such
-as clocks and paths, stands in `same_words.py`; names that a move has changed stand in
-`same_renames.yaml`.
+The commit is checked out into a separate folder, and the cases of `same_cases.yaml` run with both
+trees in this environment. Cases are small trainings (most of them are also resumed from their first
+checkpoint), scripts, and other commands. Then the output folders are compared file by file: tensors
+by their bits, JSON by key and value, other text by line, and the printed output. For each case,
+`same` or the first differences are printed. The exit status is 1 if anything differs or fails.
+`same_words.py` has the expected differences, such as times and paths. `same_renames.yaml` has the
+renamed names.
 
-COMMIT may be `.`, the working tree itself. A name after `--cases` may be a pattern (`preset-*`). A
-side runs its cases in one process, while the other side runs them in another; `--fresh` gives each
-case a process of its own, for the cost of an import. `--keep` leaves the output folders there.
-`--results` compares what was computed (tensors, metrics, completions, evaluations, counters), and
-neither prose nor names of options.
+COMMIT may be `.`, the working tree itself. A name after `--cases` may be a pattern (`preset-*`).
+Each side runs its cases in one process, in parallel with the other side. With `--fresh` each case
+has a separate process, which costs an import. `--keep` keeps the output folders in FOLDER.
+`--results` compares only results (tensors, metrics, completions, evaluations, counters), without
+messages and option names.
 
-`--speed` measures instead the CPU time of an optimizer step, of the embedded run and of workload W1
-of the benchmarks: two processes take turns step by step, so that step i is the same work. It prints
-the median of old/new (above 1: the working tree is faster) with its 95 % interval, and fails where
-that lies wholly below 0.97.
+`--speed` instead measures the CPU time of an optimizer step, for the embedded run and for workload
+W1 of the benchmarks. Two processes alternate step by step, so that step i is the same work. The
+median of old/new (above 1: the working tree is faster) is printed with its 95 % interval. The
+command fails if the complete interval is below 0.97.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True)
 class Case:
-    """A case of `same_cases.yaml`. `promised`: patterns of the places that must be equal, where not
-    all of them need to be; `needs`: a program or package without which it is skipped;
-    `makes_folder`: whether its folder is to be there before, for the files that it writes."""
+    """A case of `same_cases.yaml`. `promised` are patterns of the places that must be equal;
+    without patterns, all places must be equal. `needs` is a required program or package; without it
+    the case is skipped. `makes_folder`: whether the case's folder must be created before its
+    commands."""
 
     name: str
     commands: list[list[str]]
@@ -68,19 +69,19 @@ class Case:
     makes_folder: bool = False
 
     def job(self) -> dict[str, Any]:
-        """What a side is given."""
+        """The job of a side."""
         parts = ("name", "commands", "resume", "fails", "makes_folder")
         return {part: getattr(self, part) for part in parts}
 
     def missing(self) -> str | None:
-        """What it needs and this machine lacks."""
+        """The requirement that this machine lacks, or None."""
         there = self.needs is None or shutil.which(self.needs) or find_spec(self.needs)
         return None if there else self.needs
 
 
 @dataclass
 class Result:
-    """What both sides made of a case: seconds and errors, in the order of `SIDES`, and the
+    """The results of both sides for a case: seconds and errors, in the order of `SIDES`, and the
     differences between their folders."""
 
     seconds: list[float]
@@ -95,7 +96,8 @@ class Result:
 
 
 def read_cases(chosen: Sequence[str] | None) -> list[Case]:
-    """The cases, or those that some patterns name. Raises ValueError for a pattern without one."""
+    """All cases, or the cases that match patterns. Raises ValueError for a pattern without a
+    match."""
     table = yaml.safe_load(CASES.read_text(encoding="utf-8"))
     facts = {
         "fails": dict.fromkeys(table["failing"], True),
@@ -128,7 +130,7 @@ def _scripts(table: dict[str, Any]) -> Iterator[Case]:
 
 
 def _commands(table: dict[str, Any]) -> Iterator[Case]:
-    """A case is one command, or several, one after another."""
+    """Cases of one command, or of several commands in sequence."""
     for name, words in table["commands"].items():
         commands = words if isinstance(words[0], list) else [words]
         yield Case(name, commands, makes_folder=True)
@@ -137,7 +139,7 @@ def _commands(table: dict[str, Any]) -> Iterator[Case]:
 def run_side(
     tree: Path, cases: Sequence[Case], folder: Path, *, fresh: bool
 ) -> dict[str, dict[str, Any]]:
-    """Seconds and error of each case in one tree, by name."""
+    """Run the cases in one tree. Returns the seconds and the error of each case by name."""
     answers = {}
     for batch in [[case] for case in cases] if fresh else [cases]:
         with side(tree, "cases", [case.job() for case in batch], folder) as process:
@@ -148,7 +150,8 @@ def run_side(
 
 
 def compare_case(case: Case, folder: Path, words: Words) -> list[Difference]:
-    """Between the two sides' output: the run, what was resumed from it, and what was printed."""
+    """The differences between the two sides' output: the run, the resumed run, and the printed
+    text."""
     found: list[Difference] = []
     for part in (case.name, f"{case.name}-resumed", f"{case.name}.txt"):
         sides = [folder / name / part for name in SIDES]
@@ -172,7 +175,7 @@ def compare_trees(
     fresh: bool = False,
     results: bool = False,
 ) -> dict[str, Result]:
-    """Run the cases in both trees, beside each other, and compare what they left in `folder`."""
+    """Run the cases in both trees in parallel, and compare their output in `folder`."""
     commands = (words for c in cases for words in (*c.commands, *([c.resume] if c.resume else [])))
     make_inputs(folder / "inputs", commands)
     with ThreadPoolExecutor(len(SIDES)) as pool:
@@ -197,7 +200,7 @@ def compare_trees(
 
 
 def judge_cases(commit: str, options: argparse.Namespace, folder: Path) -> bool:
-    """Run and compare the cases, print the table; returns whether all are the same."""
+    """Run and compare the cases, and print the table. Returns whether all are equal."""
     cases = read_cases(options.cases)
     skipped = {case.name: missing for case in cases if (missing := case.missing())}
     cases = [case for case in cases if case.name not in skipped]
@@ -217,7 +220,7 @@ def judge_cases(commit: str, options: argparse.Namespace, folder: Path) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 where something differs, fails or is slower."""
+    """Returns exit status 1 if something differs, fails or is slower."""
     parser = argparse.ArgumentParser(prog="tools/same_run.py")
     parser.add_argument("commit", help="what the working tree is compared with")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="instead of all")
@@ -234,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = [*git, f"{options.commit}^{{commit}}"]
     if options.commit != ITSELF and subprocess.run(known, stdout=subprocess.DEVNULL).returncode:
         parser.error(f"{options.commit} is no commit of this repository")
-    # So that the commit's tree is removed then, too.
+    # The commit's tree is then removed, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     judge = judge_speed if options.speed else judge_cases
     started = time.perf_counter()

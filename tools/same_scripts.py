@@ -1,5 +1,6 @@
-"""Runs of `tools/same_run.py` that only a script can make, with what TRL's scripts pass as objects.
-Models, tokenizers and tools are those of `tests/support/`, which knows nothing of rloo there."""
+"""Runs of `tools/same_run.py` that need a script, with arguments that TRL's scripts pass as
+objects. Models, tokenizers and tools are from the part of `tests/support/` that does not import
+rloo."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ SIZES = [[(30, 24)], [(16, 40), (40, 40)], [], [(64, 12)]]
 
 
 def run(name: str, folder: str, resume: bool) -> None:
-    """Make a run in `folder`, or go on with the one that is there."""
+    """Start a run in `folder`, or resume the run there."""
     from rloo import RLOOConfig, RLOOTrainer
 
     given = SCRIPTS[name]()
@@ -97,7 +98,7 @@ def rollout_func() -> dict[str, Any]:
 
 
 def told(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """By how many tokens differ."""
+    """A reward: the number of different tokens."""
     return [len(set(ids)) / 8 for ids in completion_ids]
 
 
@@ -128,7 +129,7 @@ def images() -> dict[str, Any]:
 
 
 def stream() -> dict[str, Any]:
-    """Prompts of a dataset that is read as it goes."""
+    """Prompts of an iterable dataset."""
     rows = [{"prompt": f"Say {n}."} for n in range(40)]
     given = optimizers()
     del given["optimizers"]
@@ -136,7 +137,7 @@ def stream() -> dict[str, Any]:
 
 
 def optimizers() -> dict[str, Any]:
-    """A model, an optimizer and a schedule of one's own, and two rewards."""
+    """A model, a user-defined optimizer and schedule, and two rewards."""
     from support.chat import make_chat_tokenizer, make_talkative_model
 
     tokenizer = make_chat_tokenizer()

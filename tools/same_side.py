@@ -1,10 +1,10 @@
-"""One side of `tools/same_run.py`: a process that imports one tree's rloo and does as it is told.
+"""One side of `tools/same_run.py`: a process that imports rloo from one tree and executes jobs.
 
     python tools/same_side.py TREE cases JOBS.json     each case, one after another
     python tools/same_side.py TREE speed OPTIONS.json  an optimizer step for every "go" on stdin
 
-Works in the current folder and answers with a line of JSON per case or step. Of rloo it knows what
-outlives a change of the layout: the commands, RLOOConfig, RLOOTrainer, and the output folder.
+It works in the current folder and answers with a line of JSON per case or step. It only uses stable
+parts of rloo: the commands, RLOOConfig, RLOOTrainer, and the output folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 def main(arguments: Sequence[str]) -> None:
     tree, kind, file = arguments
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what anybody else prints goes to the log
+    os.dup2(2, 1)  # other output goes to the log
 
     def answer(values: dict[str, Any]) -> None:
         require_origin(Path(tree))
@@ -52,9 +52,9 @@ def require_origin(tree: Path) -> None:
 
 
 def do_case(job: dict[str, Any]) -> str | None:
-    """Run a job's `commands`, whose output goes to NAME.txt; then, if it has `resume`, that command
-    in a copy of the run that ends at its first checkpoint. Returns what went wrong; where the job
-    says `fails`, None if something did."""
+    """Run a job's `commands`, with output in NAME.txt. If it has a command `resume`, run this
+    command in a copy of the run that ends at its first checkpoint. Returns the error or None. If
+    the job `fails`, an error is expected, and its absence is returned as an error."""
     name = job["name"]
     if job["makes_folder"]:
         os.mkdir(name)
@@ -65,7 +65,7 @@ def do_case(job: dict[str, Any]) -> str | None:
             if job["resume"]:
                 keep_first_checkpoint(Path(name), Path(f"{name}-resumed"))
                 call(job["resume"], console)
-        except Exception as error:  # whatever a side raises is a result
+        except Exception as error:  # any error of a side is a result
             traceback.print_exc()
             told = f"{type(error).__name__}: {error}"
             console.write(told)
@@ -91,7 +91,8 @@ def call(command: list[str], console: io.TextIOBase) -> None:
 
 
 class Both(io.TextIOBase):
-    """What the program says on stderr, in the console as well; what libraries say, in the log."""
+    """A stream for stderr. All text goes to the log; messages of the program also go to the
+    console."""
 
     def __init__(self, console: io.TextIOBase) -> None:
         self.console, self.log = console, sys.stderr
@@ -118,8 +119,8 @@ def keep_first_checkpoint(whole: Path, copy: Path) -> None:
 
 
 def do_steps(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> None:
-    """Train with the `arguments` of `rloo train`, of the embedded task's file if it is `embedded`.
-    At the end of every optimizer step, tell the CPU time that it took, and wait for "go"."""
+    """Train with the `arguments` of `rloo train`, and with the embedded task's file if `embedded`.
+    After every optimizer step, report its CPU time and wait for "go"."""
     import yaml
     from transformers import TrainerCallback
 
@@ -137,7 +138,7 @@ def do_steps(task: dict[str, Any], answer: Callable[[dict[str, Any]], None]) -> 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             answer({"cpu_seconds": time.process_time() - self.began})
             if sys.stdin.readline().strip() != "go":
-                os._exit(0)  # nothing else ends a run without saving it
+                os._exit(0)  # only this ends a run without a save
             self.began = time.process_time()
 
     rloo.RLOOTrainer(args=rloo.RLOOConfig(**options), callbacks=[Turns()]).train()

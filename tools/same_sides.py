@@ -15,14 +15,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SIDE_FILE = ROOT / "tools" / "same_side.py"
 SIDES = ("before", "after")
-# In place of a commit: the working tree itself.
+# Used instead of a commit: the working tree itself.
 ITSELF = "."
 
 
 @contextlib.contextmanager
 def two_trees(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
-    """The source of the commit, and a copy of the working tree's, which may be worked on meanwhile.
-    Both are in `folder`, and the commit's is gone at the end."""
+    """The source of the commit, and a copy of the working tree's source, so that the working tree
+    may be changed meanwhile. Both are in `folder`. The commit's source is removed at the end."""
     old, new = folder / "old", folder / "new"
     copy_source(ROOT, new)
     if commit == ITSELF:
@@ -38,13 +38,13 @@ def two_trees(commit: str, folder: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def copy_source(tree: Path, to: Path) -> None:
-    """Copy what is imported of a tree."""
+    """Copy the importable parts of a tree."""
     shutil.copytree(tree / "src", to / "src", ignore=shutil.ignore_patterns("__pycache__"))
 
 
 @contextlib.contextmanager
 def side(tree: Path, kind: str, task: Any, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """A running `same_side.py` that works in `folder`; what it says aside goes to `folder`.log."""
+    """A running `same_side.py` that works in `folder`. Its stderr goes to `folder`.log."""
     file = folder.with_name(f"{folder.name}.task")
     file.write_text(json.dumps(task), encoding="utf-8")
     folder.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def side(tree: Path, kind: str, task: Any, folder: Path) -> Iterator[subprocess.
 
 
 def read(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
-    """The next answer of a side. Raises RuntimeError with its last words if it has ended."""
+    """The next answer of a side. Raises RuntimeError with the end of its log if it has ended."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:

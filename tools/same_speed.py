@@ -21,7 +21,8 @@ NUM_WARM_UP = 2
 
 
 def embedded_run(steps: int) -> dict[str, Any]:
-    """What is measured of the embedded task: its own options, but for the evaluation before."""
+    """The measured run of the embedded task: the task's options without the evaluation before
+    training."""
     return {
         "max_steps": max(50, steps),
         "eval_on_start": False,
@@ -32,7 +33,8 @@ def embedded_run(steps: int) -> dict[str, Any]:
 
 
 def w1_run(steps: int, inputs: Path, gsm8k: str | None) -> dict[str, Any]:
-    """The options of the benchmarks' workload W1. Its model is made the first time, in minutes."""
+    """The options of the benchmarks' workload W1. The first call trains its model, which takes
+    minutes."""
     sys.path.insert(0, str(ROOT))
     from benchmarks import model
     from benchmarks.workloads import SHARED_OPTIONS, WORKLOADS
@@ -57,8 +59,8 @@ def w1_run(steps: int, inputs: Path, gsm8k: str | None) -> dict[str, Any]:
 
 
 def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics between which the median lies with at least 95 % probability, whatever the
-    distribution; the extremes of fewer than six values hold less."""
+    """Order statistics that contain the median with at least 95 % probability for any distribution.
+    With fewer than six values, the extremes have a lower probability."""
     ordered, n = sorted(values), len(values)
     tail, below = 0.0, 0
     while (tail := tail + math.comb(n, below) / 2**n) <= 0.025:
@@ -70,13 +72,13 @@ def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
 def take_turns(
     trees: Sequence[Path], task: dict[str, Any], folder: Path, pairs: int
 ) -> list[tuple[float, float]]:
-    """CPU seconds of the same optimizer steps in both trees."""
+    """CPU seconds of the same optimizer steps in both trees, which alternate."""
     folders = [folder / name for name in SIDES]
     with contextlib.ExitStack() as stack:
         sides = []
         for tree, place in zip(trees, folders, strict=True):
             sides.append(stack.enter_context(side(tree, "speed", task, place)))
-            read(sides[-1], place)  # it makes its first step as it starts
+            read(sides[-1], place)  # a side makes its first step at its start
 
         def step(number: int) -> float:
             process = sides[number]
@@ -94,7 +96,7 @@ def take_turns(
 
 
 def judge_speed(commit: str, options: argparse.Namespace, folder: Path) -> bool:
-    """Measure both runs, print their ratios; returns whether none is certainly slower."""
+    """Measure both runs and print their ratios. Returns False if a run is certainly slower."""
     fast_enough, steps = True, NUM_WARM_UP + options.pairs + 1
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "embedded": lambda: embedded_run(steps),

@@ -1,5 +1,5 @@
-"""What two runs of one program have not in common, for `tools/same_run.py`: paths, times, process
-ids, host names, and the names that a move has changed. All of it stands here."""
+"""Expected differences between two runs of one program, for `tools/same_run.py`: paths, times,
+process ids, host names, and renamed names."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 
 import yaml
 
-# Keys of JSON whose presence is compared, and not their values: metrics of clock and memory, and
-# which process it was.
+# Keys of JSON whose presence is compared, without their values: metrics of time and memory, and the
+# identity of the process.
 VALUES = re.compile(
     r"time/.*|.*/time|idle/.*|step_time|tokens_per_second/.*|seconds|wall_seconds|train_runtime|.*_per_second"
     r"|rank/(wait_time|gathered_bytes)|peak_.*_bytes|pid|host|port|time"
 )
-# Files of which it is compared that they were written. The report of a run has its clocks in it;
-# the last is what the case of a profile prints.
+# Files whose existence is compared, without their content. The report of a run has times. The last
+# file is the printed output of the profile's case.
 FILES = ("report.html", "profile/trace.json", "profile/report.md", "profiled.txt")
-# Places where a run says something, in words or in names of options, and computes nothing.
+# Places with messages or option names, which are no computed results.
 SPOKEN = re.compile(r"\.(txt|md|yaml)\b| (verdict|notes|config)\b")
 TEXTS = (
-    # Where the base model of the embedded task lies in a tree, which is moved with its folder.
+    # The path of the embedded task's base model, which differs if its folder is moved.
     (re.compile(r"""[^\s"']*/(?=countdown_base\b)"""), "PACKAGE/"),
     (re.compile(r"\d+%\|.*"), "PROGRESS"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d([.,]\d+)?)?(Z|[+-]\d\d:?\d\d)?"), "TIME"),
     (re.compile(r"\b\d\d:\d\d:\d\d\b"), "TIME"),
     (re.compile(r"\b\d[\d.,]*(e-?\d+)? (ms|s|min|h)\b( \d\d (s|min)\b)?"), "DURATION"),
-    # What a table pads to its width after them.
+    # Padding of tables after durations.
     (re.compile(r"(?<=DURATION)(.*?) +$", re.M), r"\1"),
     (re.compile(r"(?<=MB of |GB of )[\d.]+ GB"), "THE MACHINE'S"),
     (re.compile(r"(?<=\| memory )[\d.]+ [kMG]?B\b"), "SIZE"),
@@ -45,14 +45,14 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Words:
-    """What is put in place of what may differ. `places`: a path, and the word for it; `renamed`: an
-    old name of a module or of anything else, and the new one."""
+    """Replacements for texts that may differ. `places` are pairs of a path and its replacement.
+    `renamed` are pairs of an old name, of a module or other thing, and its new name."""
 
     places: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
     def common(self, text: str) -> str:
-        """The text as both sides should have it."""
+        """The text in the form that must be equal on both sides."""
         for path, word in self.places:
             text = text.replace(path, word)
         if self.renamed:
@@ -72,8 +72,8 @@ class Words:
 
 
 def words_for(places: Mapping[Path, str], table: Path) -> Words:
-    """Words for paths (the longest are put first) and for a file of renames: `modules`, in dotted
-    names, which are changed as paths too, and `names`, of whatever kind."""
+    """The replacements for paths (the longest first) and for a file of renames. The file has
+    `modules`, dotted names that are also replaced as paths, and `names` of any kind."""
     renames: dict[str, Any] = yaml.safe_load(table.read_text(encoding="utf-8"))
     modules = renames["modules"] or {}
     names = {**modules, **(renames["names"] or {})}
@@ -91,7 +91,7 @@ def _forms(path: Path) -> Iterable[Path]:
 
 
 def as_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line; what is no text, in JSON."""
+    """Options as arguments of a command line. Values that are no text are JSON."""
     words = []
     for name, value in options.items():
         values = value if isinstance(value, list) else [value]

@@ -1,5 +1,5 @@
-"""What mkdocs.yml does to the pages: the options are written from the code, formulas are typeset,
-and what lies outside of docs/ is named rather than linked."""
+"""The hook of mkdocs.yml that changes the pages: it writes the options from the code, typesets
+formulas, and replaces links to files outside of docs/ by names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rloo.config.show import value_as_text
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./(?:\.\./)?(?!how-to|reference)[^)]*\)")
 
-# Code, which is left as it is, or a formula.
+# Code, which is unchanged, or a formula.
 _FORMULA = re.compile(r"```.*?```|`[^`\n]+`|\$(?=\S)([^$`\n]+)(?<=\S)\$", re.DOTALL)
 
 
@@ -29,8 +29,8 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def _typeset(markdown: str) -> str:
-    """Formulas (`$...$`, as GitHub has them) as MathML, which browsers draw by themselves. Code has
-    dollars of its own."""
+    """Convert formulas (`$...$`, as on GitHub) to MathML, which browsers render. Dollars in code
+    are unchanged."""
     from latex2mathml.converter import convert
 
     def drawn(found: re.Match) -> str:
@@ -40,12 +40,13 @@ def _typeset(markdown: str) -> str:
 
 
 def _options() -> str:
-    """A section a tier, and in it a table a subject; a mapping is followed by its keys."""
+    """The options: a section per tier, with a table per subject. A mapping is followed by its
+    keys."""
     parts = []
     for tier, who in TIERS.items():
         parts.append(f"## {tier.capitalize()} options\n\nThe tier {tier}: {who}.\n")
         by_subject: dict[str, list] = {}
-        for field in OPTIONS:  # those of one subject do not stand together
+        for field in OPTIONS:  # options of a subject are not consecutive
             if field.metadata["tier"] == tier:
                 by_subject.setdefault(field.metadata["subject"], []).append(field)
         for subject, of_subject in by_subject.items():

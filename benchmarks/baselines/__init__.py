@@ -1,1 +1,1 @@
-"""Learning curves and gradient variance of RLOO and its relatives: see `docs/baselines.md`."""
+"""Learning curves and gradient variance of RLOO and related estimators: see `docs/baselines.md`."""

@@ -1,13 +1,14 @@
-"""Baselines: learning curves of RLOO and its relatives, and gradient variance against K.
+"""Learning curves of RLOO and related estimators, and gradient variance as a function of K.
 
     PYTHONPATH=src python -m benchmarks.baselines run [--task countdown] [--arms rloo_k8,grpo]
         [--seeds 0,1,2] [--out runs/baselines] [--jobs 2] [--steps N]
     PYTHONPATH=src python -m benchmarks.baselines report [--out runs/baselines]
 
-`run` does what has no result in the folder yet: stop it whenever you like and start it again. Of
-every arm a learning rate is chosen from the same grid, by training reward of a seed that is not
-reported; then the seeds are trained. `report` writes the tables of docs/baselines.md, its pictures
-and results.json (needs the extra `plots`). `--steps` is for a trial, in a folder of its own.
+`run` executes the jobs that have no result in the folder, so it may be stopped and started again.
+For every arm, a learning rate is chosen from the same grid. The criterion is the training reward of
+a seed that is not reported. Then the reported seeds are trained. `report` writes the tables and
+pictures of docs/baselines.md and results.json (needs the extra `plots`). `--steps` is for short
+trial runs; use a separate folder for them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.baselines.tasks import TASKS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 when a job failed."""
+    """Returns exit status 1 if a job failed."""
     options = _parse(arguments)
     if options.command == "report":
         from benchmarks.baselines.report import write_report
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def do_job(out: Path, job: Job) -> None:
-    """Make a job's result here and write it."""
+    """Execute a job in this process and write its result."""
     from benchmarks.baselines.training import run_training
     from benchmarks.baselines.variance import measure
 

@@ -1,6 +1,6 @@
-"""What is compared: the arms, what all of them share, and the runs that follow from both.
+"""The compared arms, their common options, and the jobs that follow from both.
 
-Plain Python. Knows nothing of how a run is made.
+Plain Python, independent of the code that executes a job.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Any
 
 COMPLETIONS_PER_STEP = 64
-# One weight for every arm, whatever its preset says: arms differ in the estimator alone.
+# All arms have one KL weight, in place of the one of their presets: they differ only in the
+# estimator.
 BETA = 0.001
 TUNING_SEED = 100
 SEEDS = (0, 1, 2)
-# What the others are compared with.
+# The arm with which the others are compared.
 REFERENCE_ARM = "rloo_k8"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """`size` is K, the completions of a prompt; `options` are the objective's."""
+    """`size` is K, the number of completions per prompt. `options` are the options of the
+    objective."""
 
     title: str
     size: int
@@ -37,7 +39,7 @@ ARMS = {
     "rloo_k4": _rloo(4),
     "rloo_k8": _rloo(8),
     "rloo_k16": _rloo(16),
-    # Of the estimators in the loss only k2 has the gradient of the KL of the reward.
+    # Among the KL estimators in the loss, only k2 has the gradient of a KL penalty in the reward.
     "rloo_kl_loss": Arm(
         "RLOO, KL in the loss (k2)",
         8,
@@ -55,8 +57,9 @@ ARMS = {
 
 @dataclass(frozen=True)
 class Task:
-    """`rows` makes a split, "train" or "heldout"; `reward` scores; `model` returns the folder of
-    the base model, which it may have to make in the folder that it is given."""
+    """`rows` returns the rows of a split, "train" or "heldout". `reward` is the reward function.
+    `model` returns the folder of the base model. If the model is missing, `model` creates it in the
+    folder that is its argument."""
 
     name: str
     title: str
@@ -70,10 +73,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """One process's work: a training run of an arm, or with `arm` None the gradient variance.
+    """The work of one process: a training run of an arm, or with `arm` None the gradient variance.
 
-    `heldout`: whether it is evaluated before and after. `options` are all of the trainer's that
-    matter, so that a result made with others is not taken for this one's.
+    `heldout`: whether the model is evaluated before and after. `options` has all trainer options
+    that influence the result, so that a result with other options is not used for this job.
     """
 
     task: str
@@ -83,7 +86,7 @@ class Job:
 
     @property
     def path(self) -> Path:
-        """Of the result, below the folder of all results."""
+        """The path of the result, relative to the folder of all results."""
         if self.arm is None:
             return Path(self.task) / "variance.json"
         rate, seed = self.options["learning_rate"], self.options["seed"]
@@ -91,8 +94,8 @@ class Job:
 
 
 def training_job(task: Task, arm: str, *, rate: float, seed: int, steps: int | None = None) -> Job:
-    """A run of `steps`, by default the task's. Only the tuning seed is not evaluated: what it is
-    chosen by must not be what is reported."""
+    """A training run of `steps`, by default the task's number. Runs with the tuning seed are not
+    evaluated: the criterion for the learning rate must not be a reported figure."""
     chosen = ARMS[arm]
     options = {
         **chosen.options,
@@ -104,7 +107,8 @@ def training_job(task: Task, arm: str, *, rate: float, seed: int, steps: int | N
         "learning_rate": rate,
         "lr_scheduler_type": "cosine",
         "warmup_steps": 3,
-        # Adam does not see the scale of a loss, which differs between arms; clipping would.
+        # The scale of the loss differs between arms. Adam is invariant to the scale, clipping is
+        # not.
         "max_grad_norm": 0.0,
         "num_generations_eval": 2,
         "seed": seed,
@@ -113,7 +117,7 @@ def training_job(task: Task, arm: str, *, rate: float, seed: int, steps: int | N
     return Job(task.name, arm, seed != TUNING_SEED, options)
 
 
-# A small model on a CPU, and nothing written but metrics.
+# Options for a small model on a CPU. Only metrics are written.
 PLAIN = {
     "bf16": False,
     "gradient_checkpointing": False,
@@ -125,7 +129,7 @@ PLAIN = {
 
 
 def tuning_jobs(task: Task, arms: Sequence[str], steps: int | None = None) -> list[Job]:
-    """The same grid for each arm."""
+    """The tuning runs: the same grid of learning rates for each arm."""
     return [
         training_job(task, arm, rate=rate, seed=TUNING_SEED, steps=steps)
         for arm in arms
@@ -134,8 +138,8 @@ def tuning_jobs(task: Task, arms: Sequence[str], steps: int | None = None) -> li
 
 
 def variance_job(task: Task, **settings: Any) -> Job:
-    """The gradient variance of a task's base model; `settings` replace those of
-    `benchmarks.baselines.variance.measure`."""
+    """The job for the gradient variance at a task's base model. `settings` replace default settings
+    of `benchmarks.baselines.variance.measure`."""
     options = {
         "num_prompts": 8,
         "num_completions": 1024,

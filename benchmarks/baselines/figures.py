@@ -1,4 +1,4 @@
-"""The pictures of docs/baselines.md, drawn from results.json's data alone."""
+"""Draws the pictures of docs/baselines.md from the data of results.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.baselines.arms import REFERENCE_ARM
 
 SMOOTHED_STEPS = 5
 _GREY = "#6b6b6b"
-# One hue, darker with K.
+# One hue, which is darker for larger K.
 _BY_SIZE = {
     "rloo_k2": "#9ecae1",
     "rloo_k4": "#5ba3cf",
@@ -28,7 +28,8 @@ _OTHERS = {
 
 
 def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write curves of each task, held-out figures and variances; returns the files."""
+    """Write the pictures: curves of each task, held-out figures, and variances. Returns the
+    files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -58,7 +59,8 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """The mean of each value and those before it, SMOOTHED_STEPS in all where there are so many."""
+    """Moving average: the mean of each value and the values before it, SMOOTHED_STEPS in total if
+    available."""
     parts = [values[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
 
@@ -73,14 +75,15 @@ def _panels(count: int, width: float, height: float, **options: Any) -> tuple[An
 def _save(figure: Any, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
-    # Without it, the version of the library would change the file.
+    # Removed: the version of the library would change the file.
     figure.savefig(path, metadata={"Software": None})
     plt.close(figure)
     return path
 
 
 def _curves(task: Mapping[str, Any], path: Path) -> Path:
-    """Training reward by step: RLOO by K, and the others beside RLOO with K = 8."""
+    """Training reward by step: RLOO for each K, and the other estimators together with RLOO for K =
+    8."""
     figure, axes = _panels(2, 9.5, 3.8, sharey=True)
     for axis, colours in zip(axes, (_BY_SIZE, {REFERENCE_ARM: _GREY, **_OTHERS}), strict=True):
         for name, colour in colours.items():
@@ -99,7 +102,8 @@ def _curves(task: Mapping[str, Any], path: Path) -> Path:
 
 
 def _heldout(tasks: Mapping[str, Any], path: Path) -> Path:
-    """Held-out pass@1 after training: each run a dot, the mean with its interval over prompts."""
+    """Held-out pass@1 after training: a dot for each run, and the mean with its interval over
+    prompts."""
     figure, axes = _panels(len(tasks), 9.5, 3.6)
     for axis, task in zip(axes, tasks.values(), strict=True):
         arms = list(task["arms"].values())
@@ -118,7 +122,8 @@ def _heldout(tasks: Mapping[str, Any], path: Path) -> Path:
 
 
 def _variances(tasks: Mapping[str, Any], path: Path) -> Path:
-    """K times the variance, over its limit for large K: measured dots on the predicted line."""
+    """K times the variance divided by its limit for large K: measured dots and the predicted
+    line."""
     figure, axes = _panels(len(tasks), 9.5, 3.6)
     for axis, task in zip(axes, tasks.values(), strict=True):
         found = task["variance"]

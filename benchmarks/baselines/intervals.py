@@ -1,4 +1,4 @@
-"""Intervals for the differences between arms, whose units are single runs."""
+"""Confidence intervals for the differences between arms. The statistical unit is a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from scipy import stats
 def difference_interval(
     ours: Sequence[float], theirs: Sequence[float], *, comparisons: int = 1
 ) -> list[float] | None:
-    """[difference of means ours - theirs, low, high]: Welch's interval, whose units are the runs.
+    """[difference of means ours - theirs, low, high]: Welch's interval. The statistical unit is a
+    run.
 
-    `comparisons` such intervals hold together with 95 % (Bonferroni). None with fewer than two runs
-    on a side, from which no spread can be seen.
+    `comparisons` such intervals hold simultaneously with 95 % confidence (Bonferroni). None if a
+    side has fewer than two runs, since its spread is then unknown.
     """
     if min(len(ours), len(theirs)) < 2:
         return None

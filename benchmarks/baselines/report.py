@@ -1,4 +1,4 @@
-"""The finished runs as tables in docs/baselines.md, pictures, and results.json."""
+"""Writes the finished runs to tables in docs/baselines.md, pictures, and results.json."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _ESTIMATORS = {
 def write_report(
     out: Path, tasks: Mapping[str, Task], *, docs: Path, steps: int | None = None
 ) -> None:
-    """Put the tables between the marks of `docs`/baselines.md, pictures and data in
-    `docs`/baselines. Raises ValueError if a mark is missing, before anything is written."""
+    """Write the tables between the marks in `docs`/baselines.md, and pictures and data to
+    `docs`/baselines. Raises ValueError before the first write if a mark is missing."""
     results = {"tasks": {name: summarise(out, task, steps=steps) for name, task in tasks.items()}}
     page = docs / "baselines.md"
     text = page.read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def write_report(
 
 def put_between(text: str, name: str, block: str) -> str:
     """`text` with `block` between <!-- baselines:name --> and <!-- /baselines:name -->. Raises
-    ValueError unless both marks are there once."""
+    ValueError unless each mark occurs exactly once."""
     start, end = f"<!-- baselines:{name} -->", f"<!-- /baselines:{name} -->"
     if text.count(start) != 1 or text.count(end) != 1:
         raise ValueError(f"baselines.md needs {start} and {end}, once each")
@@ -47,7 +47,7 @@ def put_between(text: str, name: str, block: str) -> str:
 
 
 def render_task(task: Mapping[str, Any]) -> str:
-    """Tuning, held-out figures, each seed's, and what they support."""
+    """Tables of the tuning, held-out figures in total and by seed, and the conclusions."""
     parts = []
     if task["arms"]:
         seeds = ", ".join(map(str, task["seeds"]))
@@ -135,7 +135,7 @@ def _difference_table(task: Mapping[str, Any]) -> str:
 
 
 def _verdict(task: Mapping[str, Any]) -> str:
-    """A sentence for each measure: which differences are larger than their intervals."""
+    """A sentence for each measure that names the differences whose intervals exclude 0."""
     lines = []
     for measure in _measures(task):
         differences = task["differences"].get(measure, {})
@@ -157,7 +157,7 @@ def _measures(task: Mapping[str, Any]) -> list[str]:
 
 
 def _is_graded(task: Mapping[str, Any]) -> bool:
-    """Whether the mean reward is another figure than pass@1."""
+    """Whether the mean reward differs from pass@1."""
     return any(arm["end"] != arm["end_reward"] for arm in task["arms"].values())
 
 
@@ -175,7 +175,7 @@ def _points(values: Sequence[float] | None) -> str:
 
 
 def render_variances(tasks: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table of each task whose variance is measured."""
+    """The variance tables of all tasks with a measured variance."""
     parts = []
     for name, task in tasks.items():
         if task["variance"] is None:
@@ -201,7 +201,7 @@ def _variance_table(found: Mapping[str, Any]) -> str:
         elif estimator == "none":
             predicted = share(found["no_baseline"])
         value, low, high = row["noise"]
-        # Its scale is another one: only the last column compares.
+        # This estimator has another scale, so only the last column is comparable.
         measured = "-" if estimator == "std" else share(row["variance"])
         any_size = "any" if estimator == "none" else str(size)
         noise = f"{value:.3g} [{low:.3g}, {high:.3g}]"

@@ -1,5 +1,5 @@
-"""The files of finished jobs: written whole, recognised by what was asked for; and what is chosen
-from them. Plain Python."""
+"""The result files of finished jobs, and the choice of learning rates. A file is written atomically
+and has the job's options. Plain Python."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Result = Mapping[str, Any]
 
 
 def read_result(out: Path, job: Job) -> Result | None:
-    """The job's result; None if it has none, or one of other options (which is then no longer the
-    job's), or one that was not written to its end."""
+    """The job's result. None if there is no result, if the file has other options than the job, or
+    if the file is incomplete."""
     try:
         record = json.loads((out / job.path).read_text(encoding="utf-8"))
         same = record["job"] == json.loads(json.dumps(asdict(job)))
@@ -28,7 +28,7 @@ def read_result(out: Path, job: Job) -> Result | None:
 
 
 def write_result(out: Path, job: Job, result: Result) -> None:
-    """All of it or nothing: the file gets its name when it is complete."""
+    """Write the result atomically: the file is renamed when it is complete."""
     path = out / job.path
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".part{os.getpid()}")
@@ -37,26 +37,27 @@ def write_result(out: Path, job: Job, result: Result) -> None:
 
 
 def last_fifth(rewards: Sequence[float]) -> float:
-    """The mean of the last fifth of a curve, of at least one step."""
+    """The mean of the last fifth of a curve, which is at least one step."""
     return fmean(rewards[-max(1, len(rewards) // 5) :])
 
 
 def choose_rate(curves: Mapping[float, Sequence[float]]) -> float:
-    """The learning rate with the highest mean training reward over the last fifth of the steps, the
-    smaller of equals. It is given training rewards alone, by learning rate."""
+    """The learning rate with the highest mean training reward in the last fifth of the steps. On a
+    tie, the smaller one. `curves` has only training rewards, by learning rate."""
     return max(sorted(curves), key=lambda rate: last_fifth(curves[rate]))
 
 
 def edge_of(rate: float, rates: Sequence[float]) -> str | None:
-    """Whether a better rate may lie outside of the grid: "lowest", "highest" or None."""
+    """The edge of the grid at which `rate` is: "lowest", "highest" or None. At an edge, a better
+    rate may be outside of the grid."""
     return {min(rates): "lowest", max(rates): "highest"}.get(rate)
 
 
 def tuning_curves(
     out: Path, task: Task, arm: str, steps: int | None = None
 ) -> dict[float, list[float]]:
-    """Training rewards of the arm's tuning runs, by learning rate. Raises ValueError while any is
-    missing: a smaller grid is not the same budget."""
+    """Training rewards of the arm's tuning runs, by learning rate. Raises ValueError if a run is
+    missing: a smaller grid would not be the same budget."""
     found = {}
     for rate in task.rates:
         job = training_job(task, arm, rate=rate, seed=TUNING_SEED, steps=steps)

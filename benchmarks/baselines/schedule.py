@@ -1,4 +1,4 @@
-"""Which jobs are left, and doing them: each in a process of its own with one thread."""
+"""Executes the jobs without a result, each in a separate process with one thread."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from benchmarks.baselines.results import choose_rate, read_result, tuning_curves
 ROOT = Path(__file__).resolve().parents[2]
 _LOG_LINES = 6
 
-# Does one job and writes its result; raises RuntimeError with the reason if it could not.
+# Executes a job and writes its result. Raises RuntimeError with the reason if the job fails.
 Work = Callable[[Path, Job], None]
 
 
 def run_in_process(out: Path, job: Job) -> None:
-    """Raises RuntimeError with the last words of a process that failed."""
+    """Execute a job in a new process. Raises RuntimeError with the end of the output if it
+    fails."""
     command = [sys.executable, "-m", "benchmarks.baselines", "job", "--out", str(out.resolve())]
     done = subprocess.run(
         command,
@@ -38,8 +39,8 @@ def run_in_process(out: Path, job: Job) -> None:
 
 
 def run_jobs(out: Path, jobs: Sequence[Job], *, at_once: int, work: Work = run_in_process) -> int:
-    """Do those of the jobs that have no result, and say so line by line. Returns how many failed;
-    a failure does not stop the others."""
+    """Execute the jobs that have no result, and print a line for each. Returns the number of failed
+    jobs. A failure does not stop the other jobs."""
     missing = [job for job in jobs if read_result(out, job) is None]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} jobs are there already", flush=True)
 
@@ -69,9 +70,10 @@ def run_task(
     steps: int | None = None,
     work: Work = run_in_process,
 ) -> int:
-    """The gradient variance, the tuning of every arm, then its seeds at the chosen learning rate.
-    Returns how many jobs failed; an arm whose tuning failed has no further runs."""
-    task.model(out)  # once, before several processes look for it
+    """Execute the gradient variance, the tuning of every arm, and then all seeds of the arm at the
+    chosen learning rate. Returns the number of failed jobs. An arm whose tuning failed has no
+    further runs."""
+    task.model(out)  # create the model once, before several processes need it
     failed = 0
     jobs = tuning_jobs(task, arms, steps)
     if steps is None:
@@ -85,6 +87,6 @@ def run_task(
             print(f"left out: {error}", flush=True)
             continue
         finals += [training_job(task, arm, rate=rate, seed=seed, steps=steps) for seed in seeds]
-    # Seed by seed, so that an unfinished comparison is one of whole seeds.
+    # Ordered by seed, so that an unfinished comparison has all arms for each finished seed.
     finals.sort(key=lambda job: job.options["seed"])
     return failed + run_jobs(out, finals, at_once=at_once, work=work)

@@ -1,8 +1,8 @@
-"""Six letters into alphabetical order: a graded reward, answers of fixed length, nothing to search.
+"""The task of sorting six letters: a graded reward, answers of fixed length, and no search.
 
-A prompt is `q d a z k f :`, its answer `a d f k q z`; the reward is the share of positions that are
-right. The base model is made here, in seconds: it learns from a writer who swaps two letters half
-of the time, and stops learning early.
+A prompt is `q d a z k f :` and its answer is `a d f k q z`. The reward is the share of correct
+positions. The base model is trained here in seconds, for few steps, on answers of which half have
+two letters swapped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IGNORED_LABEL = -100
 
 @cache
 def make_rows(split: str) -> list[dict[str, Any]]:
-    """Always the same rows of a split, "train" or "heldout"; no set of letters is in both."""
+    """The fixed rows of a split, "train" or "heldout". No set of letters is in both splits."""
     rng, seen = random.Random(0), set[frozenset[str]]()
     rows: list[dict[str, Any]] = []
     while len(rows) < sum(NUM_ROWS.values()):
@@ -40,7 +40,7 @@ def make_rows(split: str) -> list[dict[str, Any]]:
 
 
 def sorting_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
-    """The share of positions that are right, in [0, 1]; words too many are wrong ones."""
+    """The share of correct positions, in [0, 1]. Surplus words count as wrong positions."""
     return [
         _score(text.split(), right.split()) for text, right in zip(completions, answer, strict=True)
     ]
@@ -52,7 +52,8 @@ def _score(words: Sequence[str], right: Sequence[str]) -> float:
 
 
 def ensure_base(folder: Path) -> str:
-    """The base model's folder below `folder`; made where it is missing, always the same one."""
+    """The base model's subfolder of `folder`. A missing model is trained; the result is
+    reproducible."""
     path = folder / "sorting_base"
     if not path.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +83,7 @@ def _make_base(path: Path) -> None:
         model_max_length=32,
     )
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # two may add in another order
+    torch.set_num_threads(1)  # two threads may add in another order
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(words),
@@ -116,7 +117,7 @@ def _make_base(path: Path) -> None:
 
 
 def _write_lesson(rng: random.Random) -> str:
-    """A prompt that is in no held-out row, and what the writer answers."""
+    """A training text: a prompt that is in no held-out row, and an answer that may be wrong."""
     heldout = _heldout_sets()
     letters = rng.sample(string.ascii_lowercase, NUM_LETTERS)
     while frozenset(letters) in heldout:

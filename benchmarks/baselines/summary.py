@@ -1,4 +1,4 @@
-"""What the finished runs of a task say together: plain data for tables, pictures, results.json."""
+"""Summarises the finished runs of a task as plain data for tables, pictures and results.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.baselines.results import (
 )
 from rloo.trainer.evaluate import interval
 
-# What arms are compared by, one number a run: name -> what it is.
+# The measures by which arms are compared, one number per run: name -> description.
 MEASURES = {
     "passed": "held-out pass@1 after training",
     "reward": "held-out mean reward after training",
@@ -36,8 +36,8 @@ MEASURES = {
 
 
 def summarise(out: Path, task: Task, *, steps: int | None = None) -> dict[str, Any]:
-    """Everything about a task. Arms that are not finished are in `missing`, with the reason; of the
-    others only seeds that all of them have are taken."""
+    """The summary of a task. `missing` has the unfinished arms with the reasons. Of the finished
+    arms, only the seeds that all of them have are used."""
     found: dict[str, tuple[dict[float, list[float]], float, dict[int, Result]]] = {}
     missing: dict[str, str] = {}
     for arm in ARMS:
@@ -75,7 +75,7 @@ def summarise(out: Path, task: Task, *, steps: int | None = None) -> dict[str, A
 def finished_runs(
     out: Path, task: Task, arm: str, *, rate: float, steps: int | None = None
 ) -> dict[int, Result]:
-    """By seed; never the tuning's."""
+    """The finished runs by seed, without the tuning seed."""
     runs = {}
     for path in (out / task.name / arm).glob(f"rate{rate:g}_seed*.json"):
         seed = int(re.findall(r"seed(\d+)", path.stem)[-1])
@@ -91,8 +91,8 @@ def summarise_arm(
     rate: float,
     runs: Sequence[tuple[int, Result]],
 ) -> dict[str, Any]:
-    """One arm at its chosen rate. Intervals are of prompts: in `runs` of one run, in `start` and
-    `end` of the mean over runs, prompt by prompt."""
+    """The summary of one arm at its chosen learning rate. Intervals are over prompts: in `runs` for
+    one run, in `start` and `end` for the mean over runs of each prompt."""
     results = [result for _, result in runs]
     curves = list(zip(*(result["curves"]["reward"] for result in results), strict=True))
     return {
@@ -130,14 +130,15 @@ def summarise_run(seed: int, result: Result) -> dict[str, Any]:
 
 
 def pooled(results: Sequence[Result], when: str, what: str) -> list[float]:
-    """[mean, low, high] over prompts of the mean over runs: all runs have the same prompts."""
+    """[mean, low, high] over prompts. The value of a prompt is the mean over runs, since all runs
+    have the same prompts."""
     by_prompt = zip(*(result[when][what] for result in results), strict=True)
     return _with_interval([fmean(values) for values in by_prompt])
 
 
 def compare(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[float] | None]]:
-    """By measure: of each arm the difference to the reference arm, its unit the run; the intervals
-    of a measure hold together with 95 %."""
+    """By measure and arm, the difference to the reference arm. The statistical unit is a run. The
+    intervals of a measure hold simultaneously with 95 % confidence."""
     if REFERENCE_ARM not in arms:
         return {}
     others = [arm for arm in arms if arm != REFERENCE_ARM]

@@ -1,4 +1,4 @@
-"""The tasks that the arms are compared on."""
+"""The tasks on which the arms are compared."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One training run of an arm: its curve, and its held-out answers before and after.
+"""One training run of an arm: its learning curve, and held-out answers before and after training.
 
-The trainer of the package as a user has it; only the held-out passes are taken apart here, because
-intervals over several runs need every prompt's own figure.
+The run uses the trainer of the package unchanged. Only the held-out evaluation is done here, since
+intervals over several runs need the figure of every prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rloo.trainer.build import make_source, prompt_limit
 from rloo.trainer.evaluate import evaluate, settings_of
 from rloo.types import Prompt
 
-# Of the metrics of each step, under the names of the curves.
+# Name of a curve -> the metric of each step.
 CURVES = {
     "reward": "reward",
     "length": "completions/mean_length",
@@ -37,7 +37,7 @@ CURVES = {
 
 
 def make_trainer(task: Task, options: Mapping[str, Any], *, out: Path, folder: Path) -> RLOOTrainer:
-    """A trainer on the task's base model, which writes to `folder`."""
+    """A trainer of the task's base model. The trainer writes to `folder`."""
     return RLOOTrainer(
         model=task.model(out),
         reward_funcs=[task.reward],
@@ -47,8 +47,8 @@ def make_trainer(task: Task, options: Mapping[str, Any], *, out: Path, folder: P
 
 
 def run_training(task: Task, job: Job, *, out: Path) -> dict[str, Any]:
-    """`curves` of each step; `start` and `end` where the job wants them (see `_measure`); seconds
-    of the whole, and versions."""
+    """The result of a run: `curves` by step; `start` and `end` (see `_measure`) if the job is
+    evaluated; total seconds, and versions."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
@@ -78,13 +78,13 @@ def _heldout_prompts(task: Task, trainer: RLOOTrainer) -> Sequence[Prompt]:
         args=trainer.args,
         limit=prompt_limit(trainer.model, trainer.args, evaluation=True),
     )
-    assert isinstance(source, PromptDataset)  # a list of rows is no stream
+    assert isinstance(source, PromptDataset)  # rows in a list are no iterable dataset
     return source.all_prompts(None)
 
 
 def _measure(trainer: RLOOTrainer, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Of each prompt the share of sampled answers that have the full reward, and their mean reward;
-    and the share of greedy answers over all prompts."""
+    """For each prompt, the share of sampled answers with the full reward, and the mean reward of
+    sampled answers. Over all prompts, the share of greedy answers with the full reward."""
     policy = trainer.policy
     trainer.engine.load(policy.weights, policy.version)
     metrics, groups = evaluate(

@@ -1,4 +1,4 @@
-"""The variance of a group's gradient against K: measured at a base model, beside theory.
+"""The variance of a group's gradient as a function of K: measured at a base model, and predicted.
 
 RLOO's gradient of a group is a U-statistic of order 2 (Hoeffding 1948): with the score s = grad log
 pi(y), it is the mean over all pairs of h(y1, y2) = (r1 - r2)(s1 - s2) / 2. So its variance is
@@ -6,8 +6,9 @@ pi(y), it is the mean over all pairs of h(y1, y2) = (r1 - r2)(s1 - s2) / 2. So i
     (4 (K - 2) z1 + 2 z2) / (K (K - 1)),   z1 = Var(E[h | y1]) = Var((r - mu) s) / 4,  z2 = Var(h)
 
 since E[h | y1] = ((r1 - mu) s1 + g) / 2 with mu = E r, g = E[r s] and E s = 0. Variances of vectors
-are traces of covariances. At equal completions, K times the variance falls from 2 z2 at K = 2 to
-4 z1, that of REINFORCE with the true mean as baseline.
+are traces of covariances. For an equal number of completions, K times the variance decreases from 2
+z2 at K = 2 to 4 z1 for large K. The limit 4 z1 is the variance of REINFORCE with the true mean as
+baseline.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from rloo.model.policy import Policy
 from rloo.types import Prompt, Rollout, Sample
 
 NUM_RESAMPLES = 1000
-# Completions drawn in one call of the engine.
+# Completions sampled in one call of the engine.
 _AT_ONCE = 256
-# At the base model the KL is 0 to begin with: rewards alone make the gradient.
+# At the base model the KL is 0, so the gradient depends only on the rewards.
 OPTIONS: dict[str, Any] = {"preset": "paper", "beta": 0.0, "num_prompts": 1, **PLAIN}
 NO_BASELINE = {"mean_level": "none"}
 ESTIMATORS: dict[str, dict[str, Any]] = {
@@ -49,24 +50,26 @@ ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 def predicted_variance(size: int, z1: float | Tensor, z2: float | Tensor) -> Any:
-    """Of RLOO's gradient of a group of `size`, from z1 and z2 (see the module)."""
+    """The variance of RLOO's gradient of a group of `size`, from z1 and z2 (see the module)."""
     return (4 * (size - 2) * z1 + 2 * z2) / (size * (size - 1))
 
 
 def trace_variance(vectors: Tensor, counts: Tensor) -> Tensor:
-    """The trace of the covariance of vectors (n, D), unbiased, for each row of `counts` (B, n): how
-    often each of them is in it; the first row is the sample itself, the others are resamples."""
+    """The unbiased trace of the covariance of vectors (n, D), for each row of `counts` (B, n). A
+    row has the number of times that each vector is in a resample. The first row is the sample
+    itself."""
     n = len(vectors)
     sums = counts @ vectors
     squares = counts @ (vectors**2).sum(1)
     found = (squares - (sums**2).sum(1) / n) / (n - 1)
-    # A resample of n varies less than what it is drawn from, by (n - 1) / n.
+    # The variance of a bootstrap resample of n is smaller by the factor (n - 1) / n.
     found[1:] *= n / (n - 1)
     return found
 
 
 def resamples(n: int, generator: torch.Generator) -> Tensor:
-    """Counts (1 + NUM_RESAMPLES, n) of the sample itself, and of bootstrap samples of it."""
+    """Counts (1 + NUM_RESAMPLES, n): one row for the sample itself, followed by its bootstrap
+    resamples."""
     drawn = torch.randint(n, (NUM_RESAMPLES, n), generator=generator)
     counts = torch.zeros(NUM_RESAMPLES, n, dtype=torch.float64)
     counts.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
@@ -74,11 +77,11 @@ def resamples(n: int, generator: torch.Generator) -> Tensor:
 
 
 def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]:
-    """Variances summed over prompts, times K, measured and predicted from other completions, each
-    as [value, low, high]: 95 % bootstrap intervals over the completions of these prompts.
+    """K times the variances, summed over prompts: measured, and predicted from other completions.
+    Each is [value, low, high] with a 95 % bootstrap interval over the completions of these prompts.
 
-    `noise` is that variance over the squared norm of the sum of the prompts' gradients: what counts
-    for estimators that differ in scale.
+    `noise` is this variance divided by the squared norm of the sum of the prompts' gradients. It
+    allows a comparison of estimators with different scales.
     """
     with tempfile.TemporaryDirectory() as folder:
         sampled = {"max_completion_length": options["max_tokens"], "num_generations": 2}
@@ -114,7 +117,7 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
 def draw(
     trainer: RLOOTrainer, rollouts: SyncRolloutGenerator, prompt: Prompt, count: int
 ) -> list[Sample]:
-    """Scored completions of the base model, each a group's only one."""
+    """Scored completions of the base model, each in a group of one."""
     policy, engine = trainer.policy, trainer.engine
     engine.load(policy.weights, policy.version)
     found: list[Sample] = []
@@ -131,7 +134,7 @@ def draw(
 
 
 class Gradients:
-    """Gradients by the code that trains, at a fixed random choice of parameters."""
+    """Gradients computed by the training code, for a fixed random subset of parameters."""
 
     def __init__(self, trainer: RLOOTrainer, num_coordinates: int) -> None:
         self._policy: Policy = trainer.policy
@@ -141,13 +144,14 @@ class Gradients:
         self._chosen = torch.randperm(total, generator=generator)[:num_coordinates]
 
     def of_groups(self, samples: Sequence[Sample], size: int, estimator: dict[str, Any]) -> Tensor:
-        """(groups, coordinates), float64: the samples cut into groups of `size`, in their order."""
+        """The gradients of groups: (groups, coordinates), float64. Consecutive samples form groups
+        of `size`."""
         config = replace(self._config, num_generations=size, **estimator)
         groups = [samples[i : i + size] for i in range(0, len(samples) - size + 1, size)]
         return torch.stack([self._gradient(group, config) for group in groups])
 
     def scores(self, samples: Sequence[Sample]) -> Tensor:
-        """(samples, coordinates): of each the gradient of its log-prob."""
+        """The gradient of each sample's log-prob: (samples, coordinates)."""
         rewarded = [replace(sample, reward=1.0) for sample in samples]
         return self.of_groups(rewarded, 1, NO_BASELINE)
 
@@ -163,8 +167,8 @@ class Gradients:
 
 @dataclass
 class Tally:
-    """What groups of one size and estimator add up to, over prompts: K times the variance, and the
-    squared norm of the summed gradients; (B,), the first of them the sample itself."""
+    """Sums over prompts for groups of one size and estimator: K times the variance, and the squared
+    norm of the summed gradients. Shape (B,): the sample itself, followed by resamples."""
 
     size: int
     variance: Tensor | float = 0.0
@@ -172,7 +176,7 @@ class Tally:
     variance_of_mean: Tensor | float = 0.0
 
     def add(self, vectors: Tensor, number: int) -> None:
-        """The groups of one more prompt."""
+        """Add the groups of one more prompt."""
         counts = resamples(len(vectors), torch.Generator().manual_seed(number))
         variance = trace_variance(vectors, counts)
         self.variance = self.variance + self.size * variance
@@ -182,8 +186,8 @@ class Tally:
     def summary(self) -> dict[str, Any]:
         assert isinstance(self.mean, Tensor) and isinstance(self.variance, Tensor)
         squared = (self.mean**2).sum(1)
-        # The squared norm of a mean is too large by the mean's variance, and that of a resampled
-        # one by as much again.
+        # The squared norm of a mean is biased upwards by the variance of the mean. For a resample
+        # the bias is twice as large.
         share = torch.full_like(squared, 2.0)
         share[0] = 1.0
         signal = squared - share * self.variance_of_mean
@@ -191,7 +195,7 @@ class Tally:
 
 
 class Theory:
-    """z1, z2 and the variance without a baseline, summed over prompts: (B,) as in `Tally`."""
+    """z1, z2 and the variance without a baseline, summed over prompts. Shape (B,) as in `Tally`."""
 
     def __init__(self) -> None:
         self.z1: Any = 0.0
@@ -200,8 +204,8 @@ class Theory:
         self.mean_rewards: list[float] = []
 
     def add(self, scores: Tensor, rewards: Sequence[float], number: int) -> None:
-        """One more prompt's completions: scores (n, D), n even. Two neighbours are a pair, and a
-        resample takes both or neither."""
+        """Add the completions of one more prompt: scores (n, D), n even. Two neighbours form a
+        pair. A resample has both or neither of them."""
         r = torch.tensor(rewards, dtype=torch.float64)[:, None]
         self.mean_rewards.append(round(r.mean().item(), 4))
         pairs = (r[::2] - r[1::2]) * (scores[::2] - scores[1::2]) / 2

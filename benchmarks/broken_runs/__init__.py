@@ -1,1 +1,1 @@
-"""Runs that are sick in one known way, and healthy ones, under the eyes of the doctor."""
+"""Tests of the doctor: runs that each have one known problem, and healthy runs."""

@@ -1,8 +1,9 @@
 """python -m benchmarks.broken_runs [--part fit|judge] [--only TEXT] [--advice] [--results FILE] ...
 
-Makes each run, asks the doctor, and prints what was named right. With --advice each sick run is
-made again with the options of each finding's own command: is the sickness gone, or the held-out
-figure better? Goes on where FILE ends.
+Executes each run, runs the doctor on it, and prints how many problems were found correctly. With
+--advice, each run with a problem is repeated with the options that each finding recommends. The
+output then shows whether the problem is gone or the held-out figure is better. Cases with a result
+in FILE are skipped.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
     from rloo.addons.report.doctor.run_record import RecordedRun
 
 Result = dict[str, Any]
-# The reward that is wanted, whatever a run is paid for.
+# The intended reward, also of runs that train with another reward.
 FIGURE = "rewards/countdown_reward/mean"
 
 
 def make(case: Case, folder: Path, *, again: bool) -> Result:
-    """Make the run of a case and judge it; `again`: judge the one that is there."""
+    """Execute and judge the run of a case. With `again`, judge the existing run."""
     if again and not case.before:
         return judge(case, folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -46,7 +47,7 @@ def make(case: Case, folder: Path, *, again: bool) -> Result:
 
 
 def _before(case: Case, folder: Path) -> Result:
-    """Examine a configuration, by the command's own way."""
+    """Examine a configuration before a run, as the command does."""
     from rloo import RLOOConfig
     from rloo.addons.report.doctor.dry_run import findings_before
 
@@ -57,7 +58,7 @@ def _before(case: Case, folder: Path) -> Result:
 
 
 def follow(case: Case, result: Result, folder: Path) -> list[Result]:
-    """The outcome of a sick run that is made again as each of its findings says."""
+    """The results of repeating a run with the options that each of its findings recommends."""
     before, told = _held_out(folder), []
     for name, options in result["advice"].items():
         again = folder.with_name(f"{folder.name}-{name}")
@@ -71,8 +72,8 @@ def follow(case: Case, result: Result, folder: Path) -> list[Result]:
 
 
 def _held_out(folder: Path) -> dict[str, Any]:
-    """The last evaluation of the task's own reward, that of the weights which the run ends with;
-    empty without any."""
+    """The last evaluation of the task's reward, with the final weights of the run; empty without
+    evaluations."""
     from rloo.addons.report.doctor.doctor_command import read_run
 
     rows = [row for row in read_run(folder).evaluations if row.get(FIGURE) is not None]
@@ -81,7 +82,7 @@ def _held_out(folder: Path) -> dict[str, Any]:
 
 
 def judge(case: Case, folder: Path) -> Result:
-    """What the doctor says of a run, and whether that is right."""
+    """The doctor's findings on a run, and whether they are correct."""
     from rloo.addons.report.doctor.doctor_command import findings_of, read_run, summary_of
     from rloo.tracking.summary_text import summary_text
 
@@ -99,7 +100,8 @@ def _praises(verdict: str) -> bool:
 
 
 def _alarms(folder: Path, run: RecordedRun) -> list[str]:
-    """What was told before the first step, and what these rules tell of the others."""
+    """Names of alarms: those recorded before the first step, and those that the live rules raise
+    for the steps."""
     from rloo.addons.report.doctor.live_rules import LiveDoctor
     from rloo.tracking.jsonl import ALARMS
     from rloo.tracking.run_reader import read_rows
@@ -128,7 +130,7 @@ def _result(case: Case, named: list[str], alarms: Sequence[str] = (), said: str 
 
 
 def main() -> int:
-    """Make the runs that the results lack, and print the table."""
+    """Execute the runs without a result, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("fit", "judge"), default="judge")
     parser.add_argument("--only", default="", help="cases whose name has this")
@@ -154,7 +156,7 @@ def main() -> int:
                     result = make(case, folder, again=given.again)
                     if given.advice and case.wrong and not case.before:
                         result["followed"] = follow(case, result, folder)
-            except Exception:  # a case that cannot be made is told, and the others go on
+            except Exception:  # a failed case is reported, and the next one is executed
                 traceback.print_exc()
                 continue
         result |= {"case": case.key, "seconds": round(time.monotonic() - began, 1)}
@@ -167,7 +169,7 @@ def main() -> int:
 
 
 def table(results: list[Result]) -> str:
-    """Counts of runs that were named right, and of false alarms."""
+    """Counts of runs with correct findings, and of false alarms."""
     sick = [row for row in results if row["wrong"]]
     healthy = [row for row in results if not row["wrong"]]
     followed = [tried for row in sick for tried in row.get("followed", ())]

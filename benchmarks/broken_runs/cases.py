@@ -1,4 +1,4 @@
-"""The runs: how each is made, and what is wrong with it."""
+"""The cases: the options of each run, and its problem."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ BASE = {
     "disable_tqdm": True,
 }  # fmt: skip
 TASK = "countdown"
-# Counts on 101 to 301 have changed rules, so they count no more.
+# Rules were changed after results on seeds 101 to 301, so these seeds are no test any more.
 SEEDS = {"fit": (1, 2, 101, 102, 201, 202, 301), "judge": (302, 303, 304)}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run. `wrong` are the findings any of which names what is wrong, empty for a healthy one.
-    `hook` changes the trainer before it trains; `before`: a configuration is examined, not run;
-    `dies`: it is stopped by an error on the way; `dead`: it must not be praised; `prompt`: what
-    the prompt of a row becomes; `template`: a chat template that its tokenizer has."""
+    """A run. `wrong` has the findings that are correct for it; it is empty for a healthy run.
+    `hook` changes the trainer before training. `before`: the configuration is examined without a
+    run. `dies`: an error stops the run in the middle. `dead`: the doctor must not praise the run.
+    `prompt` returns the changed prompt of a row. `template` is a chat template for the
+    tokenizer."""
 
     name: str
     wrong: tuple[str, ...] = ()
@@ -46,13 +47,13 @@ class Case:
 
 
 def stale(trainer: Any) -> None:
-    """The engine keeps the weights of its first load."""
+    """Make the engine ignore all weights after its first load."""
     load, engine = trainer.engine.load, trainer.engine
     engine.load = lambda weights, version: load(weights, version) if engine.version < 0 else None
 
 
 def hot(trainer: Any) -> None:
-    """The engine draws at another temperature than it is asked for."""
+    """Make the engine sample at another temperature than requested."""
     sample = trainer.engine.sample
 
     def other(prompts, samples, sampling, noise):
@@ -62,7 +63,7 @@ def hot(trainer: Any) -> None:
 
 
 def answered(row: dict[str, Any]) -> str:
-    """The prompt with a right answer behind it: there is nothing left to say."""
+    """The prompt followed by a correct answer, so that nothing is left to generate."""
     from rloo.data.tasks.countdown import list_attempts
 
     right = next(a for a in list_attempts(row["numbers"]) if a.value == row["target"])
@@ -78,8 +79,8 @@ ONE_PROMPT = {"num_prompts": 1}
 
 
 def of_troubleshooting() -> list[Case]:
-    """Ways of being sick that tables of troubleshooting name, at small batches too, one prompt a
-    rollout, by fast learners, without KL and by adapters."""
+    """Problems from published troubleshooting tables. Some cases have small batches (one prompt per
+    rollout), high learning rates, no KL, or adapters."""
     fast = {"eval_reward": [TASK], "num_prompts": 4, "max_steps": 20, "learning_rate": 1e-3}
     unheard = {"eval_on_start": False, "eval_split": None}
     return [
@@ -106,7 +107,7 @@ def of_troubleshooting() -> list[Case]:
 
 
 def sick() -> list[Case]:
-    """One for each way of being sick."""
+    """One case for each kind of problem."""
     long = {"max_steps": 24}
     return [
         Case("reward-none", ("rewards_missing",), [r.none]),
@@ -134,7 +135,8 @@ def sick() -> list[Case]:
             {"max_steps": 30, "learning_rate": 2e-3, "beta": 1e-5}),
         Case("limit-8", ("truncation", "missing_eos"), options={"max_completion_length": 8},
             dead=False),
-        # In two runs two fifths of completions were cut at the end, and none of those was right.
+        # In two runs, 40 % of the last completions were truncated, and no truncated one was
+        # correct.
         Case("limit-30", ("truncation",), options={"max_completion_length": 30}, dead=False),
         Case("no-end", ("missing_eos",), options={"generation_kwargs": {"eos_token_id": 0}},
             dead=False),
@@ -161,7 +163,7 @@ def sick() -> list[Case]:
 
 
 def healthy() -> list[Case]:
-    """Runs that learn, or are too short to tell."""
+    """Runs that learn, or are too short for a conclusion."""
     mixed = {"reward_weights": [1.0, 0.2]}
     return [
         Case("countdown"),
@@ -184,7 +186,7 @@ def healthy() -> list[Case]:
 
 
 def small_batches() -> list[Case]:
-    """Healthy ones of which each rollout says little, and fast ones."""
+    """Healthy runs with noisy small rollouts, and with high learning rates."""
     little = {**ONE_PROMPT, "max_steps": 20}
     return [
         Case("one-prompt-k8", options=little),
@@ -198,7 +200,7 @@ def small_batches() -> list[Case]:
         Case("two-prompts-k4", options={"num_prompts": 2, "num_generations": 4}),
         Case("fast", options={"learning_rate": 1e-3}),
         Case("fast-no-kl", options={"learning_rate": 1e-3, "beta": 0.0}),
-        # At 1e-2 two of two runs lost half of what they knew, and their alarms said so.
+        # At 1e-2 two of two runs lost half of their skill, and alarms reported this correctly.
         Case("fast-lora", options={**LORA, "learning_rate": 6e-3}),
         Case("kl-0.05", options={"beta": 0.05}),
         Case("judged-well", reward=[r.near_target], options={"eval_reward": [TASK]}),
@@ -209,8 +211,8 @@ def small_batches() -> list[Case]:
 
 
 def recipes() -> list[Case]:
-    """Options that others published, with fewer prompts and shorter completions; the learning rate
-    is theirs, and the model the embedded one."""
+    """Published options of other projects, including the learning rate, with fewer prompts, shorter
+    completions and the embedded model."""
     small: dict[str, Any] = {"max_steps": 16, "eval_on_start": False}
     kept: dict[str, dict[str, Any]] = {
         "reference-table": {"learning_rate": 1e-6, "beta": 0.05, "max_grad_norm": 0.5},
@@ -234,5 +236,5 @@ def recipes() -> list[Case]:
 
 
 def cases(part: str) -> list[Case]:
-    """Those of `fit`, on which thresholds were chosen, or of `judge`, on other seeds."""
+    """The cases of a part: `fit`, on which thresholds were chosen, or `judge`, with other seeds."""
     return [replace(case, seed=seed) for seed in SEEDS[part] for case in (*healthy(), *sick())]

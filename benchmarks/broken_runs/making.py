@@ -1,4 +1,4 @@
-"""How the run of a case is made."""
+"""Executes the run of a case."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.broken_runs.cases import BASE, Case
 
 
 def run(case: Case, folder: Path) -> None:
-    """Make the run of a case in an empty folder."""
+    """Execute the run of a case in an empty folder."""
     from rloo import RLOOConfig, RLOOTrainer
 
     rewards = [_loaded(reward) for reward in case.reward]
@@ -42,13 +42,13 @@ def _talkative(template: str) -> Any:
 
 
 def options_of(case: Case, folder: Path) -> dict[str, Any]:
-    """All options of a case, of which the dataset may be written to the folder for it."""
+    """All options of a case. If the case needs a changed dataset, it is written to the folder."""
     options = {**BASE, "output_dir": str(folder), "seed": case.seed, **case.options}
     return options if case.prompt is None else options | _written(case, folder)
 
 
 def _written(case: Case, folder: Path) -> dict[str, Any]:
-    """A dataset with other prompts."""
+    """Write a dataset with changed prompts."""
     from rloo.data.tasks.countdown import make_problems
 
     assert case.prompt is not None
@@ -67,7 +67,7 @@ def _loaded(reward: Any) -> Any:
 
 
 def _dying(reward: Any, calls: int = 8) -> Any:
-    """A reward that ends the run after so many calls."""
+    """A reward that ends the run after `calls` calls."""
     left = [calls]
 
     def dies(completions: list[str], numbers: Any, target: Any, **_: Any) -> Any:

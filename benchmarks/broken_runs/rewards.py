@@ -1,5 +1,5 @@
-"""Rewards of the runs: some that can be learned from, and some that are sick. All are about the
-embedded task, whose completions are attempts `a + b = c ; ...`."""
+"""Reward functions of the runs: some can be learned, some have problems. All are for the embedded
+task, whose completions are attempts `a + b = c ; ...`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def attempts(text: str) -> list[str]:
 
 
 def uses_product(completions: Texts, **_) -> list[float]:
-    """1 where the last attempt multiplies."""
+    """1 if the last attempt multiplies."""
     return [float("*" in attempts(text)[-1]) for text in completions]
 
 
 def near_target(completions: Texts, target: Sequence[int], **_) -> list[float]:
-    """From 0 to 1, the nearer the last result is to the target the more."""
+    """From 0 to 1, larger if the last result is nearer to the target."""
     return [_near(text, goal) for text, goal in zip(completions, target, strict=True)]
 
 
@@ -34,12 +34,12 @@ def _near(text: str, goal: int) -> float:
 
 
 def four_attempts(completions: Texts, **_) -> list[float]:
-    """From 0 to 1, the nearer the number of attempts is to four the more."""
+    """From 0 to 1, larger if the number of attempts is nearer to four."""
     return [max(0.0, 1 - abs(len(attempts(text)) - 4) / 4) for text in completions]
 
 
 def well_formed(completions: Texts, **_) -> list[float]:
-    """1 where each attempt has five words."""
+    """1 if each attempt has five words."""
     return [float(all(len(part.split()) == 5 for part in attempts(t))) for t in completions]
 
 
@@ -67,12 +67,12 @@ def of_the_prompt(completions: Texts, target: Sequence[int], **_) -> list[float]
 
 
 def has_equals(completions: Texts, **_) -> list[float]:
-    """What nearly every completion has from the start."""
+    """1 for text that nearly every completion has from the start."""
     return [float("=" in text and len(text) < 90) for text in completions]
 
 
 def sometimes(completions: Texts, numbers, target, **_) -> list[float | None]:
-    """None for what it cannot read: all but a single attempt."""
+    """None for completions that it cannot parse: all except a single attempt."""
     from rloo.data.tasks.countdown import countdown_reward
 
     scores = countdown_reward(completions, numbers, target)
@@ -80,7 +80,7 @@ def sometimes(completions: Texts, numbers, target, **_) -> list[float | None]:
 
 
 def rare(completions: Texts, numbers, target, **_) -> list[float]:
-    """The task's reward for completions of one attempt only, that multiply."""
+    """The task's reward, but only for completions with a single attempt that multiplies."""
     from rloo.data.tasks.countdown import countdown_reward
 
     scores = countdown_reward(completions, numbers, target)
@@ -89,7 +89,7 @@ def rare(completions: Texts, numbers, target, **_) -> list[float]:
 
 
 def noisy(completions: Texts, numbers, target, **_) -> list[float]:
-    """The task's reward under noise thrice as large."""
+    """The task's reward with noise that is three times as large."""
     from rloo.data.tasks.countdown import countdown_reward
 
     scores = countdown_reward(completions, numbers, target)
@@ -97,14 +97,14 @@ def noisy(completions: Texts, numbers, target, **_) -> list[float]:
 
 
 def huge(completions: Texts, numbers, target, **_) -> list[float]:
-    """The task's reward times what no float32 gradient holds."""
+    """The task's reward times a factor that overflows float32 gradients."""
     from rloo.data.tasks.countdown import countdown_reward
 
     return [1e38 * score for score in countdown_reward(completions, numbers, target)]
 
 
 def nearly_one(completions: Texts, **_) -> list[float]:
-    """From 1.0000 to 1.0002, by nothing that could be learned."""
+    """From 1.0000 to 1.0002, by a value that cannot be learned."""
     return [1 + 2e-4 * random.random() for _ in completions]
 
 
@@ -128,22 +128,22 @@ def sevens(completions: Texts, **_) -> list[float]:
 
 
 def names_target(completions: Texts, target: Sequence[int], **_) -> list[float]:
-    """1 for the text `= target` somewhere, whatever stands before it."""
+    """1 if the text `= target` occurs anywhere, also after a wrong expression."""
     pairs = zip(completions, target, strict=True)
     return [float(f"= {goal}" in text) for text, goal in pairs]
 
 
 def format_of_one_attempt(completions: Texts, **_) -> list[float]:
-    """A format that pays for giving up: one attempt and no more."""
+    """A format reward for giving up: 1 for exactly one attempt."""
     return [float(len(attempts(text)) == 1 and len(text.split()) == 5) for text in completions]
 
 
 def format_of_three_attempts(completions: Texts, **_) -> list[float]:
-    """A format that has nothing to do with being right."""
+    """A format reward that is independent of correctness."""
     return [float(len(attempts(text)) == 3) for text in completions]
 
 
 def unreachable(completions: Texts, target: Sequence[int], **_) -> list[float]:
-    """Right answers to another question."""
+    """The reward for correct answers to another question."""
     wanted = (f"= {goal + 1000}" for goal in target)
     return [float(text.endswith(word)) for text, word in zip(completions, wanted, strict=True)]

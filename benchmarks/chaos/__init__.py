@@ -1,1 +1,1 @@
-"""Faults that are made on purpose, counted: python -m benchmarks.chaos."""
+"""Fault injection, with counts of the outcomes: python -m benchmarks.chaos."""

@@ -1,10 +1,11 @@
-"""Faults on purpose, and what becomes of the run: the figures of docs/reliability.md.
+"""Fault injection, with the outcomes of the runs: the figures of docs/reliability.md.
 
     python -m benchmarks.chaos [PART ...] [--trials N] [--seed S] [--jobs 2] [--out .data/chaos]
 
-All parts by default; all of it takes less than an hour on two cores. `--trials` is the number for
-each part; by default it is what the table promises. Stop it whenever you like and start it again:
-what has a result for these sources is not done again. The exit status is 1 if a trial failed.
+By default all parts are run, in less than an hour on two cores. `--trials` is the number of trials
+for each part; the default is the number in the table. The command may be stopped and started again:
+trials that have a result for the same sources are not repeated. The exit status is 1 if a trial
+failed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from benchmarks.chaos import operations
 from benchmarks.chaos.results import ROOT, Store, digest, run_all
 
-# What these find is printed by themselves.
+# These parts print their results themselves.
 OTHERS = ("rewards", "verifiers", "inputs")
 PARTS = (
     "kills",
@@ -47,11 +48,11 @@ FIXED = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status 1 if a trial failed."""
+    """Returns exit status 1 if a trial failed."""
     options = _parse(arguments)
     if READY not in os.environ:
         return _start_again(list(sys.argv[1:] if arguments is None else arguments))
-    os.environ.pop("LD_PRELOAD", None)  # no program that a trial starts needs it
+    os.environ.pop("LD_PRELOAD", None)  # programs that trials start do not need it
     folder = options.out.resolve() / digest()
     own = [part for part in PARTS if part in options.parts]
     failed = 0
@@ -92,7 +93,8 @@ def _row(figure: str, promised: str, seen: str, part: str) -> str:
 
 
 def _start_again(arguments: list[str]) -> int:
-    """The same command with a fixed environment, and the library that sees file operations."""
+    """Execute the same command again with a fixed environment and the library that records file
+    operations."""
     with tempfile.TemporaryDirectory(prefix="rloo-chaos-") as folder:
         made = operations.build(Path(folder))
         paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]

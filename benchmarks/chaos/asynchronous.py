@@ -1,4 +1,5 @@
-"""kill -9 of what samples and scores beside training, and of the trainer, at random moments."""
+"""kill -9 of the trainer, or of a process that samples or scores concurrently, at random
+moments."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ FIGURE = (
     "undisturbed run; at max_staleness 0 identical"
 )
 PROMISED = 40
-# How a process is known, by its command line.
+# Role -> text in the command line of a process with this role.
 ROLES = {
     "sampler": "rloo.engines.engine_worker:serve",
     "scorer": "rloo.rewards.reward_workers:serve",
@@ -33,7 +34,7 @@ KINDS = (
     ("beside", "sampler"), ("beside", "scorer"), ("beside", "trainer"), ("ahead", "sampler"),
     ("ahead", "scorer"), ("ahead", "trainer"), ("served", "server"), ("served", "trainer"),
 )  # fmt: skip
-# Metrics that a kill changes by right.
+# Metrics that a kill may change.
 _COUNTED = re.compile(r" (engine/(lost|returned|repeated)|scorers/lost|(idle|queue)/\w+)$")
 
 
@@ -50,13 +51,13 @@ def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
 
 
 def killed(rig: Rig, config: str, role: str, share: float) -> str:
-    """Kill a process of a run, and look at how it ends."""
+    """Kill a process of a run, and check how the run ends."""
     seconds = rig.seconds[config] * share
     for _ in range(20):
         with rig.folder() as folder:
             ended, hit = kill(rig, config, folder, role, seconds)
             if not hit:
-                seconds *= 0.8  # it was faster than the one that was measured
+                seconds *= 0.8  # this run was faster than the measured one
                 continue
             if role == "trainer":
                 ended = rig.train(config, folder)
@@ -67,8 +68,8 @@ def killed(rig: Rig, config: str, role: str, share: float) -> str:
 
 
 def kill(rig: Rig, config: str, folder: Path, role: str, seconds: float) -> tuple[Ended, bool]:
-    """Start a run, and kill one of its processes so many seconds after its start, or as soon as
-    there is one; how it ends, and whether one was killed."""
+    """Start a run and kill one of its processes `seconds` after the start, or as soon as there is
+    one. Returns how the run ended, and whether a process was killed."""
     began, hit = time.monotonic(), False
     process = start(rig.action(config, folder), to_file(folder / "log"))
     status = wait(process, seconds)
@@ -85,12 +86,12 @@ def kill(rig: Rig, config: str, folder: Path, role: str, seconds: float) -> tupl
 
 
 def processes_of(process: int, words: str) -> list[int]:
-    """The programs below a process in whose command line these words are."""
+    """The descendants of a process whose command lines contain `words`."""
     found = []
     try:
         for child in psutil.Process(process).children(recursive=True):
             line = child.cmdline()
-            if words in " ".join(line) and not line[0].endswith("sh"):  # what guards a server
+            if words in " ".join(line) and not line[0].endswith("sh"):  # not a server's shell
                 found.append(child.pid)
     except psutil.NoSuchProcess:
         pass
@@ -98,8 +99,8 @@ def processes_of(process: int, words: str) -> list[int]:
 
 
 def differences(rig: Rig, config: str, folder: Path) -> str:
-    """In what a run differs from the undisturbed one: at staleness 0 in any bit, else in its groups
-    and their prompts."""
+    """The differences of a run from the undisturbed one: of any bit at staleness 0, else of the
+    groups and their prompts."""
     if config == "beside":
         return rig.differences(config, folder, ignoring=_COUNTED)
     whole, found = told(rig.whole(config)), told(folder / "run")
@@ -109,7 +110,7 @@ def differences(rig: Rig, config: str, folder: Path) -> str:
 
 
 def told(run: Path) -> list[object]:
-    """The groups that a run has trained, step by step, and the prompts that it wrote down."""
+    """The groups that a run has trained, by step, and the prompts in its completions file."""
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
     groups = [(line["step"], line["groups/first"], line["epoch"]) for line in metrics]

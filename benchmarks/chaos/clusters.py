@@ -1,11 +1,12 @@
-"""What Ray or Slurm has placed of a run is lost, at random moments: docs/reliability.md.
+"""Failures of runs on Ray or Slurm: parts are lost at random moments (docs/reliability.md).
 
     PYTHONPATH=src "$(tools/peers_env.sh ray)" -m benchmarks.chaos.clusters ray [--each 10]
     python -m benchmarks.chaos.clusters slurm [--each 5] [--seed S] [--out .data/chaos]
 
-On a real one of two nodes, started here. A run ends with the weights of an undisturbed one on this
-machine, to the last bit; one that samples ahead on servers (a stand-in that speaks vLLM's protocol)
-with its groups and prompts. What has a result for these sources is not done again.
+The cluster is a real one of two nodes on this machine, started by this command. A run must end with
+weights that are bit-identical to an undisturbed run's. A run that samples ahead on servers (a
+stand-in with vLLM's protocol) must have the groups and prompts of the undisturbed run. Trials that
+have a result for the same sources are not repeated.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from support.launched_runs import environment_here, processes, rank, rloo, steps
 from support.local_ray import LocalRay
 from support.local_slurm import LocalSlurm
 
-# Steps that take a while and compute little.
+# Steps that take a while but compute little.
 REWARD = """import time
 
 def score(completions, target, **_):
@@ -60,15 +61,15 @@ PATIENCE = 300.0
 
 
 class Trials:
-    """Runs in folders below `home`, each with the undisturbed one of its configuration to compare
-    with."""
+    """Runs in subfolders of `home`. Each run is compared with the undisturbed run of its
+    configuration."""
 
     def __init__(self, home: Path, environment: dict[str, str]) -> None:
         self.home, self.environment = home, environment
         (home / "reward.py").write_text(REWARD)
 
     def whole(self, config: str) -> None:
-        """Make the undisturbed run of a configuration, on this machine."""
+        """Execute the undisturbed run of a configuration on this machine."""
         if self.start(config, self.home / config).wait():
             raise RuntimeError((self.home / f"{config}.log").read_text()[-2000:])
 
@@ -82,7 +83,7 @@ class Trials:
             )
 
     def differences(self, config: str, run: Path) -> str:
-        """In what a run that has ended differs from the undisturbed one."""
+        """The differences of a finished run from the undisturbed one."""
         whole = self.home / config
         if told(run) != told(whole):
             return f"groups {told(run)} are not {told(whole)}"
@@ -91,7 +92,7 @@ class Trials:
 
 
 def by_ray(trials: Trials, ray: LocalRay, kind: str, name: str) -> str:
-    """Launch a run by Ray, kill something of it after a random step, and see how it ends."""
+    """Launch a run on Ray, kill a part of the run after a random step, and check how it ends."""
     rng, config = random.Random(name), _config(kind)
     run = trials.home / name.replace(" ", "-")
     launch = partial(trials.start, config, run, "--backend=ray", "--nodes=2")
@@ -117,8 +118,7 @@ def by_ray(trials: Trials, ray: LocalRay, kind: str, name: str) -> str:
 
 
 def by_slurm(trials: Trials, slurm: LocalSlurm, kind: str, name: str) -> str:
-    """Submit a run to Slurm, have something happen to its job after a random step, and see how it
-    ends."""
+    """Submit a run to Slurm, disturb its job after a random step, and check how the run ends."""
     rng, run = random.Random(name), trials.home / name.replace(" ", "-")
     slurm.mend()
     limit = ["--slurm_time=00:01:00", "--slurm_signal=40"] if kind == "time limit" else []
@@ -146,7 +146,7 @@ def by_slurm(trials: Trials, slurm: LocalSlurm, kind: str, name: str) -> str:
             slurm.kill_node(lost)
             slurm.wait(job, "PENDING")
             slurm.mend()
-    if kind != "cancelled":  # for which it was submitted again
+    if kind != "cancelled":  # a cancelled job was submitted again
         slurm.wait(job, "PENDING")
         slurm.begin(job)
     state = slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", seconds=PATIENCE)
@@ -158,13 +158,13 @@ def by_slurm(trials: Trials, slurm: LocalSlurm, kind: str, name: str) -> str:
 
 
 def _submit(trials: Trials, run: Path, *arguments: str) -> str:
-    """The number of a job."""
+    """Submit a run. Returns the number of its job."""
     trials.start("native", run, "--backend=slurm", "--nodes=2", *arguments).wait()
     return (run.parent / f"{run.name}.log").read_text().split("job ")[-1].split(":")[0]
 
 
 def _reach(run: Path, rng: random.Random) -> None:
-    """Wait until a run has made a random number of its steps, and a while."""
+    """Wait until a run has made a random number of steps, and then for a random time."""
     least = rng.randrange(1, LAST)
     wait_until(lambda: steps(run) >= least, PATIENCE)
     time.sleep(rng.random())
@@ -175,7 +175,7 @@ def _kill(pid: int) -> None:
 
 
 def _servers() -> list[int]:
-    """The stand-ins that run."""
+    """The process ids of running stand-ins."""
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
@@ -187,7 +187,7 @@ def _config(kind: str) -> str:
     return "served" if kind == "server" else "native"
 
 
-# How a cluster is started, what a trial on it does, its kinds, and how many of each are promised.
+# Cluster -> (function that starts it, function of a trial, kinds of trials, trials of each kind).
 BACKENDS: dict[str, tuple[Any, Any, tuple[str, ...], int]] = {
     "ray": (
         lambda home: LocalRay(one=(2, 0), two=(2, 0)), by_ray,
@@ -201,7 +201,7 @@ BACKENDS: dict[str, tuple[Any, Any, tuple[str, ...], int]] = {
 
 
 def main() -> int:
-    """Exit status 1 if a trial failed."""
+    """Returns exit status 1 if a trial failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.clusters")
     parser.add_argument("backend", choices=BACKENDS)
     parser.add_argument("--each", type=int, help="trials of each kind")

@@ -1,7 +1,7 @@
-"""Disks that are full, broken, read-only or closed, at every file operation of a run.
+"""Disk errors at every file operation of a run: no space, I/O error, read-only, no permission.
 
-The run ends with an error of a type that says so, or goes on; no row is lost, no checkpoint is
-damaged, and once the disk is well it goes on alone to the identical end.
+The run must end with an error message, or continue. No row may be lost, no checkpoint damaged. Once
+the disk works again, the same command must reach the end of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.chaos.results import Trial
 from rloo.trainer.checkpoint import list_checkpoints, verify_checkpoint
 
 FIGURE = "no space, I/O error, read-only, no permission at every file operation: nothing is lost"
-# From some operation on, or at one alone, reading included.
+# Errors from an operation on, or only at this operation. Reads are included.
 KINDS = {
     "no space from": (errno.ENOSPC, operations.FAIL_ON),
     "no space at": (errno.ENOSPC, operations.FAIL),
@@ -26,13 +26,13 @@ KINDS = {
     "no permission at": (errno.EACCES, operations.FAIL),
 }
 
-# These also for a run that goes on after a kill at an operation.
+# Kinds that are also tested on a run that resumes after a kill at an operation.
 GOING_ON = ("no space from", "I/O error at")
 KILLED = 120
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Every kind at every operation, or `count` of all, of kinds in turn."""
+    """All kinds at all operations, or `count` random ones with alternating kinds."""
     if rig.operations is None:
         return []
     chosen = [(kind, None) for kind in KINDS] + [(kind, KILLED) for kind in GOING_ON]
@@ -56,7 +56,8 @@ def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
 
 
 def fail(rig: Rig, kind: str, at: int, first: int | None) -> str:
-    """Let an operation fail, perhaps of a run that goes on; look at what is left; go on."""
+    """Let an operation of a run fail (with `first`, of a resumed run), check the files, and
+    resume."""
     error, mode = KINDS[kind]
     with rig.folder() as folder:
         if first:

@@ -1,4 +1,5 @@
-"""Trainings of a tiny model that are disturbed and go on: imported once, forked per trial."""
+"""Runs of a tiny model that are disturbed and resumed. Modules are imported once; a trial is a
+fork."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from same_folders import compare_folders
 from same_words import SPOKEN, Words
 
 WORDS = [f"w{i}" for i in range(93)]
-# A reward that draws from the global generator, which must go on where it was.
+# A reward that uses the global random generator, whose state must be resumed.
 REWARDS = '''"""The reward of the trials."""
 
 import random
@@ -34,7 +35,7 @@ def noisy(completions, **_):
     words = [[w for w in c.split() if w[1:].isdigit()] for c in completions]
     return [sum(int(w[1:]) < 20 for w in text) + random.random() for text in words]
 '''
-# Two evaluations of two steps each, checkpoints between them, logs across both.
+# Evaluations every two steps, checkpoints between them, and log intervals that cross both.
 COMMON: dict[str, Any] = {
     "reward": "rewards.py:noisy",
     "model": "base",
@@ -57,7 +58,7 @@ COMMON: dict[str, Any] = {
     "eval_on_start": True,
     "num_generations_eval": 1,
     "log_completions": True,
-    # Fixed where the program would choose by measurement.
+    # Fixed values for options that the program would choose by measurement.
     "num_threads": 1,
     "max_tokens_per_micro_batch": 2048,
     "rollout_engine": "native",
@@ -72,13 +73,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "keep one": {"save_total_limit": 1},
     "best": {"load_best_model_at_end": True, "save_total_limit": 2},
 }
-# Of several processes, the last one through the real command line.
+# Runs of several processes. The last one uses the real command line.
 RANKS: dict[str, dict[str, Any]] = {
     "2 ranks": {"num_processes": 2},
     "3 ranks": {"num_processes": 3, "steps_per_generation": 2, "max_steps": 6},
     "2 real ranks": {"num_processes": 2},
 }
-# Sampled and scored by other processes, in the last one by a server as vLLM's.
+# Runs in which other processes sample and score. In the last one, a server like vLLM's samples.
 _SERVER = Path(__file__).parents[2] / "tests" / "support" / "fake_vllm_program.py"
 BESIDE: dict[str, dict[str, Any]] = {
     "beside": {"sampler_processes": 1, "async_kwargs": {"reward_workers": 2}, "max_steps": 8},
@@ -91,7 +92,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "max_steps": 8,
     },
 }
-# The embedded task, cut short: through the real command line.
+# A short run of the embedded task by the real command line.
 EMBEDDED = "embedded"
 REAL = (EMBEDDED, "2 real ranks")
 SHORT: dict[str, Any] = {
@@ -109,10 +110,10 @@ LIBRARY = "RLOO_CHAOS_LIBRARY"
 
 
 class Rig:
-    """A tiny model, its data, undisturbed runs to compare with, and processes for trials.
+    """A tiny model, its data, undisturbed runs for comparison, and processes of trials.
 
-    Everything lies in the folder `home`; the process that makes a rig must not have computed with
-    torch, since its threads would not be there in what is forked."""
+    All files are in the folder `home`. The process that creates a rig must not have computed with
+    torch: torch's threads would be missing in forked processes."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -124,8 +125,8 @@ class Rig:
         self._make_inputs()
 
     def arguments(self, config: str, folder: Path, **options: Any) -> list[str]:
-        """The command that trains a configuration in `folder`/run, whatever there is already;
-        options that are None are left out."""
+        """The arguments of the command that trains a configuration in `folder`/run, or resumes the
+        run there. Options with the value None are left out."""
         chosen = SHORT if config == EMBEDDED else COMMON | (CONFIGS | RANKS | BESIDE)[config]
         given = {**chosen, "resume_from_checkpoint": "auto", "output_dir": folder / "run"} | options
         known = {name: value for name, value in given.items() if value is not None}
@@ -140,8 +141,8 @@ class Rig:
         *,
         kill_after: float | None = None,
     ) -> Ended:
-        """Run the command in a process of its own, after `prepare` there; with `kill_after`, for so
-        many seconds."""
+        """Run the command in a separate process, which calls `prepare` first. With `kill_after`,
+        the process is killed after this number of seconds."""
         return fork(self.action(config, folder, prepare), folder / "log", kill_after=kill_after)
 
     def action(
@@ -151,7 +152,8 @@ class Rig:
         prepare: Callable[[], Any] | None = None,
         **options: Any,
     ) -> Callable[[], int]:
-        """The command, to be run in a process of its own: as a new program if it is to be real."""
+        """The action for a separate process that runs the command. For configurations in REAL, it
+        is a new program."""
         make = program if config in REAL else command
         return make(self.arguments(config, folder, **options), prepare)
 
@@ -161,7 +163,7 @@ class Rig:
         if not (folder / "run" / "summary.json").exists():
             folder.mkdir(parents=True)
             if "use_peft" in CONFIGS.get(config, {}):
-                importlib.import_module("peft")  # seconds
+                importlib.import_module("peft")  # takes seconds
             ended = self.train(config, folder)
             if ended.status:
                 raise RuntimeError(f"the undisturbed run ended with {ended.status}: {ended.output}")
@@ -170,7 +172,7 @@ class Rig:
 
     @contextlib.contextmanager
     def folder(self) -> Iterator[Path]:
-        """A fresh folder for a trial."""
+        """A new folder for a trial."""
         folder = Path(tempfile.mkdtemp(prefix="trial-", dir=self.home))
         try:
             yield folder
@@ -178,8 +180,8 @@ class Rig:
             shutil.rmtree(folder, ignore_errors=True)
 
     def goes_on(self, config: str, folder: Path) -> str:
-        """Repeat the command, as a scheduler would, and compare with the undisturbed run; returns
-        what is wrong, "" if nothing is."""
+        """Repeat the command, as a scheduler would, and compare the result with the undisturbed
+        run. Returns a description of the differences, or ""."""
         ended = self.train(config, folder)
         if ended.status:
             return f"does not go on, status {ended.status}: {ended.output[-400:]}"
@@ -188,14 +190,15 @@ class Rig:
     def differences(
         self, config: str, folder: Path, *, ignoring: re.Pattern[str] | None = None
     ) -> str:
-        """In what a finished run differs from the undisturbed one, in places but those ignored."""
+        """The differences of a finished run from the undisturbed one, except for places that match
+        `ignoring`."""
         whole, run = self.whole(config), folder / "run"
-        for _, path in list_checkpoints(run):  # those that the schedule does not have
+        for _, path in list_checkpoints(run):  # extra checkpoints, e.g. of a signal
             if not (whole / path.name).exists():
                 shutil.rmtree(path)
         found = [d for d in compare_folders(whole, run, Words()) if not SPOKEN.search(d.place)]
-        # Paths, rows that a checkpoint had to keep for later, what ranks have printed, and what the
-        # command was given that goes on.
+        # Expected differences: paths, rows that a checkpoint keeps for later, output of ranks, and
+        # arguments of the resuming command.
         kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/rank-"
         kept += r"|^(summary|checkpoint-\d+/trainer_state)\.json named\b"
         found = [d for d in found if not (ignoring and ignoring.search(d.place))]
@@ -218,7 +221,7 @@ class Rig:
         launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
 
     def _import_what_a_run_imports(self) -> None:
-        """Once here instead of in every trial."""
+        """Import modules once in this process instead of in every trial."""
         listed = self.home / "modules"
 
         def list_modules() -> int:
@@ -230,9 +233,10 @@ class Rig:
         fork(list_modules, self.home / "log")
         for name in listed.read_text().split("\n"):
             if name not in before and not name.startswith("rewards"):
-                with contextlib.suppress(Exception):  # some exist only once others have run
+                with contextlib.suppress(Exception):  # some modules need others first
                     importlib.import_module(name)
-        # Loading a model compiles a thousand patterns, more than `re` remembers: half of a trial.
+        # Loading a model compiles a thousand patterns, more than `re` caches, which takes half of a
+        # trial.
         re._MAXCACHE = 1 << 16  # type: ignore[attr-defined]
         importlib.import_module("transformers").AutoModelForCausalLM.from_pretrained("base")
 
@@ -244,7 +248,7 @@ def _plain(value: Any) -> str:
 
 
 def _save_base(folder: Path) -> int:
-    """A random model of three layers, and a tokenizer of whole words."""
+    """Save a random model of three layers, and a word-level tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM

@@ -1,9 +1,9 @@
 """Bad configurations, data and models: `python -m benchmarks.chaos.inputs [--only TEXT]`.
 
-150 are written by hand (`bad_inputs/`), 150 are drawn by hypothesis over all
-options. Each goes through the command itself, `rloo.cli.main`, in a forked child with a deadline
-and a limit on memory, beside a model, rows and options that work. Wanted of each: status 2 and one
-line that names the option or the file; or, for one that may be right, that it runs.
+150 cases are written by hand (`bad_inputs/`), and hypothesis generates 150 over all options. Each
+case calls the command, `rloo.cli.main`, in a forked child with a deadline and a memory limit. The
+case's folder has a model, rows and options that work. The expected result of a case is status 2 and
+one line that names the option or the file. A case that may be valid may also run.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from benchmarks.chaos.bad_inputs.files import DATA, MODELS, YAMLS
 from benchmarks.chaos.bad_inputs.options import OPTIONS, generated
 
 DEADLINE_SECONDS = 30.0
-MEMORY_BYTES = 3 * 2**30  # of addresses, above what the parent has
+MEMORY_BYTES = 3 * 2**30  # address space, in addition to the parent's
 VERDICTS = ("refused", "ran", "failed", "badly said", "silent", "traceback", "hang", "crash")
 GOOD = ("refused", "ran")
 CASES = (*OPTIONS, *YAMLS, *DATA, *MODELS)
-_ESCAPED = 70  # an exception left the command
+_ESCAPED = 70  # an exception escaped from the command
 
 
 def judge(case: Case, status: int, errors: str) -> str:
-    """One of VERDICTS, from the exit status (below 0: a signal) and what stands on stderr."""
+    """One of VERDICTS, according to the exit status (below 0: a signal) and the text on stderr."""
     if status == -signal.SIGALRM:
         return "hang"
     if status < 0:
@@ -46,15 +46,15 @@ def judge(case: Case, status: int, errors: str) -> str:
     if status == 0:
         return "silent" if case.surely_wrong else "ran"
     said = [line for line in errors.splitlines() if line.startswith("rloo: ")]
-    told = bool(said) and errors.splitlines()[-len(said) :] == said  # one line for each fault
+    told = bool(said) and errors.splitlines()[-len(said) :] == said  # one line per fault
     if status == 2 and told and all(any(word in line for word in case.names) for line in said):
         return "refused"
-    # A run that could be started and failed, as with a learning rate of 1e300.
+    # A run that started and then failed, as with a learning rate of 1e300.
     return "failed" if status == 1 and told and not case.surely_wrong else "badly said"
 
 
 def run_case(case: Case, folder: Path) -> tuple[str, str]:
-    """Run a case in an empty folder: the verdict, and what the command said on stderr."""
+    """Run a case in an empty folder. Returns the verdict, and the command's text on stderr."""
     arguments = case.prepare(folder)
     told = folder / "stderr"
     child = os.fork()
@@ -66,7 +66,7 @@ def run_case(case: Case, folder: Path) -> tuple[str, str]:
 
 
 def _run_command(arguments: list[str], folder: Path, told: Path) -> None:
-    """The child: never returns."""
+    """Run the command in the child process. Never returns."""
     status = _ESCAPED
     try:
         os.setsid()
@@ -93,7 +93,7 @@ def _addresses() -> int:
 
 
 def _wait(child: int) -> int:
-    """The child's status; minus SIGALRM for one that was killed at the deadline."""
+    """The child's exit status, or minus SIGALRM if it was killed at the deadline."""
     end = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -107,7 +107,7 @@ def _wait(child: int) -> int:
 
 @contextmanager
 def _prepared() -> Iterator[None]:
-    """Import once what every child needs; nothing may compute before a fork."""
+    """Import the modules that every child needs. torch must not compute before a fork."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     import torch
 
@@ -118,7 +118,8 @@ def _prepared() -> Iterator[None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the counts and every case that is not well refused; status 1 if there is one."""
+    """Print the counts, and every case that was not refused as expected. Returns exit status 1 if
+    there is such a case."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.inputs")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     parser.add_argument("--generated", type=int, default=150)

@@ -14,14 +14,14 @@ from benchmarks.chaos.results import Trial
 FIGURE = "kill -9 at random moments: goes on alone to the identical end"
 PROMISED = 600
 OPERATIONS_FIGURE = "kill -9 at every file operation of a run, and within every write: the same"
-# Runs that are killed at every operation, and where they were killed before.
+# Runs that are killed at every operation: (configuration, operation of an earlier kill or None).
 SESSIONS: tuple[tuple[str, int | None], ...] = (("full", None), ("full", 120), ("keep one", None))
-# One in so many goes through the real command line, which takes many times as long.
+# One in this number of trials uses the real command line, which takes many times as long.
 REAL = 30
 
 
 def moments(rig: Rig, count: int, seed: int) -> list[Trial]:
-    """Trials that are killed at a random moment of their wall time, every third one twice."""
+    """Trials that are killed at random moments of the wall time, every third trial twice."""
     rng = random.Random(seed)
     trials = []
     for number in range(count):
@@ -33,21 +33,21 @@ def moments(rig: Rig, count: int, seed: int) -> list[Trial]:
 
 
 def kill_at_moments(rig: Rig, config: str, shares: list[float]) -> str:
-    """Kill a run after shares of its time, and go on."""
+    """Kill a run after these shares of its time, and resume it."""
     seconds = rig.seconds[config]
     for _ in range(20):
         with rig.folder() as folder:
             ended = rig.train(config, folder, kill_after=seconds * shares[0])
             if ended.status < 0:
-                for share in shares[1:]:  # what goes on may have ended by then
+                for share in shares[1:]:  # the resumed run may have ended by then
                     rig.train(config, folder, kill_after=seconds * share)
                 return rig.goes_on(config, folder)
-        seconds *= 0.8  # it was faster than the one that was measured
+        seconds *= 0.8  # this run was faster than the measured one
     return f"was not hit: status {ended.status}"
 
 
 def each_operation(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Trials that are killed at a file operation: at every one, or at `count` of them."""
+    """Trials that are killed at a file operation: at every operation, or at `count` random ones."""
     if rig.operations is None:
         return []
     trials = []
@@ -69,7 +69,7 @@ def each_operation(rig: Rig, count: int | None, seed: int) -> list[Trial]:
 
 
 def killed(rig: Rig, config: str, folder: Path, number: int) -> Ended:
-    """Kill a run at an operation, of a write after its first half."""
+    """Kill a run at an operation. A write is killed after its first half."""
     arm = partial(operations.arm, rig.operations, folder / "run", operations.KILL, number)
     ended = rig.train(config, folder, arm)
     if ended.status != -9:
@@ -78,8 +78,8 @@ def killed(rig: Rig, config: str, folder: Path, number: int) -> Ended:
 
 
 def kill_at_operation(rig: Rig, config: str, number: int, first: int | None) -> str:
-    """Kill a run at an operation, or if `first` is given one that goes on after a kill there; go
-    on."""
+    """Kill a run at an operation, and resume it. If `first` is given, the killed run is itself a
+    resumed run that was killed at operation `first`."""
     with rig.folder() as folder:
         for at in (first, number) if first else (number,):
             killed(rig, config, folder, at)
@@ -94,8 +94,8 @@ def count_operations(
     error: int = 0,
     first: int | None = None,
 ) -> int:
-    """How many operations a run makes in its folder, of those that a mode counts; if `first` is
-    given, one that goes on after a kill there."""
+    """The number of operations, of the kinds that `mode` counts, that a run makes in its folder. If
+    `first` is given, the run is resumed after a kill at operation `first`."""
     with rig.folder() as folder:
         file = folder / "count"
         if first:

@@ -1,4 +1,5 @@
-"""Two processes in one folder: one wins, the other is told who holds it, and nothing mixes."""
+"""Two processes in one folder: one trains, the other is refused with the owner's process id, and no
+files mix."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ OVER = r"is now in .*/earlier/1|has finished: 5 steps"
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Random pairs of ways to start; half of them within 20 ms, where they race for the lock."""
+    """Random pairs of ways to start a run. In half of the pairs both start within 20 ms, so that
+    they race for the lock."""
     rng = random.Random(seed)
     found = []
     for number in range(count or PROMISED):
@@ -38,7 +40,8 @@ def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
 
 
 def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
-    """Start one, and the other later: as a share of a run's time, or in seconds if that is less."""
+    """Start two runs. `later` is the delay of the second: in seconds below 0.02, else as a share of
+    a run's time."""
     with rig.folder() as folder:
         logs = [folder / f"log{number}" for number in range(2)]
         first = begin(rig, folder, ways[0], logs[0])
@@ -63,13 +66,13 @@ def race(rig: Rig, ways: tuple[str, str], later: float) -> str:
             return f"is told otherwise: {[e.output[-300:] for e in ended]}"
         if len(told) == 2:
             return f"both are refused: {[e.output[-300:] for e in ended]}"
-        if not told and ways[1] != "overwrite":  # which may come when the first one is over
+        if not told and ways[1] != "overwrite":  # its start may follow the first run
             return f"both trained: {[e.output[-200:] for e in ended]}"
-        for earlier in folder.rglob("earlier"):  # of a plain one that came when the first was over
+        for earlier in folder.rglob("earlier"):  # of a plain start after the first run
             shutil.rmtree(earlier)
         return rig.differences("full", folder)
 
 
 def begin(rig: Rig, folder: Path, way: str, log: Path) -> int:
-    """Start a run in a process of its own; returns its number."""
+    """Start a run in a separate process. Returns the process id."""
     return start(rig.action("full", folder, **WAYS[way]), to_file(log))

@@ -1,4 +1,4 @@
-"""Values that are not finite, made in every place of a step: none may reach a checkpoint."""
+"""Injects non-finite values in every place of a step. None may reach a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,43 +31,43 @@ def broken(completions, **_):
 
 
 def nan(tensor: Any) -> Any:
-    """The tensor with one value that is no number."""
+    """A copy of the tensor with one NaN."""
     tensor = tensor.clone()
     tensor.view(-1)[0] = math.nan
     return tensor
 
 
 def in_result(change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Changes what a function returns."""
+    """A replacement for a function that changes the function's result."""
     return lambda original, *args, **kwargs: change(original(*args, **kwargs))
 
 
 def in_hidden(output: Any) -> Any:
-    """Changes the hidden states of a transformer."""
+    """Change the hidden states of a transformer."""
     output.last_hidden_state = nan(output.last_hidden_state)
     return output
 
 
 def in_drawn(drawn: Any) -> Any:
-    """Changes a log-prob of what an engine has drawn."""
+    """Change a log-prob of an engine's samples."""
     nan(drawn[1])
     return drawn
 
 
 def in_loss(original: Any, stepper: Any, loss: Any, **turn: Any) -> Any:
-    """Backward of a loss that is infinite."""
+    """Call backward with an infinite loss."""
     return original(stepper, loss * math.inf, **turn)
 
 
 def in_gradient(original: Any, stepper: Any) -> Any:
-    """A gradient that is not finite before the norm is taken."""
+    """Make a gradient non-finite before the norm is computed."""
     first = next(p for p in stepper._parameters if p.grad is not None)
     first.grad.view(-1)[0] = math.inf
     return original(stepper)
 
 
 def after_the_guard(original: Any, stepper: Any) -> Any:
-    """A callback that breaks the gradients once they have been looked at."""
+    """Make gradients non-finite in a callback after the check of gradients."""
     before = stepper.before_step
 
     def broken() -> None:
@@ -82,14 +82,14 @@ def after_the_guard(original: Any, stepper: Any) -> Any:
 
 
 def in_weight(original: Any, stepper: Any) -> Any:
-    """A weight breaks after a step."""
+    """Make a weight non-finite after a step."""
     stats = original(stepper)
     stepper._parameters[-1].data.view(-1)[0] = math.inf
     return stats
 
 
 def in_moment(name: str) -> Callable[..., Any]:
-    """The optimizer's state breaks after a step."""
+    """Make the optimizer's state non-finite after a step."""
 
     def change(original: Any, stepper: Any) -> Any:
         stats = original(stepper)
@@ -100,14 +100,14 @@ def in_moment(name: str) -> Callable[..., Any]:
 
 
 def in_scale(original: Any, stepper: Any) -> Any:
-    """The loss scale of fp16 overflows after a step."""
+    """Make the loss scale of fp16 overflow after a step."""
     stats = original(stepper)
     stepper._scaler.get_scale = lambda: math.inf
     return stats
 
 
 def in_learning_rate(original: Any, stepper: Any) -> Any:
-    """A scheduler returns what is no number."""
+    """Make the scheduler return NaN."""
     for group in stepper.optimizer.param_groups:
         group["lr"] = math.inf
     return original(stepper)
@@ -115,7 +115,7 @@ def in_learning_rate(original: Any, stepper: Any) -> Any:
 
 STEPPER = "rloo.model.optimizer_step:PolicyOptimizer"
 ENGINE = "rloo.engines.native.native_engine:NativeEngine"
-# Where: the function whose calls are changed, from which call on, and how.
+# Place -> the function whose calls are changed, the first changed call, and the change.
 PLACES: dict[str, tuple[str, str, int, Callable[..., Any]]] = {
     "hidden states": ("transformers:Qwen3Model", "forward", 6, in_result(in_hidden)),
     "log-probs of the sampler": (ENGINE, "_draw", 2, in_result(in_drawn)),
@@ -147,7 +147,7 @@ VALUES = {
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Each place, once and from then on; each value of a reward."""
+    """Each place, changed once and permanently; and each value of a reward."""
     found = [
         Trial(f"{place}, {how}", "full", partial(break_place, rig, place, once=how == "once"))
         for place in PLACES
@@ -162,7 +162,7 @@ def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
 
 
 def break_place(rig: Rig, place: str, *, once: bool) -> str:
-    """Change the calls of a function, and look at what is left."""
+    """Change the calls of a function in a run, and check the files of the run."""
     where, name, first, change = PLACES[place]
     with rig.folder() as folder:
         hit = folder / "hit"
@@ -189,7 +189,7 @@ def break_place(rig: Rig, place: str, *, once: bool) -> str:
 
 
 def break_reward(rig: Rig, value: str, options: dict[str, Any]) -> str:
-    """Train with a reward that returns a value, and look at what is left."""
+    """Train with a reward that returns `value`, and check the files of the run."""
     with rig.folder() as folder:
         file = folder / "rewards_broken.py"
         file.write_text(REWARDS.replace("{value}", value))
@@ -199,8 +199,8 @@ def break_reward(rig: Rig, value: str, options: dict[str, Any]) -> str:
 
 
 def look(run: Path, status: int, output: str) -> str:
-    """What is wrong with what a run has left: checkpoints, the model, and how it says that it
-    ended."""
+    """The errors in the results of a run: its checkpoints, the model, and the message at its
+    end."""
     import torch
     from safetensors.torch import load_file
 
@@ -211,7 +211,7 @@ def look(run: Path, status: int, output: str) -> str:
                 wrong.append(f"{path.relative_to(run)}: {name} is not finite")
     for path in sorted(run.glob("checkpoint-*/*.json")):
         state = json.loads(path.read_text())
-        if isinstance(state, dict):  # an evaluation has figures that are not defined
+        if isinstance(state, dict):  # an evaluation may have undefined figures
             state = {key: value for key, value in state.items() if key not in ("start", "last")}
         if re.search(r"\b(NaN|-?Infinity)\b", json.dumps(state)):
             wrong.append(f"{path.relative_to(run)} has a number that is not finite")

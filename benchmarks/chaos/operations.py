@@ -1,4 +1,4 @@
-"""The preloaded library of `operations.c`: made, armed, and its log read."""
+"""The preloaded library of `operations.c`: compiles and arms it, and reads its log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ HEADER = struct.Struct("=IIQqIIQ")
 
 @dataclass(frozen=True)
 class Operation:
-    """One that succeeded. `data`: what was written, or of a sync everything that the file has."""
+    """A file operation that succeeded. `data` is the written bytes; for a sync, the content of the
+    file."""
 
     kind: int
     flags: int
@@ -34,7 +35,8 @@ class Operation:
 
 
 def build(folder: Path) -> Path | str:
-    """Compile the library into `folder`; returns its path, or why there is none."""
+    """Compile the library into `folder`. Returns its path, or the reason why it was not
+    compiled."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         return "there is no C compiler"
@@ -47,7 +49,7 @@ def build(folder: Path) -> Path | str:
     return library if made.returncode == 0 else f"{compiler} fails: {made.stderr[:300]}"
 
 
-# No run makes so many operations: they are only counted.
+# Larger than the number of operations of any run: operations are only counted.
 NEVER = 2**30
 
 
@@ -60,7 +62,8 @@ def arm(
     error: int = 0,
     log: Path | None = None,
 ) -> None:
-    """From now on count what this process does in the folder `below`, and act at number `at`."""
+    """Count the operations of this process in the folder `below` from now on, and act at number
+    `at`."""
     import safetensors.torch
 
     setattr(safetensors.torch, "serialize_file", _serialize_file)  # noqa: B010
@@ -69,8 +72,9 @@ def arm(
 
 
 def _serialize_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-    """What safetensors does, with its names and its error, but through the C library: it renames by
-    a system call of its own, which no preloaded library sees."""
+    """Do the same as safetensors, with equal file names and errors, but with calls of the C
+    library. safetensors renames with a direct system call, which a preloaded library does not
+    see."""
     from safetensors import SafetensorError, serialize
 
     path = Path(filename)
@@ -92,7 +96,7 @@ def _serialize_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
 
 
 def read_log(path: Path) -> Iterator[Operation]:
-    """The operations in their order."""
+    """The logged operations in order."""
     with path.open("rb") as file:
         while head := file.read(HEADER.size):
             kind, flags, inode, offset, *sizes = HEADER.unpack(head)

@@ -1,12 +1,13 @@
-"""Power cuts: of a run's file operations only what was synced is sure to be there afterwards.
+"""Simulated power cuts: after a cut, only synced data is certain to be on the disk.
 
-A run is logged with all it writes; for a cut, its folder is made again as a disk may have it:
+A run is logged with all data that it writes. For a cut, its folder is created again with a content
+that a disk may have:
 
-- synced: of a file what it held when it was last synced, of a folder the names that it had when it
-  was last synced, and nothing else;
-- journal: names up to some operation after the last sync, in order, as a journal keeps them, and of
-  files only what was synced: the rest is empty, or zeros (ext4 without delayed flushing);
-- scattered: like `synced`, and of what came since each write and each change of a name at random.
+- synced: a file has its content at its last sync, a folder has its names at its last sync;
+- journal: folders also have the changes of names up to some later operation, in order, as a journal
+   does; files have only their synced content, followed by nothing or zeros (ext4 without delayed
+   flushing);
+- scattered: like `synced`, with a random subset of the later writes and changes of names.
 """
 
 from __future__ import annotations
@@ -29,49 +30,50 @@ from rloo.trainer.checkpoint import find_checkpoint
 FIGURE = "power cuts (200, on each of three disks): nothing that was committed is lost"
 PROMISED = 200
 DISKS = ("synced", "journal", "scattered")
-# What runs are cut: from nothing; going on after a kill; with a limit of checkpoints; the best.
+# The runs that are cut: a new run; a run resumed after a kill; a run with a limit on checkpoints; a
+# run that keeps the best checkpoint.
 SESSIONS = (("full", 0), ("full", 120), ("keep one", 0), ("best", 0), ("lora", 0))
 
 
 @dataclass
 class File:
-    """What a file holds, what it held when it was synced last, and the writes since."""
+    """A file: its content, its content at the last sync, and the writes since then."""
 
     live: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
     since: list[tuple[int, bytes]] = field(default_factory=list)
 
     def write(self, offset: int, data: bytes) -> None:
-        """Note a write."""
+        """Record a write."""
         self.since.append((offset, data))
         put(self.live, offset, data)
 
     def cut(self, size: int) -> None:
-        """Note a truncation, which is not undone by a power cut that finds the file shorter."""
+        """Record a truncation. If the file is shorter after a power cut, it stays shorter."""
         self.live[:] = self.live[:size].ljust(size, b"\0")
         self.since.append((size, b""))
 
     def sync(self, data: bytes) -> None:
-        """Note that all of it is on the disk."""
+        """Record that the complete content is on the disk."""
         self.live[:], self.synced, self.since = data, data, []
 
 
 @dataclass
 class Folder:
-    """Names, those that were there when it was synced last, and the changes since: what each name
-    stood for afterwards (None: nothing)."""
+    """A folder: its names, its names at the last sync, and the changes since then (name -> new
+    node, or None for a removed name)."""
 
     live: dict[str, Node] = field(default_factory=dict)
     synced: dict[str, Node] = field(default_factory=dict)
     since: list[dict[str, Node | None]] = field(default_factory=list)
 
     def change(self, names: dict[str, Node | None]) -> None:
-        """Note what happens at once."""
+        """Record changes that happen atomically."""
         self.since.append(names)
         apply(self.live, names)
 
     def sync(self) -> None:
-        """Note that all names are on the disk."""
+        """Record that all names are on the disk."""
         self.synced, self.since = dict(self.live), []
 
 
@@ -79,13 +81,13 @@ Node = File | Folder
 
 
 def put(content: bytearray, offset: int, data: bytes) -> None:
-    """Write into a file's content, with zeros where nothing was."""
+    """Write data at an offset of a file's content. A gap is filled with zeros."""
     content.extend(bytes(max(0, offset + len(data) - len(content))))
     content[offset : offset + len(data)] = data
 
 
 def apply(names: dict[str, Node], change: dict[str, Node | None]) -> None:
-    """Let names stand for something, or nothing."""
+    """Set or remove names."""
     for name, node in change.items():
         names.pop(name, None)
         if node is not None:
@@ -93,7 +95,7 @@ def apply(names: dict[str, Node], change: dict[str, Node | None]) -> None:
 
 
 class Disk:
-    """What stood in `folder` and what operations made of it."""
+    """The content of `folder` before a run, and after operations."""
 
     def __init__(self, folder: Path, before: Path | None) -> None:
         self._folder, self.root, self._inodes = folder, Folder(), dict[int, File]()
@@ -101,7 +103,7 @@ class Disk:
             self.root = read_folder(before)
 
     def replay(self, operations: Iterable[ops.Operation]) -> None:
-        """Do these operations."""
+        """Apply these operations."""
         for o in operations:
             if o.kind == ops.MARK:
                 continue
@@ -133,7 +135,7 @@ class Disk:
         node = folder.live.get(name)
         if o.kind == ops.OPEN and isinstance(node, File):
             self._inodes[o.inode] = node
-        # By inode, since a file may have another name, or none, by now.
+        # By inode, since the file may have been renamed or removed.
         file = self._inodes.get(o.inode, node)
         assert isinstance(file, File), o.path
         if o.kind == ops.OPEN and o.flags & ops.EMPTIED and file.live:
@@ -156,7 +158,7 @@ class Disk:
 
 
 def read_folder(path: Path) -> Folder:
-    """What lies on the disk, all of it synced."""
+    """The content of a folder on the disk, as synced."""
     folder = Folder()
     for item in path.iterdir():
         node: Node = read_folder(item) if item.is_dir() else File()
@@ -168,7 +170,8 @@ def read_folder(path: Path) -> Folder:
 
 
 def write_folder(folder: Folder, path: Path, disk: str, rng: random.Random) -> None:
-    """Make a folder as a kind of disk has it after the cut (`live`: as if there were none)."""
+    """Write a folder to `path` with the content that a kind of disk has after the cut (`live`:
+    without a cut)."""
     path.mkdir(exist_ok=True)
     names = dict(folder.live if disk in ("journal", "live") else folder.synced)
     if disk == "scattered":
@@ -183,7 +186,7 @@ def write_folder(folder: Folder, path: Path, disk: str, rng: random.Random) -> N
 
 
 def content_of(file: File, disk: str, rng: random.Random) -> bytes:
-    """What a kind of disk has of a file."""
+    """The content of a file on a kind of disk after the cut."""
     if disk == "live":
         return bytes(file.live)
     content = bytearray(file.synced)
@@ -198,7 +201,7 @@ def content_of(file: File, disk: str, rng: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class Session:
-    """A run's operations in `folder`, and what lay there `before`."""
+    """The operations of a run in `folder`, and the content `before` the run."""
 
     folder: Path
     before: Path
@@ -206,8 +209,8 @@ class Session:
 
 
 def log(rig: Rig, config: str, killed_at: int) -> Session:
-    """Log a run, or if `killed_at` is given the one that goes on after a kill there; checks that
-    the log tells everything that the run has left."""
+    """Log a run; if `killed_at` is given, the run that resumes after a kill at this operation.
+    Checks that a replay of the log gives the content of the folder."""
     home = rig.home / "logs" / f"{config} {killed_at} {os.getpid()}"
     folder, before, file = home / "trial", home / "before", home / "log of operations"
     folder.mkdir(parents=True)
@@ -241,14 +244,15 @@ def log(rig: Rig, config: str, killed_at: int) -> Session:
     write_folder(disk.root, home / "rebuilt", "live", random.Random(0))
     for path in [p for p in folder.rglob("*") if p.is_file()]:
         rebuilt = home / "rebuilt" / path.relative_to(folder)
-        # What was written through a map of the file is seen when it is synced.
+        # Writes through a memory map are recorded at the next sync.
         if path.read_bytes() != rebuilt.read_bytes():
             raise RuntimeError(f"the log of operations does not tell what is in {path.name}")
     return logged
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Cuts at the end of each session and at random operations, each on every disk; or `count`."""
+    """Cuts at the end of each session and at random operations, each for every kind of disk; or
+    only `count` of these trials."""
     if rig.operations is None:
         return []
     rng = random.Random(seed)
@@ -270,7 +274,7 @@ def cut(
     disk: str,
     sessions: dict[tuple[str, int], Session],
 ) -> str:
-    """Cut after a share of a run's operations (1: when it has ended), and go on."""
+    """Simulate a cut after a share of a run's operations (1: after its end), and resume the run."""
     if what not in sessions:
         sessions[what] = log(rig, *what)
     session = sessions[what]
@@ -281,7 +285,7 @@ def cut(
 def _try(rig: Rig, config: str, session: Session, at: int, disk: str) -> str:
     rng = random.Random(f"{at} {disk}")
     done = session.operations[:at]
-    if disk == "journal":  # what comes after the last sync may be in the journal already
+    if disk == "journal":  # the journal may have later changes
         syncs = [i for i, o in enumerate(done) if o.kind in (ops.SYNC, ops.SYNC_FOLDER)]
         done = done[: rng.randint(syncs[-1] + 1 if syncs else 0, at)]
     state = Disk(session.folder, session.before)

@@ -1,4 +1,5 @@
-"""Processes of trials: started in a session of their own, waited for, and ended with all below."""
+"""Processes of trials: starts each in a new session, waits for it, and kills it with all
+descendants."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Seconds in which what a process has started must end after it.
+# Seconds within which the descendants of an ended process must end.
 ENDING = 15.0
-DEADLINE = 300.0  # seconds: a guard; a trial takes about one
+DEADLINE = 300.0  # seconds; a trial takes about one
 PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a trial's process ended: its exit status, or minus the signal that ended it."""
+    """The end of a trial's process: its exit status, or minus the number of the signal that killed
+    it."""
 
     status: int
     output: str
@@ -33,8 +35,9 @@ class Ended:
 
 
 def fork(action: Callable[[], int], log: Path, *, kill_after: float | None = None) -> Ended:
-    """Run `action` in a process and session of its own, its output in `log`; with `kill_after`, for
-    so many seconds. Raises RuntimeError for a child that is left, or a run over its deadline."""
+    """Run `action` in a new process and session, with output in `log`. With `kill_after`, the
+    process is killed after this number of seconds. Raises RuntimeError for a remaining descendant,
+    or for a run that exceeds its deadline."""
     began = time.monotonic()
     process = start(action, to_file(log))
     status = wait(process, DEADLINE if kill_after is None else kill_after)
@@ -42,13 +45,13 @@ def fork(action: Callable[[], int], log: Path, *, kill_after: float | None = Non
 
 
 def to_file(log: Path) -> Callable[[], int]:
-    """What opens `log` for the output of a process that `start` begins."""
+    """A function that opens `log` for the output of a process, for `start`."""
     return lambda: os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
 
 def start(action: Callable[[], int], open_output: Callable[[], int]) -> int:
-    """Start `action`, whose output goes to a descriptor that is opened there; returns the process,
-    whose orphans come to this one."""
+    """Start `action` in a new process, which calls `open_output` for the descriptor of its output.
+    Returns the process id. This process adopts its orphans."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     sys.stdout.flush()
     process = os.fork()
@@ -58,7 +61,7 @@ def start(action: Callable[[], int], open_output: Callable[[], int]) -> int:
 
 
 def command(arguments: list[str], prepare: Callable[[], Any] | None) -> Callable[[], int]:
-    """The command as an action for `fork`."""
+    """The `rloo` command as an action for `fork`, in the forked process."""
 
     def action() -> int:
         if prepare is not None:
@@ -69,20 +72,20 @@ def command(arguments: list[str], prepare: Callable[[], Any] | None) -> Callable
 
 
 def program(arguments: list[str], prepare: object) -> Callable[[], int]:
-    """The command as a program of its own, as an action for `fork`."""
+    """The `rloo` command as an action for `fork`, executed as a new program."""
     given = [sys.executable, "-m", "rloo.cli", *arguments]
     return lambda: os.execv(given[0], given)
 
 
 class ForkedRank:
-    """In place of the launcher's subprocess.Popen: a rank that is forked, not a new program that
-    imports everything, which would be most of a trial."""
+    """A replacement for the launcher's subprocess.Popen: a rank that is forked. A new program would
+    import all modules, which would take most of a trial's time."""
 
     def __init__(self, given: list[str], *, env: dict[str, str], **how: Any) -> None:
         def action() -> int:
             how["preexec_fn"]()
             os.environ.update(env)
-            atexit._clear()  # what the process that made the rig does at its end
+            atexit._clear()  # exit functions of the rig's process
             status = importlib.import_module("rloo.cli").main(given[given.index("rloo") + 1 :])
             atexit._run_exitfuncs()
             return status
@@ -94,11 +97,11 @@ class ForkedRank:
             _run(action, lambda: 1 if output is None else output.fileno())
 
     def send_signal(self, number: int) -> None:
-        """As Popen's."""
+        """See `Popen.send_signal`."""
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """As Popen's."""
+        """See `Popen.wait`."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
@@ -107,16 +110,17 @@ class ForkedRank:
 def finish(
     process: int, status: int | None, seconds: float, log: Path, *, meant: bool = False
 ) -> Ended:
-    """End what is left of a trial's process; with status None its whole group, as `meant` or for
-    being late. Raises RuntimeError as `fork` does."""
+    """Kill the remaining descendants of a trial's process. With status None, kill its process group
+    too, which is an error (a missed deadline) unless `meant`. Raises RuntimeError as `fork`
+    does."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if status is None:
-            os.kill(process, signal.SIGKILL)  # it may not have made its group yet
+            os.kill(process, signal.SIGKILL)  # it may not have its process group yet
         os.killpg(process, signal.SIGKILL)
     if status is None:
         os.waitpid(process, 0)
     left, until = children(), time.monotonic() + ENDING
-    while left and time.monotonic() < until:  # they see that it is gone
+    while left and time.monotonic() < until:  # they end when they notice its end
         time.sleep(0.01)
         left = children()
     said = [_command_of(other) for other in left]
@@ -137,7 +141,7 @@ def _command_of(process: int) -> str:
 
 
 def _run(action: Callable[[], int], open_output: Callable[[], int]) -> None:
-    """The rest of a forked process: `action` in a new session; its exit status."""
+    """Execute `action` in a new session of the forked process, and exit with its status."""
     status = 99
     try:
         as_from_a_shell()
@@ -162,8 +166,8 @@ def as_from_a_shell() -> None:
 
 
 def wait(process: int, deadline: float) -> int | None:
-    """A child's exit status, or minus the signal that ended it; None if it is killed for being
-    late."""
+    """A child's exit status, or minus the number of the signal that killed it; None if it is still
+    running at the deadline."""
     descriptor = os.pidfd_open(process)
     try:
         ready, _, _ = select.select([descriptor], [], [], deadline)
@@ -175,7 +179,7 @@ def wait(process: int, deadline: float) -> int | None:
 
 
 def children() -> list[int]:
-    """Processes that are left below this one, which inherits orphans; those that ended are gone."""
+    """The living children of this process, which adopts orphans. Ended children are reaped."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -183,8 +187,8 @@ def children() -> list[int]:
 
 
 def children_of(process: int) -> list[int]:
-    """What this process has started or inherited and not yet waited for, oldest first; of one that
-    is gone, nothing."""
+    """The children of a process that are not reaped, oldest first; none if the process has
+    ended."""
     try:
         found = Path(f"/proc/{process}/task/{process}/children").read_text()
     except FileNotFoundError:

@@ -19,14 +19,14 @@ FIGURE = (
     "identical end by the same command, or with --max_restarts by itself"
 )
 PROMISED = 40
-# Every tenth through the real command line, half of them with --max_restarts.
+# Every tenth trial uses the real command line. Half of the trials use --max_restarts.
 FORKED, REAL, EVERY = ("2 ranks", "3 ranks"), "2 real ranks", 10
 ENDS_WITHIN = 60.0
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Trials in which a random rank is killed after a random share of the run's time; where it
-    starts again by itself, every third time twice."""
+    """Trials in which a random rank is killed after a random share of the run's time. If the run
+    restarts automatically, every third trial has two kills."""
     rng = random.Random(seed)
     found = []
     for number in range(count or PROMISED):
@@ -44,7 +44,7 @@ def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
 
 
 def ends(rig: Rig, config: str, kills: list[tuple[int, float]]) -> str:
-    """Kill a rank; look at how the others end; go on by the same command."""
+    """Kill a rank, check how the others end, and resume by the same command."""
     ((rank, share),) = kills
     seconds = rig.seconds[config] * share
     for _ in range(20):
@@ -54,18 +54,18 @@ def ends(rig: Rig, config: str, kills: list[tuple[int, float]]) -> str:
                 if ended.status != 128 + signal.SIGKILL:
                     return f"status {ended.status}: {ended.output[-400:]}"
                 return rig.goes_on(config, folder)
-        seconds *= 0.8  # it was faster than the one that was measured
+        seconds *= 0.8  # this run was faster than the measured one
     return f"was not hit: status {ended.status}"
 
 
 def starts_again(rig: Rig, config: str, kills: list[tuple[int, float]]) -> str:
-    """Kill ranks of a run that starts again by itself."""
+    """Kill ranks of a run that restarts automatically."""
     moments = [(rank, rig.seconds[config] * share) for rank, share in kills]
     for _ in range(20):
         with rig.folder() as folder:
             ended, hit = kill_ranks(rig, config, folder, moments, within=DEADLINE, max_restarts=2)
             if f"rank {moments[0][0]} was ended by SIGKILL" in ended.output:
-                # A second one may have come too late.
+                # A second kill may have come after the end.
                 if ended.status or not 1 <= ended.output.count("the run starts again") <= hit:
                     return f"status {ended.status}: {ended.output[-400:]}"
                 return rig.differences(config, folder)
@@ -82,17 +82,18 @@ def kill_ranks(
     within: float,
     max_restarts: int = 0,
 ) -> tuple[Ended, int]:
-    """Start a run, and kill ranks so many seconds after its start and after each other; how it ends
-    `within` seconds from the last one, and how many were killed."""
+    """Start a run, and kill ranks: each of `moments` is a rank and the seconds since the start or
+    the previous kill. Returns how the run ended, `within` seconds of the last kill, and the number
+    of kills."""
     began, size = time.monotonic(), RANKS[config]["num_processes"]
     options: dict[str, Any] = {"max_restarts": max_restarts}
-    if max_restarts:  # it shall not need to be told
+    if max_restarts:  # a restart must resume without this option
         options["resume_from_checkpoint"] = None
     process = start(rig.action(config, folder, None, **options), to_file(folder / "log"))
     hit, status = 0, None
     for rank, seconds in moments:
         status = wait(process, seconds)
-        # All of them: the launcher has just begun, or begins again.
+        # Wait for all ranks: the launcher may be starting or restarting them.
         while status is None and len(ranks := children_of(process)) < size:
             status = wait(process, 0.002)
         if status is not None:

@@ -1,4 +1,5 @@
-"""Results of trials, one JSON line each: what has one for these sources is not done again."""
+"""Results of trials, one JSON line each. Trials that have a result for the same sources are
+skipped."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Trial:
-    """`name` says everything that decides what is done, `config` the undisturbed run that is needed
-    for it; `run` returns what is wrong, or ""."""
+    """`name` identifies the trial with all its parameters. `config` is the configuration of the
+    undisturbed run that it needs. `run` returns a description of the error, or ""."""
 
     name: str
     config: str
@@ -23,7 +24,7 @@ class Trial:
 
 
 def digest() -> str:
-    """Of the package's sources."""
+    """The digest of the package's sources."""
     whole = hashlib.sha256()
     for path in sorted((ROOT / "src" / "rloo").rglob("*.py")):
         whole.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -31,25 +32,25 @@ def digest() -> str:
 
 
 class Store:
-    """Results of one part, in `folder`/`part`.jsonl."""
+    """The results of one part, in `folder`/`part`.jsonl."""
 
     def __init__(self, folder: Path, part: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / f"{part}.jsonl"
 
     def read(self) -> dict[str, str]:
-        """What was wrong in each trial, by its name."""
+        """The error of each trial ("" for none), by the trial's name."""
         text = self.path.read_text() if self.path.exists() else ""
         rows = []
         for line in text.splitlines():
             try:
                 rows.append(json.loads(line))
-            except ValueError:  # torn by a kill
+            except ValueError:  # a line truncated by a kill
                 continue
         return {row["trial"]: row["wrong"] for row in rows}
 
     def add(self, trial: str, wrong: str) -> None:
-        """Append a result, whole or not at all beside other processes."""
+        """Append a result atomically, also if other processes append."""
         line = json.dumps({"trial": trial, "wrong": wrong}) + "\n"
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(descriptor, line.encode())
@@ -59,8 +60,8 @@ class Store:
 def run_all(
     store: Store, trials: Sequence[Trial], jobs: int, prepare: Callable[[str], object]
 ) -> dict[str, str]:
-    """Do what has no result, in `jobs` processes, after `prepare` for each configuration that they
-    need; returns the results of these trials."""
+    """Execute the trials without a result in `jobs` processes. `prepare` is called first for each
+    configuration that they need. Returns the results of `trials`."""
     done = store.read()
     missing = [trial for trial in trials if trial.name not in done]
     for config in dict.fromkeys(trial.config for trial in missing):
@@ -72,7 +73,7 @@ def run_all(
             for trial in missing[number::jobs]:
                 try:
                     wrong = trial.run()
-                except Exception as error:  # of whatever kind, it is this trial's result
+                except Exception as error:  # any error is the result of this trial
                     wrong = f"{type(error).__name__}: {error}"
                 store.add(trial.name, wrong)
             os._exit(0)

@@ -1,9 +1,10 @@
-"""50 rewards that hang, exit, crash, kill, lie or change what is not theirs, each in a process.
+"""50 rewards that hang, exit, crash, kill, return wrong values or change global state.
 
     python -m benchmarks.chaos.rewards          # all; NAME for one
 
-A case is contained where the call ends within its deadline (2 s, and 3 s of grace) and what it
-says has the name of the reward and the fault; a process that had to be ended says where it was.
+Each case runs in a separate process. A case is contained if the call ends within its deadline (2 s
+plus 3 s of grace) and the error names the reward and the fault. If the process had to be killed,
+its output must also have the position in the code.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ UNJUDGED = r"scored \[None\], then \[1.0\], .*unjudged': 1.0"
 
 @dataclass(frozen=True)
 class Case:
-    """A reward and what a run that calls it has to say."""
+    """A reward, and the text that a run which calls it must print."""
 
     function: Any
     says: str
@@ -52,7 +53,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(says: str, seconds: float = TIMEOUT, **values: str) -> Callable[[Any], Any]:
-    """Enter a reward function into CASES; `says` is a pattern with `{name}` and `values`."""
+    """Register a reward function in CASES. `says` is a pattern with `{name}` and `values`."""
 
     def enter(function: Any) -> Any:
         pattern = says
@@ -398,12 +399,12 @@ def changes_what_others_get(completions, prompts, completion_ids):
 
 
 def length_of(completions: list[str]) -> list[float]:
-    """What is called beside every case: it must see what was sampled."""
+    """A reward that is called together with every case. It must get the unchanged samples."""
     return [float(len(completion)) for completion in completions]
 
 
 def call(name: str) -> None:
-    """Call one case as a run does and say what comes of it; status 1 for an error."""
+    """Call one case as a run does, and print the result. Exits with status 1 for an error."""
     if name == "turns_gradients_off":
         import torch  # noqa: F401 (a run has imported it)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
@@ -415,12 +416,13 @@ def call(name: str) -> None:
         notes = " | ".join(getattr(error, "__notes__", ()))
         print(f"{type(error).__name__}: {error} | {notes}", flush=True)
         sys.stdout.flush()
-        os._exit(1)  # what hangs in a thread cannot be joined
+        os._exit(1)  # a hanging thread cannot be joined
     print("scored", " and ".join(map(str, scores.by_function.values())), flush=True)
 
 
 def try_case(name: str) -> str | None:
-    """Run a case in a process of its own; None if it says what it should, else what it said."""
+    """Run a case in a separate process. Returns None if its output is as expected, else the
+    output."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
@@ -447,7 +449,8 @@ def _roots() -> list[str]:
 
 
 def main(names: list[str] | None = None) -> int:
-    """Run cases, all by default; print how many are named, and what the others say."""
+    """Run cases, by default all. Print the number of correct errors, and the output of other
+    cases."""
     chosen = names or list(CASES)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         failures = {

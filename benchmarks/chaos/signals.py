@@ -1,4 +1,4 @@
-"""Signals that ask to stop, in every phase of a run, on a terminal of its own."""
+"""Termination signals in every phase of a run, on a separate terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIGURE = (
 KINDS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 GRACE = 30.0
 STARTING = "starting"
-# Where: in which call of which function; the finished steps that a checkpoint has to hold.
+# Phase -> (module or class, function, number of the call; steps that the checkpoint must have).
 PHASES: dict[str, tuple[str, str, int, int]] = {
     STARTING: ("rloo.trainer.trainer", "obtain_model", 1, 0),
     "sampling": ("rloo.engines.in_process:InProcessEngine", "sample", 9, 3),
@@ -42,18 +42,18 @@ PHASES: dict[str, tuple[str, str, int, int]] = {
 
 
 def trials(rig: Rig, count: int | None, seed: int) -> list[Trial]:
-    """Every kind in every phase."""
+    """Every signal in every phase."""
     found = [
         Trial(f"{kind} {phase}", "full", partial(stop, rig, kind, phase))
         for phase in PHASES
         for kind in KINDS
     ]
-    # A few are of as many phases and kinds.
+    # A smaller count uses as many different phases and signals as possible.
     return [found[(seed + 7 * n) % len(found)] for n in range(count)] if count else found
 
 
 def stop(rig: Rig, kind: str, phase: str) -> str:
-    """Send a signal in a phase; look at how the run ends; go on."""
+    """Send a signal in a phase, check how the run ends, and resume it."""
     number = getattr(signal, kind)
     where, name, call, step = PHASES[phase]
     with rig.folder() as folder:
@@ -89,12 +89,12 @@ def stop(rig: Rig, kind: str, phase: str) -> str:
 
 def _send(number: int, sent: Path) -> None:
     sent.touch()
-    # Ctrl-C reaches all that stands in the foreground.
+    # Ctrl-C reaches all processes of the foreground group.
     os.kill(0 if number == signal.SIGINT else os.getpid(), number)
 
 
 def _at_the_very_start(rig: Rig, folder: Path, number: int) -> str:
-    """The real command, while it still imports: nothing is there, and nothing is said but that."""
+    """Stop the real command while it is importing. It must not print a traceback."""
     folder.mkdir()
     given = [sys.executable, "-m", "rloo.cli", *rig.arguments("full", folder)]
     with subprocess.Popen(
@@ -110,7 +110,8 @@ def _at_the_very_start(rig: Rig, folder: Path, number: int) -> str:
 
 
 def trip(where: str, name: str, call: int, action: Callable[[], object]) -> None:
-    """Run `action` in one of the calls of a function of a module or a class (`module:class`)."""
+    """Execute `action` before call number `call` of a function. `where` is a module or
+    `module:class`."""
     module, _, owner = where.partition(":")
     found = importlib.import_module(module)
     target = getattr(found, owner) if owner else found
@@ -126,13 +127,14 @@ def trip(where: str, name: str, call: int, action: Callable[[], object]) -> None
 
 
 def on_terminal(action: Callable[[], int], log: Path) -> tuple[Ended, list[Any], list[Any]]:
-    """As `fork`, on a terminal that this process reads; also its modes before and after."""
+    """As `fork`, on a pseudo-terminal that this process reads. Also returns its modes before and
+    after."""
     mine, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     began = time.monotonic()
 
     def open_terminal() -> int:
-        terminal = os.open(os.ttyname(theirs), os.O_RDWR)  # the first one becomes its own
+        terminal = os.open(os.ttyname(theirs), os.O_RDWR)  # becomes its controlling one
         os.dup2(terminal, 0)
         return terminal
 

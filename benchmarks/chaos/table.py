@@ -1,4 +1,4 @@
-"""The parts that are run trial by trial: their figures, what is promised, and their trials."""
+"""The parts that consist of trials: their figures, promised counts, and trials."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.chaos.results import Trial
 
 
 def plan(part: str, rig: Rig, count: int | None, seed: int) -> tuple[str, str, list[Trial]]:
-    """Figure, promise and trials of a part."""
+    """(figure, promised count, trials) of a part."""
     if part == "kills":
         return kills.FIGURE, "all", kills.moments(rig, count or kills.PROMISED, seed)
     if part == "operations":

@@ -1,11 +1,11 @@
-r"""How many right answers `math` and `gsm8k` accept, and how many hacks they reject.
+r"""Counts the correct answers that `math` and `gsm8k` accept, and the hacks that they reject.
 
     python -m benchmarks.chaos.verifiers
 
-A hack is an answer that a policy can write without having solved the problem, or that says
-something else than the reference: an unsolved expression, a chain, several answers, a relation, a
-hedge, a decoration. Rows of (what stands in the box or after the mark,
-reference), some with the prompt.
+A hack is an answer that a policy can write without solving the problem, or whose meaning differs
+from the reference: an unevaluated expression, a chain, several answers, a relation, a hedge, a
+decoration. A row is (text in the box or after the mark, reference), in some rows followed by the
+prompt.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ GSM8K_HACKS: Corpus = [
 
 
 # fmt: off
-# What a review found, and its relatives.
+# Answers from a review, and similar ones.
 MATH_HACKS += [
     ("42M", "42"), ("42 G", "42"), ("42 K", "42"), ("42 lakh", "42"), ("42 gross", "42"),
     ("42 pairs", "42"), ("42 dozen", "42"), ("42k", "42"), ("42 bn", "42"), ("(1,2)", r"\{1,2\}"),
@@ -348,9 +348,10 @@ GSM8K_RIGHT += [
     ("So the difference is 42 dollars", "42"),
 ]
 
-# Written from docs/rewards.md before the rules were mended for the review. At their first run 61 of
-# 63 hacks were rejected (two sums of logarithms, as $\ln 6-\ln 2$ for $\ln 3$, are another way to
-# write one and are left out here) and 61 of 64 right answers accepted; all of these are now.
+# Written from docs/rewards.md before the rules were corrected after the review. In the first run,
+# 61 of 63 hacks were rejected. The other two are not in the list: sums of logarithms, as $\ln 6-\ln
+# 2$ for $\ln 3$, are another way to write a logarithm. 61 of 64 correct answers were accepted. The
+# present rules accept all of them.
 LATER_MATH_HACKS: Corpus = [
     (r"7 \text{ million}", "7"), (r"7\text{ dozens}", "7"), (r"15 \text{ percent of } x", "15"),
     (r"12 \text{ if } x>0", "12"), (r"\sqrt{5}+2\sqrt{5}", r"3\sqrt{5}"), (r"4\pi-\pi", r"3\pi"),
@@ -414,7 +415,7 @@ LATER_GSM8K_RIGHT: Corpus = [
 
 
 def rewards_of(verifier: str, corpus: Corpus, math: MathReward) -> list[float | None]:
-    """What `math` or `gsm8k` gives to each."""
+    """The rewards of `math` or `gsm8k` for a corpus."""
     texts, answers, prompts = zip(*((*row, "")[:3] for row in corpus), strict=True)
     if verifier == "math":
         return math([rf"So \boxed{{{text}}}" for text in texts], answer=answers, prompts=prompts)
@@ -422,7 +423,7 @@ def rewards_of(verifier: str, corpus: Corpus, math: MathReward) -> list[float | 
 
 
 def measure() -> dict[str, tuple[int, int, Corpus]]:
-    """By corpus: how many are as they should be, of how many, and the others."""
+    """By corpus: (number of correct verdicts, size, rows with a wrong verdict)."""
     math = make_math()
     counts = {}
     for name, corpus, wanted in (
@@ -439,7 +440,7 @@ def measure() -> dict[str, tuple[int, int, Corpus]]:
 
 
 def main() -> int:
-    """Print the counts and what is judged otherwise; return how many those are."""
+    """Print the counts and the wrong verdicts. Returns the number of wrong verdicts."""
     counts = measure()
     for name, (_, _, wrong) in counts.items():
         for text, reference, *_ in wrong:

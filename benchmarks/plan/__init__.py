@@ -1,1 +1,1 @@
-"""`rloo plan` against the runs that it speaks of."""
+"""Compares predictions of `rloo plan` with measured runs."""

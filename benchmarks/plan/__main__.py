@@ -1,11 +1,12 @@
-"""Is what `rloo plan` says of time what a run then takes?
+"""Compares the times that `rloo plan` predicts with the times of runs.
 
     python -m benchmarks.plan [--case NAME ...] [--repeats 3] [--threads 2] [--results FILE]
 
-Of each configuration a plan, a short run as it is, and one of the worst case (no token ends a
-completion, all prompts are the longest), each in a process of its own, and all of them again:
-medians, since the machine itself is not as fast at any time. Goes on where FILE ends. Ratios are
-plan / run in one repeat, of an optimizer step and of an evaluation, without rewards.
+For each configuration, three processes are run: a plan, a short run of the configuration, and a
+short run of the worst case (no token ends a completion, all prompts have the maximum length). All
+are repeated, and medians are shown, since the speed of the machine varies. Results in FILE are not
+measured again. Ratios are plan / run in the same repeat, for an optimizer step and for an
+evaluation, without rewards.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KINDS = ("plan", "expected", "worst")
 
 
 def measure(case: Case, kind: str, folder: Path, threads: int) -> Result:
-    """What `benchmarks.plan.side` answers, and the seconds of the whole process."""
+    """The result of `benchmarks.plan.side`, and the seconds of the complete process."""
     command = [sys.executable, "-m", "benchmarks.plan.side", kind, case.name, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     began = time.perf_counter()
@@ -42,7 +43,7 @@ def measure(case: Case, kind: str, folder: Path, threads: int) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    """Markdown: one row for each configuration that was measured whole."""
+    """A Markdown table with a row for each completely measured configuration."""
     lines = [
         "| | plan took | expected step | run | ratio | worst step | run | ratio | evaluation |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -76,13 +77,13 @@ def _middle(results: list[Result], name: str) -> float:
 
 
 def _ratio(planned: list[Result], runs: list[Result], name: str) -> float:
-    """Of a plan and the run beside it, which the same minutes have slowed down."""
-    pairs = zip(planned, runs, strict=False)  # the last repeat may be half done
+    """The ratio of a plan and the run of the same repeat, which the machine slowed down equally."""
+    pairs = zip(planned, runs, strict=False)  # the last repeat may be incomplete
     return median(one[name] / run[name] for one, run in pairs)
 
 
 def main() -> None:
-    """Measure what FILE does not have yet, and print the table."""
+    """Measure the results that FILE does not have, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="*", choices=list(BY_NAME), default=list(BY_NAME))
     parser.add_argument("--repeats", type=int, default=3)

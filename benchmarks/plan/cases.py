@@ -1,5 +1,5 @@
-"""The configurations. The first three were there when the plan was made, the others are unlike them
-in what takes the time, and nothing was fitted to them."""
+"""The configurations. The plan was developed with the first three. The other ones differ from them
+in the parts that dominate the time. Nothing was fitted to them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from benchmarks.model import LOCAL_GSM8K, ROOT
 
 GSM8K = Path(os.environ.get("RLOO_GSM8K", LOCAL_GSM8K))
 SMOLLM2 = ROOT / "runs" / "smollm2"
-# A reward that differs between any two completions, so that all of them are learned from.
+# A reward that differs between any two completions, so that all groups have signal.
 REWARD = "def spread(completion_ids): return [hash(tuple(ids)) % 9973 for ids in completion_ids]\n"
 _CHAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }}\n{% endfor %}answer :"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A configuration: `file` (None: only `options`); where it needs a model, one of
-    `benchmarks.shapes` with completions of about `mean_tokens`; and `prompts` (number, words) where
-    it has no dataset. `needs` is what must be there."""
+    """A configuration: `file` (None: only `options`). If it needs a model, the model is one of
+    `benchmarks.shapes` with completions of about `mean_tokens`. If it has no dataset, `prompts` is
+    (number of prompts, words). `needs` is a required package or file."""
 
     name: str
     title: str
@@ -36,13 +36,14 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def missing(self) -> str | None:
-        """Why it cannot be measured here, if so."""
+        """The reason why the case cannot be measured on this machine, or None."""
         if self.needs is None or self.needs.exists():
             return None
         return f"{self.needs.name} is not there"
 
     def arguments(self, folder: Path, threads: int) -> list[str]:
-        """Arguments of `rloo`, for a run in `folder`; makes there what they name."""
+        """The arguments of `rloo` for a run in `folder`. Creates the files that the arguments
+        name."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "spread.py").write_text(REWARD)
         given = SHARED | {"num_threads": threads, "output_dir": folder / "run"} | self.options
@@ -61,7 +62,7 @@ def _batch(prompts: int, size: int, tokens: int) -> dict[str, Any]:
     return dict(zip(names, (prompts, size, tokens, 60), strict=True))
 
 
-# A rate at which the policy stays what it is: the plan speaks of the policy as it is now.
+# A learning rate at which the policy does not change, since the plan is for the initial policy.
 SHARED: dict[str, Any] = {"use_cpu": "true", "report_to": "none", "learning_rate": 1e-12}
 _PLAIN = {"bf16": "false", "gradient_checkpointing": "false", "save_strategy": "no"}
 CASES = [
@@ -144,7 +145,7 @@ def _random_model(shape: str, mean_tokens: int, folder: Path) -> Path:
 
 
 def _rows(number: int, words: int, file: Path) -> Path:
-    """Prompts of `words` tokens on average, and up to a quarter more or less."""
+    """Prompts of `words` tokens on average, with a variation of up to a quarter."""
     from benchmarks.shapes import make_word_prompts
 
     whole = make_word_prompts(number, words + words // 4)

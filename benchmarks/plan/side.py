@@ -1,8 +1,8 @@
-"""One process: the plan of a case, or a short run of it, as one line of JSON.
+"""One process: plans a case or runs it shortly, and prints one line of JSON.
 
     python -m benchmarks.plan.side plan|expected|worst CASE FOLDER THREADS
 
-`worst` takes the tokens away that end a completion, and all prompts but the longest.
+`worst` removes the tokens that end a completion, and all prompts except for the longest.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.plan.cases import BY_NAME
 from rloo.model.policy import Policy
 
 LENGTH = "completions/mean_length"
-# Rollouts of a run, and the seconds after which no other one is begun.
+# Number of rollouts of a run, and the seconds after which no further rollout is started.
 _ROLLOUTS, _LONG = 4, 25.0
 
 
 def plan(arguments: list[str]) -> dict[str, Any]:
-    """The times that are planned."""
+    """The predicted times."""
     from rloo.addons.planner.plan import make_plan, print_plan
 
     made = make_plan(_config(arguments))
@@ -40,7 +40,7 @@ def plan(arguments: list[str]) -> dict[str, Any]:
 
 def run(arguments: list[str], *, worst: bool) -> dict[str, Any]:
     """Mean seconds of a step, of its parts and of an evaluation, without rewards. The first rollout
-    warms up."""
+    is the warm-up."""
     from transformers import TrainerCallback
 
     from rloo.trainer.trainer import RLOOTrainer
@@ -97,7 +97,7 @@ def _config(arguments: list[str]) -> Any:
 
 
 def _watch_rewards(trainer: Any) -> dict[str, float]:
-    """Seconds spent in the rewards, which are no part of a plan."""
+    """Record the seconds spent in rewards, which a plan does not include."""
     spent, kind = {"seconds": 0.0}, type(trainer.rewards)
     score = kind.score
 
@@ -119,7 +119,7 @@ def _on_stderr() -> Any:
 
 
 def main() -> None:
-    """Do it, and print the result as the last line."""
+    """Execute the command, and print the result as the last line."""
     what, name, folder, threads = sys.argv[1:]
     arguments = BY_NAME[name].arguments(Path(folder), int(threads))
     done = plan(arguments) if what == "plan" else run(arguments, worst=what == "worst")

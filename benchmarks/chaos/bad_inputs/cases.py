@@ -1,4 +1,4 @@
-"""What a bad input is made of, and the input that works and is spoilt."""
+"""Cases of bad inputs, and the valid input that each case damages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from rloo.data.tasks import resolve_model
 
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(4)]
-# A run of one step that takes half a second.
+# A run of one step, which takes half a second.
 WORKING: dict[str, object] = {
     "model": "model", "dataset": "rows.jsonl", "reward": "length(target_max=9)",
     "output_dir": "run", "num_generations": 2, "num_prompts": 1, "max_completion_length": 4,
@@ -22,8 +22,8 @@ WORKING: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A command line beside files that `spoil` has changed in a folder where the command works.
-    A refusal must have one of `names`; a `surely_wrong` case must be refused."""
+    """A command line and files. The command works in a folder until `spoil` changes the files. An
+    error message must contain one of `names`. A `surely_wrong` case must be refused."""
 
     name: str
     kind: str
@@ -33,7 +33,7 @@ class Case:
     surely_wrong: bool = True
 
     def prepare(self, folder: Path) -> list[str]:
-        """Write the files and return the arguments of the command, to be run in `folder`."""
+        """Write the files. Returns the arguments of the command, which must be run in `folder`."""
         shutil.copytree(resolve_model("countdown"), folder / "model")
         write_rows(folder / "rows.jsonl")
         write_options(folder / "run.yaml", {})
@@ -42,10 +42,10 @@ class Case:
 
 
 def write_rows(path: Path) -> None:
-    """Rows that make prompts."""
+    """Write rows that are valid prompts."""
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
 
 def write_options(path: Path, changed: dict[str, object]) -> None:
-    """The options that work, with some changed. JSON is YAML."""
+    """Write the valid options with some changes. JSON is valid YAML."""
     path.write_text(json.dumps(WORKING | changed))

@@ -1,4 +1,4 @@
-"""Options files, data and models that are damaged, hostile or of another kind."""
+"""Options files, data and models that are damaged, hostile or of a wrong kind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BOMB = b"a: &a [x,x,x,x,x,x,x,x,x]\n" + b"".join(
     for a, b in zip("abcdefgh", "bcdefghi", strict=True)
 )
 
-# What stands in run.yaml.
+# Contents of run.yaml.
 _WRITTEN: dict[str, bytes] = {
     "empty": b"",
     "only a comment": b"# nothing\n",
@@ -66,7 +66,7 @@ def _yaml_case(name: str, spoil: Spoil) -> Case:
 
 
 def _replaced(name: str, make: Callable[[Path], object]) -> Spoil:
-    """Put something that is no regular file where `name` was."""
+    """Replace the file `name` by something that is no regular file."""
 
     def spoil(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
@@ -97,7 +97,7 @@ YAMLS = (
 # -- data ----------------------------------------------------------------------------------------
 
 _ROW = b'{"prompt": "1 + 1 =", "answer": "2"}\n'
-# It becomes U+FFFD.
+# The invalid byte is decoded to U+FFFD.
 _MAY_RUN = ("half a surrogate",)
 # (file, content): the file is the dataset.
 _ROWS: dict[str, tuple[str, bytes]] = {
@@ -218,7 +218,7 @@ def _save_to_disk(folder: Path, state: bytes) -> None:
 
 
 def _changed(file: str, **values: Any) -> Spoil:
-    """Change values in a JSON file of the model's folder."""
+    """Change values in a JSON file in the model's folder."""
 
     def spoil(folder: Path) -> None:
         path = folder / "model" / file
@@ -228,7 +228,7 @@ def _changed(file: str, **values: Any) -> Spoil:
 
 
 def _weights(damage: Callable[[dict[str, Any]], object]) -> Spoil:
-    """Change the model's tensors, by name."""
+    """Change the model's tensors, which `damage` gets by name."""
 
     def spoil(folder: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -255,7 +255,7 @@ def _without_tokenizer(folder: Path) -> None:
 
 
 def _larger_tokenizer(folder: Path) -> None:
-    """A tokenizer of which the dataset's words are beyond the embedding."""
+    """A tokenizer whose ids of the dataset's words are larger than the embedding."""
     path = folder / "model" / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -264,7 +264,7 @@ def _larger_tokenizer(folder: Path) -> None:
 
 
 def _adapter(folder: Path) -> None:
-    """The folder of an adapter whose base is itself."""
+    """The folder of an adapter whose base model is the folder itself."""
     (folder / "model" / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "model", "r": 8})
     )

@@ -1,4 +1,4 @@
-"""Options with values that cannot be meant: written by hand, and drawn over all of them."""
+"""Options with invalid values: some written by hand, some generated for random options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.chaos.bad_inputs.cases import Case, write_options
 from rloo.config.compat.parser_fields import option_types
 from rloo.config.fields import kinds_of
 
-# An option and its text on the command line.
+# An option and its value on the command line.
 _WRONG: tuple[tuple[str, str], ...] = (
     ("num_generations", "1000000"),
     ("num_generations", "1"),
@@ -100,7 +100,7 @@ _NEEDED = {
     "lora_r": ("--use_peft",),
     "max_resample_times": ("--dynamic_sample",),
 }
-# Accepted with a warning that says why it changes nothing.
+# Accepted, with a warning that has the reason why the option has no effect.
 _MAY_RUN = ("dataloader_num_workers",)
 
 
@@ -116,13 +116,13 @@ def _case(option: str, text: str) -> Case:
 
 OPTIONS = tuple(_case(option, text) for option, text in _WRONG)
 
-# Options that name files or code, or that say how long the run is.
+# Options that refer to files or code, or that determine the length of the run.
 _NOT_DRAWN = ("model", "output_dir", "reward", "resume_from_checkpoint", "push_to_hub")
 
 
 def generated(count: int) -> list[Case]:
-    """`count` options files in which one or two options have a drawn value: of wrong types, at and
-    beyond bounds, unicode, nested. The draws are the same every time."""
+    """`count` options files in which one or two options have random values: of wrong types, at and
+    beyond bounds, unicode, nested. The random values are equal in every call."""
     from hypothesis import Phase, given, settings
     from hypothesis import strategies as st
 
@@ -159,7 +159,7 @@ def _drawn_case(number: int, options: dict[str, Any]) -> Case:
 
 
 def _no_such_thing(name: str, value: Any) -> bool:
-    """Whether `value` is wrong whatever the option means, by a rule of this rig's own."""
+    """Whether `value` is certainly wrong for the option, according to a rule of this module."""
     allowed = {getattr(kind, "__origin__", kind) for kind in kinds_of(option_types()[name])}
     if isinstance(value, float) and not math.isfinite(value):
         return True

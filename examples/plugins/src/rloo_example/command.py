@@ -1,4 +1,4 @@
-"""`rloo steps FOLDER`: a command."""
+"""A command: `rloo steps FOLDER`."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from rloo.tracking.run_reader import read_begun
 
 
 def steps(arguments, signals):
-    """Print how many steps the run in a folder has made, and its last reward."""
+    """Print the number of steps of the run in a folder, and its last reward."""
     if len(arguments) != 1:
         raise ValueError("steps takes the folder of a run (its output_dir)")
     run = read_begun(Path(arguments[0]))

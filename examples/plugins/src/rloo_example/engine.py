@@ -1,4 +1,4 @@
-"""`lightest`: an engine. It samples with transformers' generate, under a name of its own."""
+"""An engine with the name `lightest`. It samples with transformers' generate."""
 
 from dataclasses import replace
 
@@ -6,8 +6,8 @@ from rloo.config.engine_spec import EngineSpec
 
 
 def make(inputs):
-    """The engine of transformers that reports another name. An engine of a server would connect to
-    it here, and send it `inputs.weights` whenever `load` is called."""
+    """The transformers engine with another name. An engine that uses a server would connect to the
+    server here, and send `inputs.weights` to the server in every call of `load`."""
     from rloo.engines.engine_registry import MAKERS
 
     engine, note = MAKERS["hf"](inputs)
@@ -16,7 +16,7 @@ def make(inputs):
 
 
 def check(config):
-    """Refuse what this engine cannot do."""
+    """Raise ValueError for options that this engine does not support."""
     if config.top_k:
         raise ValueError("the engine lightest takes no top_k (top_k)")
 

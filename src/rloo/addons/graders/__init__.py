@@ -1,1 +1,1 @@
-"""Rewards that decide whether an answer is right."""
+"""Rewards that judge whether an answer is correct."""

@@ -1,4 +1,4 @@
-"""Built-in rewards about the form of a completion: exact text, pattern, tags, length, repetition.
+"""Built-in rewards for the format of a completion: exact text, pattern, tags, length, repetition.
 Each `make_...` checks its options once and returns a reward function."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from rloo.addons.graders.math.answer_extraction import TAGS, tagged
 from rloo.rewards.completion_text import text_of
 from rloo.types import Text
 
-# One thought and one answer, neither blank, without tags inside. So no second answer can hide in
-# the first, and the match takes linear time on any text.
+# One thought and one answer. Neither is blank, and neither has tags inside. Therefore an answer
+# cannot contain a second one, and a match takes linear time on any text.
 _BLANK = r"[\s\u200b-\u200f\u2060\ufeff]"
 _INSIDE = rf"(?!{_BLANK}*</)(?:(?!</?(?:think|answer)>).)*"
 THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
@@ -25,8 +25,8 @@ def make_exact_match(
     *, strip: bool = True, casefold: bool = False
 ) -> Callable[..., list[float | None]]:
     """1.0 if the completion, or the content of its `<answer>` tags, equals the column `answer` (or
-    one item of a list), else 0.0; None if `answer` is None. `strip` ignores white space at both
-    ends of both texts, `casefold` ignores case."""
+    one item of a list), else 0.0; None if `answer` is None. `strip` ignores white space at the
+    beginning and end of both texts. `casefold` ignores case."""
 
     def normalise(text: str) -> str:
         text = text.strip() if strip else text
@@ -39,7 +39,7 @@ def make_exact_match(
         for text, wanted in zip(map(text_of, completions), answer, strict=True):
             accepted = set(map(normalise, references_of(wanted)))
             within = tagged(text)
-            # Tags count only if nothing follows them that could take the answer back.
+            # Tags count only if no text that could deny the answer follows them.
             is_last = within is not None and not within[2].strip()
             said = {normalise(text), normalise(within[1] if within and is_last else text)}
             rewards.append(float(bool(said & accepted)) if accepted else None)
@@ -52,11 +52,11 @@ def make_exact_match(
 def make_format(
     *, pattern: str = THINK_ANSWER, max_characters: int = 20_000
 ) -> Callable[..., list[float]]:
-    """1.0 if the whole completion matches the regular expression, else 0.0.
+    """1.0 if the complete completion matches the regular expression, else 0.0.
 
     A dot also matches a line break. The default pattern is one `<think>...</think>` followed by one
-    `<answer>...</answer>`, neither of them blank. A completion of more than `max_characters` does
-    not match, which bounds the time that a pattern of quadratic cost can take on hostile text.
+    `<answer>...</answer>`, neither of them blank. A completion of more than `max_characters` scores
+    0. This limits the time of a pattern with quadratic cost on hostile text.
     """
     try:
         compiled = re.compile(pattern, re.DOTALL)
@@ -76,8 +76,8 @@ def make_format(
 
 
 def tag_count_reward(completions: Sequence[Text]) -> list[float]:
-    """A quarter for each of the four tags of a thought and an answer that occurs exactly once and
-    has its line breaks: open-r1's `tag_count`."""
+    """0.25 for each of the four tags of a thought and an answer that occurs exactly once with its
+    line breaks. This is open-r1's `tag_count`."""
     texts = map(text_of, completions)
     return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
 
@@ -86,8 +86,8 @@ tag_count_reward.seeks = "".join(_TAGS)  # type: ignore[attr-defined]
 
 
 def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:
-    """1.0 for a length of `target_min..target_max` tokens, falling linearly outside this band, to
-    0.0 at 0 tokens and at twice `target_max`."""
+    """1.0 for a length of `target_min..target_max` tokens. Outside this range the reward decreases
+    linearly, to 0.0 at 0 tokens and at twice `target_max`."""
     if not 0 <= target_min <= target_max or target_max == 0:
         raise ValueError(
             f"target_min is {target_min} and target_max {target_max}; the band needs "
@@ -106,8 +106,9 @@ def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[f
 
 
 def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., list[float]]:
-    """0.0 up to `max_tokens - cache_tokens` tokens, then falling linearly to -1.0 at `max_tokens`:
-    DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476, equation 13)."""
+    """0.0 up to `max_tokens - cache_tokens` tokens; above, it decreases linearly to -1.0 at
+    `max_tokens`. This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476,
+    equation 13)."""
     if not 0 < cache_tokens <= max_tokens:
         raise ValueError(
             f"cache_tokens is {cache_tokens} and max_tokens {max_tokens}; the penalty needs "
@@ -125,8 +126,9 @@ def make_repetition(
     *, ngram: int = 3, max_penalty: float = 1.0, words: bool = False
 ) -> Callable[..., list[float]]:
     """-`max_penalty` times the share of n-grams that occurred earlier in the completion; 0.0 if all
-    are distinct or there are fewer than `ngram` units. Units are tokens, or with `words` the
-    lower-case words between white space (Yeo et al. 2025, arXiv 2502.03373, appendix C.2)."""
+    n-grams are distinct, or if the completion has fewer than `ngram` units. Units are tokens, or
+    with `words` the lower-case words between white space (Yeo et al. 2025, arXiv 2502.03373,
+    appendix C.2)."""
     if ngram < 1 or max_penalty < 0:
         raise ValueError(
             f"ngram is {ngram} and max_penalty {max_penalty}; they need to be at least 1 and at "

@@ -1,7 +1,7 @@
 """Imports other systems' configurations: `rloo config --from SYSTEM`.
 
-A setting that the source leaves out has that system's default, not ours. Every key becomes an
-option, or is listed as one without a counterpart.
+A setting that the source does not set has the default of the other system, not ours. Every key of
+the source is converted to an option, or listed as a key without a counterpart.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from rloo.config.secrets import hide
 from rloo.config.validation import out_of_range
 from rloo.config.yaml_io import write_yaml
 
-# Endings of names whose value is secret.
+# Endings of the names of secret values.
 _SECRET = re.compile(r"(?:api_?key|_token|secret|password|wandb\.key)$", re.IGNORECASE)
 _HAS_SECRET = re.compile(r"(?:api_?key|token|secret|password)['\"]?\s*[:=]", re.IGNORECASE)
-# --from SYSTEM -> (the system's name, its importer for a path or command line, with overrides).
+# SYSTEM of --from -> (the system's name, the function that imports a path or command line with
+# overrides).
 IMPORTERS: dict[str, tuple[str, Callable[[str, Sequence[str]], ImportResult]]] = {
     "areal": ("AReaL", import_areal),
     "ms-swift": ("ms-swift", import_ms_swift),
@@ -50,20 +51,22 @@ def _plainly(name: str) -> str:
     return re.sub(r"[^a-z]", "", name.lower())
 
 
-# Any spelling of a system -> its key.
+# Spelling of a system's name -> its key in IMPORTERS.
 _NAMED = {_plainly(word): key for key, (name, _) in IMPORTERS.items() for word in (key, name)}
 _NAMED |= {"swift": "ms-swift", "nemo": "nemo_rl"}
 
 
 def _key_of(system: str) -> str:
-    """The key of a system in IMPORTERS for any spelling; `system` itself if it is unknown."""
+    """The key of a system in IMPORTERS for any spelling of its name; `system` itself if it is
+    unknown."""
     return _NAMED.get(_plainly(system), system)
 
 
 def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """The import of `source`: a path of a YAML file or shell script, or a command line. `overrides`
-    in that system's syntax are applied after it. `system` may end in a version, as verl@0.3. Raises
-    ValueError for an unreadable source, and for options that contradict each other here."""
+    """Import `source`: the path of a YAML file or shell script, or a command line. `overrides` in
+    the system's syntax are applied after `source`. `system` may end with a version, as in verl@0.3.
+    Raises ValueError for an unreadable source, and for options that contradict each other in
+    rloo."""
     system, at, version = system.partition("@")
     if at and system != "verl":
         raise ValueError(f"--from is {system}@{version}; versions are told apart for verl only")
@@ -91,9 +94,9 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
     found = read(source, overrides)
     options = resolve(nested(found.options), option_types())
     for name in ("model", "dataset", "eval_dataset", "output_dir"):
-        if str(options.get(name)).startswith("~/"):  # a shell or the other system expands it
+        if str(options.get(name)).startswith("~/"):  # the shell or the other system expands ~
             options[name] = os.path.expanduser(options[name])
-    # A value that is invalid here must not stop the conversion of the others.
+    # A value that is invalid in rloo must not stop the conversion of other values.
     left = [
         Unmapped(name, value, f"it {rule}; here it has its default")
         for name, value, rule in out_of_range(options)
@@ -105,7 +108,7 @@ def import_config(system: str, source: str, overrides: Sequence[str] = ()) -> Im
 
 
 def _removed(options: dict[str, Any], name: str) -> bool:
-    """Remove an option, or a key of a mapping (`kl_kwargs.clip`); returns whether it was there."""
+    """Remove an option, or a key of a mapping (`kl_kwargs.clip`). Returns whether it was set."""
     option, dot, key = name.partition(".")
     if name in options:
         del options[name]
@@ -117,7 +120,8 @@ def _removed(options: dict[str, Any], name: str) -> bool:
 
 
 def render_imported(system: str, found: ImportResult) -> str:
-    """YAML for `rloo train`: options that differ from our defaults, and the rest as comments."""
+    """YAML for `rloo train`: options that differ from our defaults; settings without a counterpart
+    and notes are comments."""
     preset = found.options.get("preset")
     defaults = RLOOConfig().to_dict() | preset_options(preset) | {"preset": None}
     unlike = {

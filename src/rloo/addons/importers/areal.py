@@ -1,6 +1,6 @@
-"""AReaL's experiment files (GRPOConfig of AReaL 1.0.4) as our options.
+"""Converts AReaL's experiment files (GRPOConfig of AReaL 1.0.4) to our options.
 
-Settings of the objective that a file leaves out have the defaults of AReaL's classes.
+Settings of the objective that a file does not set have the defaults of AReaL's classes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rloo.addons.importers.source_file import read_settings
 
 _MARK = re.compile(r"(?!--).*\.py")
 
-# AReaL's key -> its default, for keys with the same meaning as one of our options.
+# AReaL's key -> AReaL's default, for keys with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     "actor.path": None, "train_dataset.path": None, "train_dataset.split": "train",
     "train_dataset.shuffle": True, "seed": 1, "total_train_epochs": 1.0, "total_train_steps": None,
@@ -39,7 +39,7 @@ _SAME: dict[str, Any] = {
     "actor.optimizer.gradient_clipping": 1.0, "actor.optimizer.warmup_steps_proportion": 0.001,
     "evaluator.eval_before_train": False,
 }  # fmt: skip
-# Our names of the keys that are not aliases.
+# AReaL's key -> our option, for keys that are no aliases of our options.
 _NAMES = {
     "train_dataset.split": "dataset_split", "gconfig.stop": "stop_strings",
     "eval_gconfig.n_samples": "num_generations_eval",
@@ -50,7 +50,7 @@ _NAMES = {
     "actor.mb_spec.max_tokens_per_mb": "max_tokens_per_micro_batch",
     "actor.lora_rank": "lora_r", "actor.lora_alpha": "lora_alpha",
 }  # fmt: skip
-# key -> (the value that changes nothing, the reason against other values)
+# key -> (the value without effect, the reason why other values are not converted)
 _ONLY: dict[str, tuple[Any, str]] = {
     "actor.discount": (1.0, "a token's reward to come is not discounted here"),
     "actor.gae_lambda": (1.0, "there is no value model (gae_lambda)"),
@@ -106,8 +106,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_areal(path: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """The import of AReaL's YAML file or script at `path`, or of a launch line, with `overrides`
-    after it. Raises ValueError for what cannot be read."""
+    """Import AReaL's YAML file or script at `path`, or a command line, with `overrides` after it.
+    Raises ValueError for an unreadable source or value."""
     given = read_settings(path, overrides, _MARK, "with --config FILE")
     source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
@@ -147,7 +147,7 @@ def _read_run(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]
 
 
 def _read_timer(source: SettingsReader, name: str, ours: str) -> dict[str, Any]:
-    """The frequency of `name`, as our strategy and steps."""
+    """The frequency of the action `name`, as our strategy and steps."""
     if steps := source.take(f"{name}.freq_steps", int):
         return {f"{ours}_strategy": "steps", f"{ours}_steps": steps}
     source.expect(f"{name}.freq_secs", None, "not by the clock, but by steps or epochs")
@@ -205,7 +205,7 @@ def _read_optimizer(source: SettingsReader) -> dict[str, Any]:
         source.give_back(key, kind, "nearest: adamw_8bit keeps its state in 8 bits (optim)")
     schedule = source.take("actor.optimizer.lr_scheduler_type", str, "constant")
     least = source.take("actor.optimizer.min_lr_ratio", float, 0.0)
-    # AReaL's constant schedule has a warm-up too.
+    # AReaL's constant schedule also has a warm-up.
     named = "constant_with_warmup" if schedule == "constant" else schedule
     read: dict[str, Any] = {"optim": optimizers.get(kind, "adamw_torch_fused")}
     if least and schedule == "cosine":

@@ -1,4 +1,4 @@
-"""AReaL's objective (`actor` of its experiment files) as our options.
+"""Converts AReaL's objective (`actor` in its experiment files) to our options.
 
 From `utils/data.py`, `trainer/ppo/actor.py` and `utils/functional` of AReaL 1.0.4.
 """
@@ -14,7 +14,7 @@ _NORM = ("mean_level", "mean_leave1out", "std_level", "std_unbiased", "eps", "gr
 
 
 def read_objective(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the objective; `options` are those read so far."""
+    """The options of the objective. `options` has the options that were read before."""
     bound = source.take("actor.reward_clip", float, 20.0)
     read: dict[str, Any] = {
         "importance_sampling_level": "token",
@@ -57,7 +57,8 @@ def _read_kl(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_weights(source: SettingsReader) -> dict[str, Any]:
-    """The decoupled objective: ratios of the trainer's to the sampler's probabilities."""
+    """Importance weights of the decoupled objective: the trainer's over the rollout engine's
+    probabilities."""
     decoupled = source.take("actor.use_decoupled_loss", bool, False)
     recomputed = source.take("actor.recompute_logprob", bool, False)
     source.expect("actor.prox_logp_method", "recompute", "log-probabilities are computed anew")
@@ -67,7 +68,7 @@ def _read_weights(source: SettingsReader) -> dict[str, Any]:
             "(actor.recompute_logprob false)"
         )
     start = "actor.rejection_sampling."
-    whole = source.take("actor.rejection_sampling")  # empty if it has only defaults
+    whole = source.take("actor.rejection_sampling")  # null if all its settings are defaults
     former = ("actor.behav_imp_weight_cap", "actor.behave_imp_weight_cap")
     form = "actor.behave_imp_weight_mode"
     given = [key for key in source.values if key.startswith((start, *former, form))]
@@ -103,8 +104,8 @@ def _read_weights(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_norms(source: SettingsReader, options: dict[str, Any], bound: float) -> dict[str, Any]:
-    """`reward_norm` over completions, then `adv_norm` over tokens, as baseline and scale. Before
-    both, rewards are clipped to `bound`."""
+    """Convert `reward_norm` over completions, followed by `adv_norm` over tokens, to our baseline
+    and scale. AReaL clips rewards to `bound` before both norms."""
     size = options["num_generations"]
     rewards = _read_norm(source, "actor.reward_norm", size)
     tokens = _read_norm(source, "actor.adv_norm", size)
@@ -145,8 +146,9 @@ def _read_norms(source: SettingsReader, options: dict[str, Any], bound: float) -
 
 
 def _shifted(rewards: dict[str, Any] | None, size: int) -> float | None:
-    """The factor that `reward_norm` leaves on rewards if the group mean is subtracted again: its
-    own shift is equal for the group and cancels. None if that does not hold."""
+    """The factor by which `reward_norm` scales rewards, if the group mean is subtracted afterwards.
+    The shift by `reward_norm` then cancels, since it is equal within the group. None if
+    `reward_norm` is not such a shift with a constant factor."""
     if rewards is None or rewards["mean_level"] is None:
         return 1.0 if rewards is None or rewards["std_level"] is None else None
     if rewards["std_level"] is not None:
@@ -157,7 +159,7 @@ def _shifted(rewards: dict[str, Any] | None, size: int) -> float | None:
 
 
 def _read_norm(source: SettingsReader, key: str, size: int) -> dict[str, Any] | None:
-    """A NormConfig with AReaL's defaults; None if it is null or missing."""
+    """The NormConfig `key` with AReaL's defaults; None if it is null or missing."""
     given = any(f"{key}.{name}" in source.values for name in _NORM)
     if source.take(key) is None and not given:
         return None
@@ -176,8 +178,9 @@ def _read_norm(source: SettingsReader, key: str, size: int) -> dict[str, Any] | 
 
 
 def _over_completions(source: SettingsReader, norm: dict[str, Any], size: int) -> dict[str, Any]:
-    """`reward_norm` as a baseline and a scale. AReaL's deviation is about the subtracted mean.
-    About a leave-one-out mean it is n / (n - 1) times the usual one, and the factor cancels."""
+    """`reward_norm` as a baseline and a scale. AReaL's standard deviation is computed around the
+    subtracted mean. Around a leave-one-out mean it is n / (n - 1) times the usual one.
+    Leave-one-out advantages have the same factor, so it cancels."""
     leave1out = norm["mean_leave1out"]
     read = {"advantage_epsilon": norm["eps"]}
     match norm["mean_level"], norm["std_level"]:
@@ -187,7 +190,7 @@ def _over_completions(source: SettingsReader, norm: dict[str, Any], size: int) -
             scale = (size - 1) / size if leave1out else 1.0
             read["advantage_epsilon"] *= scale
             return read | {"mean_level": "group", "mean_leave1out": False, "std_level": "group"}
-        case "group", "batch":  # the advantages' mean over the batch is 0
+        case "group", "batch":  # the batch mean of the advantages is 0
             read |= {"mean_level": "group", "mean_leave1out": leave1out}
             return read | {"normalize_advantages": True, "normalize_over": "completions"}
         case "batch", "batch" if not leave1out:

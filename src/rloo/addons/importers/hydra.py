@@ -1,5 +1,5 @@
-"""Composes configurations as hydra and OmegaConf do: a YAML file, the files it builds on, and
-`key=value` on a command line."""
+"""Composes configurations as hydra and OmegaConf do: a YAML file, the files in its `defaults`, and
+`key=value` overrides of a command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WHOLE = ("chat_template_kwargs", "apply_chat_template_kwargs")
 
 
 def _is_whole(name: str) -> bool:
-    """Whether `name` is a mapping that is a single value here."""
+    """Whether the mapping `name` is treated as a single value."""
     return name.rpartition(".")[2] in _WHOLE
 
 
@@ -28,8 +28,8 @@ def is_yaml(word: str) -> bool:
 
 
 def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """(settings by `[+[+]]key=value`, `--section.key value` and `~key` (None), values of `--name
-    value`, other words)."""
+    """Parse a command line. Returns (settings by `[+[+]]key=value`, `--section.key value` and
+    `~key` (None), values of `--name value`, other words)."""
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
     others: list[str] = []
@@ -54,7 +54,7 @@ def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _is_value(word: str) -> bool:
-    """Whether a word is the value of the flag before it, and not a setting."""
+    """Whether a word after a flag is the value of the flag, in contrast to a setting."""
     return not word.startswith("--") and not re.match(r"[+~]*[A-Za-z_][\w.@/]*=", word)
 
 
@@ -66,8 +66,8 @@ def _value(text: str) -> Any:
 
 
 def over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
-    """`values` by dotted names, overridden by `later`. Null or a plain value removes all keys below
-    it; an empty mapping changes nothing."""
+    """`values` by dotted names, overridden by `later`. If `later` sets a key to null or a plain
+    value, all keys below that key are removed. An empty mapping changes nothing."""
     result = dict(values)
     for key, value in later.items():
         section, _, name = key.rpartition(".")
@@ -89,7 +89,7 @@ def over(values: dict[str, Any], later: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(entry: Any) -> tuple[str, str]:
-    """(file, section that it fills) of an entry in hydra's `defaults`."""
+    """(file, section that the file configures) of an entry in hydra's `defaults`."""
     if not isinstance(entry, dict) or len(entry) != 1:
         return str(entry), ""
     group, name = next(iter(entry.items()))
@@ -101,8 +101,8 @@ def _part(entry: Any) -> tuple[str, str]:
 
 
 def _located(name: str, path: str, places: Sequence[str]) -> Path | None:
-    """The file called `name` next to `path`, or in hydra's search path: `places` below the current
-    folder or one above the file. None if there is none."""
+    """The file `name` in the folder of `path`, or in hydra's search path: `places` below the
+    current folder or below a folder that contains the file `path`. None if it does not exist."""
     file = name if is_yaml(name) else f"{name}.yaml"
     above = [Path(), *Path(path).resolve().parents]
     folders = [Path(path).parent, *(folder / place for place in places for folder in above)]
@@ -112,9 +112,9 @@ def _located(name: str, path: str, places: Sequence[str]) -> Path | None:
 def read_composed(
     path: str, seen: tuple[str, ...] = (), places: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """(values of a YAML file over those of the files in its `defaults`, names of missing files).
-    The folders `places` are searched too. Raises ValueError for a file that cannot be read, or that
-    builds on itself."""
+    """(values of a YAML file, which override the values of the files in its `defaults`; names of
+    missing files). The folders `places` are searched too. Raises ValueError for an unreadable file,
+    and for a file whose `defaults` include the file itself."""
     real = os.path.realpath(path)
     if real in seen:
         raise ValueError(f"{path} is built on itself (defaults)")

@@ -1,4 +1,4 @@
-"""`rloo config --from SYSTEM FILE [OVERRIDES]`."""
+"""The command `rloo config --from SYSTEM FILE [OVERRIDES]`."""
 
 from __future__ import annotations
 

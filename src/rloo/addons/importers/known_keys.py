@@ -1,5 +1,6 @@
-"""Keys of the other systems' largest sections. An unlisted key is of a fork or another version, or
-misspelt; the reasons for its section do not apply to it."""
+"""The keys in the largest sections of the other systems. An unlisted key of such a section is
+misspelt, or is a key of a fork or another version. The section's reason for having no counterpart
+does not apply to an unlisted key."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Names that systems use for the number of completions per prompt.
+# Names that systems and forks use for the number of completions per prompt.
 _GROUP = re.compile(
     r"(?:.*\.)?n|(?:.*[._])?"
     r"(?:n_(?:agents?|samples?|resp\w*|rollouts?|gens?|generations?|trajs?|completions?)\w*"
@@ -160,7 +161,7 @@ AREAL: Known = {
 
 
 def is_known(key: str, known: Known) -> bool:
-    """Whether the system has `key`, by its name below the innermost listed section."""
+    """Whether the system has `key`, according to the key's name in the innermost listed section."""
     for section in sorted(known, key=len, reverse=True):
         if key.startswith(section):
             return key[len(section) :].partition(".")[0] in {*known[section], "_target_"}
@@ -168,19 +169,19 @@ def is_known(key: str, known: Known) -> bool:
 
 
 def may_be_group_size(key: str) -> bool:
-    """Whether an unknown key is named like a number of completions per prompt."""
+    """Whether the name of an unknown key suggests a number of completions per prompt."""
     return _GROUP.fullmatch(key) is not None
 
 
 def unknown(key: str, read: Iterable[str]) -> str:
-    """The reason for leaving the unknown `key`, with the nearest of the keys that are `read`."""
+    """The reason why the unknown `key` is not converted, with the most similar key of `read`."""
     near = suggest(key, [name for name in read if len(name) > 4 and _alike(key, name)])
     return f"no counterpart is known{near}"
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two dotted keys differ in one part only, by a letter or two, or are the same key in
-    two sections."""
+    """Whether two dotted keys differ only in one part, by few letters, or are the same key in two
+    sections."""
     ours, theirs = one.split("."), other.split(".")
     same_name = ours[-1] == theirs[-1] and ours[0] == theirs[0]
     differing = [pair for pair in zip(ours, theirs, strict=False) if pair[0] != pair[1]]

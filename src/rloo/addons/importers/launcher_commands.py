@@ -1,5 +1,4 @@
-"""Programs that start another one (torchrun, accelerate, deepspeed, ray job submit, srun), and
-their flags."""
+"""Launchers (torchrun, accelerate, deepspeed, ray job submit, srun) and their flags."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _STARTERS = re.compile(
     r"|nohup|numactl|singularity|apptainer|docker|python[\d.]*)"
 )
 _ENDS = ("--", "-m")
-# Flags of the starters for the numbers of processes and machines.
+# Flags of launchers for the numbers of processes and machines.
 _PROCESSES = ("nproc_per_node", "nproc-per-node", "num_gpus", "ntasks-per-node")
 _MACHINES = ("nnodes", "num_nodes", "nodes")
 _ALL = ("num_processes", "ntasks")
@@ -27,13 +26,13 @@ _PROGRAM = re.compile(r"-m\s+([\w.]+)|(?:^|\s)(\S+\.py)(?=\s|$)")
 
 
 def program_of(line: str) -> str | None:
-    """The module or file that a command runs, after its starters."""
+    """The module or file that a command runs, without its launchers."""
     names = [found[1] or found[2] for found in _PROGRAM.finditer(line)]
     return next((name for name in names if not _STARTERS.fullmatch(name)), None)
 
 
 def started_with(before: Sequence[str]) -> dict[str, Any]:
-    """The flags before the program, named by the starter and the flag."""
+    """Launcher flags before the program, named by launcher and flag."""
     flags: dict[str, Any] = {}
     starter, name = "", None
     for word in before[:-1]:
@@ -52,8 +51,8 @@ def started_with(before: Sequence[str]) -> dict[str, Any]:
 
 
 def processes_of(before: Sequence[str], find: Callable[[str], Path | None]) -> int | None:
-    """The number of processes that the words up to the program start; None if it is not given.
-    `find` locates accelerate's configuration file."""
+    """The number of processes that the launchers in `before` start; None if it is not given. `find`
+    locates accelerate's configuration file."""
     flags = {key.rpartition("--")[2]: value for key, value in started_with(before).items()}
     file = find(str(flags["config_file"])) if "config_file" in flags else None
     said = {**(read_yaml(str(file), lambda name: False)[0] if file else {}), **flags}

@@ -1,7 +1,7 @@
-"""ms-swift's `swift rlhf --rlhf_type grpo` (4.6, Hugging Face backend) as our options.
+"""Converts ms-swift's `swift rlhf --rlhf_type grpo` (4.6, Hugging Face backend) to our options.
 
-The command line or script has what differs from ms-swift's defaults; this module has the defaults.
-Nothing is run.
+A command line or script sets the options that differ from ms-swift's defaults. This module has the
+defaults. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rloo.addons.importers.source_file import LaunchCommand, find_file, read_lau
 from rloo.config.compat.deepspeed_config import STAGES
 from rloo.config.yaml_io import read_value, read_yaml
 
-# ms-swift's option -> its default, for options with the same meaning as one of ours.
+# ms-swift's option -> ms-swift's default, for options with the same meaning as one of ours.
 _SAME: dict[str, Any] = {
     "max_length": None, "stop_words": None, "overlong_filter": False, "dataset_shuffle": True,
     "warmup_ratio": None, "model": None, "num_generations": 8, "num_generations_eval": None,
@@ -43,14 +43,14 @@ _ADAPTER: dict[str, Any] = {
     "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "modules_to_save": None,
     "use_rslora": False, "use_dora": False,
 }  # fmt: skip
-# Our names of the options that are neither equal nor aliases.
+# ms-swift's option -> our option, for options that are neither equal names nor aliases.
 _NAMES = {
     "offload_optimizer": "offload.optimizer",
     "max_length": "max_prompt_length",
     "dataset_shuffle": "shuffle_dataset",
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
 }
-# option -> (the value that changes nothing, the reason against other values)
+# option -> (the value without effect, the reason why other values are not converted)
 _ONLY: dict[str, tuple[Any, str]] = {
     "rlhf_type": ("grpo", "RLOO is reached through grpo"),
     "use_vllm": (False, ENGINES),
@@ -90,8 +90,8 @@ _MARK = re.compile(r"rlhf|(?:.*/)?cli/rlhf\.py")
 
 
 def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """The import of a command line, or of the script or flat YAML file at that path. Raises
-    ValueError without exactly one command `swift rlhf`, and for options that cannot be read."""
+    """Import a command line, or the script or flat YAML file at the path `text`. Raises ValueError
+    without exactly one command `swift rlhf`, and for options that cannot be read."""
     if not text.strip():
         raise ValueError("--from ms-swift needs a command line (swift rlhf ...) or a script's path")
     values, notes, unread = _read_given(text, dict(read_flags(list(overrides))))
@@ -152,7 +152,7 @@ def _read_data(source: SettingsReader, options: Mapping[str, Any]) -> dict[str, 
 
 
 def _read_division(source: SettingsReader) -> dict[str, Any]:
-    """The sharding of a DeepSpeed file, or of one of ms-swift's names for such files."""
+    """The sharding in a DeepSpeed file, or in the file that one of ms-swift's names refers to."""
     name = source.take("deepspeed", str, "zero0")
     stage, offload, _ = name.partition("_offload")
     if stage == "zero0":
@@ -172,7 +172,7 @@ def _read_division(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_batches(source: SettingsReader) -> dict[str, Any]:
-    """The batch sizes: a step uses batch size * accumulation * processes completions."""
+    """The batch sizes. A step uses (batch size * accumulation * processes) completions."""
     processes = source.take_count("NPROC_PER_NODE", 1) * source.take_count("NNODES", 1)
     size = source.take_count("per_device_train_batch_size", 1)
     accumulation = source.take("gradient_accumulation_steps", int)
@@ -216,7 +216,7 @@ def _read_model(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_rewards(source: SettingsReader, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The built-in rewards that we have too; other names are left to become functions."""
+    """The built-in rewards that rloo also has. For other names the user must write functions."""
     longest = source.take("soft_max_length", int, options["max_completion_length"])
     shorter = source.take("soft_cache_length", int)
     overlong = {"name": "soft_overlong", "max_tokens": longest, "cache_tokens": shorter}
@@ -237,7 +237,8 @@ def _read_rewards(source: SettingsReader, options: Mapping[str, Any]) -> dict[st
 
 
 def _read_objective(source: SettingsReader) -> dict[str, Any]:
-    """The estimator, its scale and the placement of the KL; they depend on each other there."""
+    """The estimator, its scale and the placement of the KL, which depend on each other in
+    ms-swift."""
     estimator = source.take("advantage_estimator", str, "grpo")
     if estimator not in ("grpo", "rloo", "reinforce_plus_plus"):
         raise ValueError(
@@ -250,7 +251,7 @@ def _read_objective(source: SettingsReader) -> dict[str, Any]:
     if not in_reward:
         read |= {"kl_placement": "loss", "kl_estimator": "k3", "kl_kwargs.clip": 10.0}
     if scale == "batch" and estimator == "reinforce_plus_plus":
-        # Its deviation is that of the advantages, whose mean is 0.
+        # ms-swift divides by the deviation of the advantages, whose mean is 0.
         read["normalize_advantages"] = True
     elif scale in ("group", "batch", "none"):
         read["std_level"] = scale
@@ -268,7 +269,7 @@ def _read_loss(source: SettingsReader) -> dict[str, Any]:
         source.give_back("loss_type", kind, "this loss is not part of this version")
         source.notes.append(f"loss_type {kind} is left out, which changes the objective")
     read = {"loss_aggregation": _LOSSES.get(kind, "sequence_token_mean")}
-    # Its sequence_token has the values and the gradient of its sequence.
+    # ms-swift's sequence_token has the values and the gradient of ms-swift's sequence.
     return read | {"importance_sampling_level": "token" if level == "token" else "sequence_mean"}
 
 
@@ -287,8 +288,8 @@ Given = tuple[dict[str, Any], list[str], dict[str, dict[str, Any]]]
 
 
 def _read_given(text: str, overrides: dict[str, Any]) -> Given:
-    """The settings of a file, overridden by the command's flags and the `overrides`; also notes,
-    and the words that are no settings."""
+    """(settings of a file, overridden by the command's flags and by `overrides`; notes; words that
+    are no settings)."""
     if is_yaml(text) and (" " not in text or Path(text).is_file()):
         return _read_file(text) | overrides, [], {}
     launch = read_launch(text, _MARK, "swift rlhf")
@@ -304,15 +305,15 @@ def _read_given(text: str, overrides: dict[str, Any]) -> Given:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """A flat file of flags; its ENV holds environment variables."""
+    """A flat file of flags. Its key ENV has environment variables."""
     values, _ = read_yaml(path, lambda name: name != "ENV")
     return {name.removeprefix("ENV."): value for name, value in values.items()}
 
 
 def _parse(launch: LaunchCommand) -> dict[str, Any]:
-    """The options of the one `swift rlhf` in a shell script or command line, with the variables
-    that it sets for the program and its other commands. A value is text, a list of texts if there
-    are several, or "true" if there is none."""
+    """The options of the single command `swift rlhf` in a shell script or command line. Variables
+    that the script sets for the program, and other commands (`command 1`, ...), are included. A
+    value is a text, a list of texts if a flag has several values, or "true" if it has none."""
     if "megatron" in launch.before:
         raise ValueError(
             "the command is megatron rlhf; only swift rlhf is read (Megatron's fixes scale_rewards "

@@ -1,6 +1,6 @@
-"""NeMo-RL's GRPO configurations (examples/run_grpo.py, 0.7) as our options.
+"""Converts NeMo-RL's GRPO configurations (examples/run_grpo.py, 0.7) to our options.
 
-A file overrides the files in its `defaults`. A step there is a rollout, so counts of steps are
+A file overrides the files in its `defaults`. A step of NeMo-RL is a rollout, so counts of steps are
 converted to optimizer steps.
 """
 
@@ -31,7 +31,7 @@ _SETTING = re.compile(r"\b(?:grpo|policy|loss_fn)\.\w+")
 _MARK = re.compile(r"(?:.*/)?run_\w*(?:grpo|ppo|gdpo|dapo)\w*\.py")
 _SAMPLING = "policy.generation."
 
-# NeMo-RL's key -> its default, for keys with the same meaning as one of our options.
+# NeMo-RL's key -> NeMo-RL's default, for keys with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     "policy.model_name": None, "grpo.num_generations_per_prompt": 16, "grpo.seed": 42,
     "grpo.max_num_epochs": 1.0, "grpo.overlong_filtering": False,
@@ -39,7 +39,7 @@ _SAME: dict[str, Any] = {
     f"{_SAMPLING}stop_strings": None, "data.shuffle": True, "data.max_input_seq_length": None,
     "policy.tokenizer.chat_template_kwargs": None, "checkpointing.checkpoint_dir": None,
 }  # fmt: skip
-# Our names of the keys that are not aliases.
+# NeMo-RL's key -> our option, for keys that are no aliases of our options.
 _NAMES = {
     "policy.model_name": "model", "grpo.num_generations_per_prompt": "num_generations",
     "grpo.seed": "seed", "grpo.max_num_epochs": "num_train_epochs",
@@ -51,7 +51,7 @@ _NAMES = {
     "policy.tokenizer.chat_template_kwargs": "chat_template_kwargs",
     "checkpointing.checkpoint_dir": "output_dir",
 }  # fmt: skip
-# key -> (the value that changes nothing, the reason against other values)
+# key -> (the value without effect, the reason why other values are not converted)
 _ONLY: dict[str, tuple[Any, str]] = {
     "grpo.max_rollout_turns": (1, "a completion is one turn"),
     "grpo.batch_multiplier": (1.0, "further prompts are drawn one rollout at a time"),
@@ -108,8 +108,8 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """The import of NeMo-RL's YAML file or script at the path `text`, or of a command line, with
-    `overrides` after it. Raises ValueError for what cannot be read."""
+    """Import NeMo-RL's YAML file or script at the path `text`, or a command line, with `overrides`
+    after it. Raises ValueError for an unreadable source or value."""
     given = read_settings(text, overrides, _MARK, "run_grpo.py", own=_SETTING)
     source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
@@ -126,7 +126,8 @@ def import_nemo_rl(text: str, overrides: Sequence[str] = ()) -> ImportResult:
 
 
 def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The batch sizes; `train_global_batch_size` counts completions."""
+    """(options of the batch sizes, optimizer steps per rollout). `train_global_batch_size` counts
+    completions."""
     prompts = source.take("grpo.num_prompts_per_step", int, 32)
     whole = prompts * options["num_generations"]
     step = source.take("policy.train_global_batch_size", int, whole)

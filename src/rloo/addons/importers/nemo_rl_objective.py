@@ -1,4 +1,4 @@
-"""NeMo-RL's objective (`grpo` and `loss_fn` of its configurations) as our options.
+"""Converts NeMo-RL's objective (`grpo` and `loss_fn` in its configurations) to our options.
 
 From `algorithms/advantage_estimator.py`, `algorithms/utils.py`, `algorithms/grpo.py` and
 `algorithms/loss/loss_functions.py` of NeMo-RL 0.7.
@@ -26,8 +26,8 @@ _SHAPING = "grpo.reward_shaping."
 
 
 def read_objective(source: SettingsReader, options: dict[str, Any], each: int) -> dict[str, Any]:
-    """The options of the objective; `options` are those read so far, and a rollout serves `each`
-    optimizer steps."""
+    """The options of the objective. `options` has the options that were read before. `each` is the
+    number of optimizer steps per rollout."""
     read: dict[str, Any] = {"importance_sampling_level": "token"}
     read |= _read_estimator(source, options) | _read_loss(source, each) | _read_rewards(source)
     read |= _read_kl(source, each) | _read_weights(source, read)
@@ -81,7 +81,7 @@ def _read_loss(source: SettingsReader, each: int) -> dict[str, Any]:
         "loss_aggregation": "token_mean" if by_token else "sequence_token_mean",
         "importance_sampling_level": "sequence_mean" if by_sequence else "token",
     }
-    # With one step per rollout the ratio is 1 and has the gradient of the log-probability.
+    # With one step per rollout the ratio is 1, and its gradient is that of the log-probability.
     for name in ("disable_ppo_ratio", "force_on_policy_ratio", "use_cispo"):
         if each > 1 and source.take(f"{_LOSS}{name}", bool, False):
             source.give_back(f"{_LOSS}{name}", True, "ratios are clipped from the second step on")
@@ -96,7 +96,7 @@ def _read_loss(source: SettingsReader, each: int) -> dict[str, Any]:
 
 
 def _read_rewards(source: SettingsReader) -> dict[str, Any]:
-    """Linear scaling of rewards to another range, and the penalty of long completions."""
+    """The linear scaling of rewards to another range, and the penalty for long completions."""
     read: dict[str, Any] = {}
     if source.take(f"{_SCALING}enabled", bool, False):
         low, high = (source.take(f"{_SCALING}source_{side}", float, default)
@@ -150,7 +150,7 @@ def _read_kl(source: SettingsReader, each: int) -> dict[str, Any]:
 
 
 def _read_weights(source: SettingsReader, read: dict[str, Any]) -> dict[str, Any]:
-    """The ratios of the trainer's to the sampler's probabilities."""
+    """The importance weights: the trainer's over the rollout engine's probabilities."""
     start = f"{_LOSS}truncated_importance_sampling_"
     corrected = source.take(f"{_LOSS}use_importance_sampling_correction", bool, False)
     names = ("type", "ratio", "ratio_min")
@@ -171,5 +171,5 @@ def _read_weights(source: SettingsReader, read: dict[str, Any]) -> dict[str, Any
         weights |= {"rollout_importance_sampling_min": low} if low else {}
     elif low:
         source.give_back(f"{start}ratio_min", low, "a truncated weight has an upper bound only")
-    # Without a bound there, ours is one that no weight reaches.
+    # Without a bound in NeMo-RL, our bound is a value that no weight reaches.
     return weights | {"rollout_importance_sampling_threshold": 1e6 if high is None else high}

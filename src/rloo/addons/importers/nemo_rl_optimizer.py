@@ -1,4 +1,4 @@
-"""Optimizers, schedules and adapters of NeMo-RL's two backends as our options."""
+"""Converts optimizers, schedules and adapters of NeMo-RL's two backends to our options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DECAY = "policy.megatron_cfg.scheduler."
 
 
 def read_optimizer(source: SettingsReader, each: int, megatron: bool) -> dict[str, Any]:
-    """The optimizer of the active backend; a rollout is `each` optimizer steps."""
+    """The active backend's optimizer; `each` is optimizer steps per rollout."""
     read: dict[str, Any] = {"max_grad_norm": source.take("policy.max_grad_norm", float, 1.0)}
     if megatron:
         return read | _read_megatron(source, each)
@@ -60,7 +60,8 @@ def _read_megatron(source: SettingsReader, each: int) -> dict[str, Any]:
 
 
 def _read_schedules(source: SettingsReader, each: int, peak: float) -> dict[str, Any]:
-    """The schedules: a list of torch's, one after the other, or a single section."""
+    """The learning rate schedule: a list of torch schedulers that run in sequence, or a single
+    section."""
     key = "policy.scheduler"
     if isinstance(source.values.get(key), list):
         parts = [part for part in source.take(key) if isinstance(part, dict) and "name" in part]
@@ -89,7 +90,7 @@ def _read_schedules(source: SettingsReader, each: int, peak: float) -> dict[str,
 
 
 def read_adapter(source: SettingsReader, megatron: bool) -> dict[str, Any]:
-    """LoRA of the active backend."""
+    """The LoRA settings of the active backend."""
     start = "policy.megatron_cfg.peft." if megatron else "policy.dtensor_cfg.lora_cfg."
     if not source.take(f"{start}enabled", bool, False):
         return {}

@@ -1,8 +1,8 @@
-"""OpenRLHF's `python -m openrlhf.cli.train_ppo_ray` (0.11) as our options, also with the names that
-its flags had before 0.10.
+"""Converts OpenRLHF's `python -m openrlhf.cli.train_ppo_ray` (0.11) to our options. The flag names
+from before 0.10 are accepted too.
 
-Flags that the command leaves out have OpenRLHF's defaults. A step there is a rollout, so counts of
-steps are converted to optimizer steps.
+Flags that the command does not set have OpenRLHF's defaults. A step of OpenRLHF is a rollout, so
+counts of steps are converted to optimizer steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SETTING = re.compile(
     r"--(?:actor\.|algo\.|rollout\.|micro_rollout_batch|advantage_est|init_kl)\w*"
 )
 
-# OpenRLHF's flag -> its default, for flags with the same meaning as one of our options.
+# OpenRLHF's flag -> OpenRLHF's default, for flags with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     "actor.model_name_or_path": None, "rollout.n_samples_per_prompt": 1,
     "rollout.temperature": 1.0, "rollout.top_p": 1.0, "data.prompt_dataset": None,
@@ -46,7 +46,7 @@ _SAME: dict[str, Any] = {
     "actor.entropy_coef": 0.0, "ds.adam_offload": False, "ckpt.output_dir": "./ckpt",
     "ckpt.max_num": 3,
 }  # fmt: skip
-# Our names of the flags that are not aliases.
+# OpenRLHF's flag -> our option, for flags that are no aliases of our options.
 _NAMES = {
     "actor.model_name_or_path": "model", "rollout.temperature": "temperature",
     "rollout.top_p": "top_p", "data.prompt_dataset": "dataset",
@@ -61,7 +61,7 @@ _NAMES = {
     "ds.lora.dropout": "lora_dropout", "ds.lora.target_modules": "lora_target_modules",
     "ds.load_in_4bit": "load_in_4bit",
 }  # fmt: skip
-# flag -> (the value that changes nothing, the reason against other values)
+# flag -> (the value without effect, the reason why other values are not converted)
 _ONLY: dict[str, tuple[Any, str]] = {
     "algo.advantage.gamma": (1.0, "a token's reward to come is not discounted here"),
     "algo.advantage.lambd": (1.0, "there is no value model"),
@@ -106,7 +106,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """The import of a command line, or of the script at that path, with `overrides` (--flag value)
+    """Import a command line, or the script at the path `text`, with `overrides` (--flag value)
     after it. Raises ValueError without exactly one command `openrlhf.cli.train_ppo_ray`, and for
     values that cannot be read."""
     launch = read_launch(text, _MARK, _PROGRAM, _SETTING)
@@ -132,7 +132,8 @@ def import_openrlhf(text: str, overrides: Sequence[str] = ()) -> ImportResult:
 
 
 def _read_lengths(source: SettingsReader) -> dict[str, Any]:
-    """The length limits; the sampler's `max_len` bounds prompt and completion together."""
+    """The length limits. The sampler's `max_len` limits the sum of prompt and completion
+    lengths."""
     total = source.take("data.max_len", int, 2048)
     longest = source.take("rollout.max_new_tokens", int)
     if longest is None:
@@ -148,7 +149,8 @@ def _read_lengths(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """The batch sizes; `train.batch_size` counts completions, `rollout.batch_size` prompts."""
+    """(options of the batch sizes, optimizer steps per rollout). `train.batch_size` counts
+    completions, `rollout.batch_size` counts prompts."""
     prompts = source.take("rollout.batch_size", int, 1024)
     read, each = read_batches(source, prompts, source.take("train.batch_size", int, 128), options)
     if source.take("algo.dynamic_filtering_enable", bool, False):
@@ -184,7 +186,7 @@ def _read_data(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_rewards(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """The reward functions and models, and the penalty of long completions."""
+    """The reward functions and models, and the penalty for long completions."""
     rewards: list[Any] = []
     standardised = source.take("reward.normalize_enable", bool, False)
     models = source.take("reward.model_name_or_path", str, "")

@@ -1,8 +1,8 @@
-"""The names of OpenRLHF's flags before they had dots, and their present names."""
+"""The former names of OpenRLHF's flags, without dots, and their present names."""
 
 from __future__ import annotations
 
-# the part before the dot -> {the part after it: the flag's former name, "" if equal}
+# part of the flag before the dot -> {part after the dot: former name, "" if equal to this part}
 _SECTIONS: dict[str, dict[str, str]] = {
     "actor": {
         "model_name_or_path": "pretrain", "adam.lr": "actor_learning_rate",
@@ -96,7 +96,7 @@ FORMERLY: dict[str, str] = {
     for name, former in names.items()
 } | {"generate_max_len": "rollout.max_new_tokens"}
 
-# Names in the sections that `_SECTIONS` lists completely, and that came later.
+# Later names in the sections whose former names are all in `_SECTIONS`.
 _SINCE = {
     "train": "enable_sleep colocate_all_models",
     "ds": "experts_implementation use_hpu zero_hpz load_in_8bit flash_attn",

@@ -1,4 +1,4 @@
-"""OpenRLHF's objective (`algo.*`, `actor.*` and `reward.*`) as our options.
+"""Converts OpenRLHF's objective (`algo.*`, `actor.*` and `reward.*`) to our options.
 
 From `trainer/ppo_utils/experience_maker.py`, `models/loss.py`, `models/utils.py` and
 `trainer/ray/ppo_actor.py` of OpenRLHF 0.11.
@@ -31,7 +31,7 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
 
 
 def read_objective(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of the objective; `options` are those read so far."""
+    """The options of the objective. `options` has the options that were read before."""
     low, high = source.take("reward.clip_range", list[float], [-10.0, 10.0])
     read: dict[str, Any] = {
         "importance_sampling_level": "token",
@@ -87,7 +87,7 @@ def _read_kl(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_weights(source: SettingsReader) -> dict[str, Any]:
-    """`is_correction`: the ratios of the trainer's to vLLM's probabilities."""
+    """`is_correction`: importance weights, the trainer's over vLLM's probabilities."""
     start = f"{_ADVANTAGE}is_correction_"
     kind = source.take(f"{start}type", str, "tis")
     low, high = source.take(f"{start}threshold", list[float], [0.5, 5.0])

@@ -1,4 +1,5 @@
-"""Reads the settings of another system: each is taken, or left with a reason."""
+"""Reads the settings of another system. Each setting is converted ("taken"), or listed as one
+without a counterpart, with the reason ("left")."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _RESOLVERS: dict[str, Callable[..., float]] = {
 
 
 class Unmapped(NamedTuple):
-    """A setting without a counterpart here."""
+    """A setting without a counterpart in rloo."""
 
     key: str
     value: Any
@@ -42,8 +43,8 @@ class Unmapped(NamedTuple):
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The result of an import: `options` under our names, `taken` keys of the source, `left`
-    settings without a counterpart, and `notes` for the user."""
+    """The result of an import: `options` by our names, `taken` (the converted keys of the source),
+    `left` (settings without a counterpart), and `notes` for the user."""
 
     options: dict[str, Any]
     taken: list[str]
@@ -52,10 +53,11 @@ class ImportResult:
 
 
 class SettingsReader:
-    """Another system's settings by dotted names; it records which ones were read."""
+    """Another system's settings by dotted names. Records which settings were read."""
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
-        """`names` maps keys that are no alias to our names, for `take_same`."""
+        """For `take_same`, `names` maps keys to our options if the keys are no aliases of our
+        options."""
         self.values = dict(values)
         self.original = dict(values)
         self._names = names or {}
@@ -69,8 +71,8 @@ class SettingsReader:
         return self.values.get(key) is not None
 
     def take(self, key: str, kind: Any = None, default: Any = None) -> Any:
-        """The value of `key` as a `kind` (an annotation; None leaves it as it is), or `default`.
-        Raises ValueError for a value of another kind."""
+        """The value of `key`, or `default`, converted to the annotation `kind` (None: no
+        conversion). Raises ValueError for a value that cannot be converted."""
         self._read.add(key)
         if key not in self.values:
             return default
@@ -84,14 +86,15 @@ class SettingsReader:
         return coerce(key, kind, value)
 
     def take_count(self, key: str, default: int) -> int:
-        """The value of `key` as a number of at least 1. Raises ValueError for less."""
+        """The value of `key` as an integer of at least 1. Raises ValueError for a smaller one."""
         count = int(self.take(key, int, default))
         if count < 1:
             raise ValueError(f"{key} is {count}; it must be at least 1")
         return count
 
     def expect(self, key: str, same: Any, reason: str) -> None:
-        """Take `key` if its value is `same`, which changes nothing; else leave it with `reason`."""
+        """Take `key` if its value is `same`, which has no effect; else leave `key` with
+        `reason`."""
         self._read.add(key)
         if key not in self.values:
             return
@@ -106,33 +109,35 @@ class SettingsReader:
             self.leave(key, reason)
 
     def take_same(self, same: Mapping[str, Any]) -> dict[str, Any]:
-        """Our options for keys with the same meaning, given with their defaults there."""
+        """Our options for keys of equal meaning. `same` maps these keys to the system's
+        defaults."""
         options: dict[str, Any] = {}
         for key, default in same.items():
             ours = self._names.get(key) or our_name(key)
             value = self.take(key, not_null(_kind_of(ours)), default)
-            if value is not None:  # otherwise another key may set the option
+            if value is not None:  # if it is None, another key may set the option
                 options[ours] = value
         return options
 
     def expect_all(self, only: Mapping[str, tuple[Any, str]]) -> None:
-        """Call `expect` for each key -> (the value that changes nothing, the reason)."""
+        """Call `expect` for each entry of `only`: key -> (the value without effect, the reason)."""
         for key, (harmless, reason) in only.items():
             self.expect(key, harmless, reason)
 
     def leave(self, key: str, reason: str) -> None:
-        """List `key`, if given, among the settings without a counterpart."""
+        """List `key`, if it is set, as a setting without a counterpart."""
         if key in self.values:
             self.left.append(Unmapped(key, self.values.pop(key), reason))
 
     def give_back(self, key: str, value: Any, reason: str) -> None:
-        """List `key` without a counterpart although it was taken."""
+        """List the taken `key` as a setting without a counterpart."""
         if key in self.taken:
             self.taken.remove(key)
             self.left.append(Unmapped(key, value, reason))
 
     def leave_unread(self, unread: Mapping[str, Mapping[str, Any]]) -> None:
-        """List words that are no settings, by reason -> words, as without a counterpart."""
+        """List words of the source that are no settings as ones without a counterpart. `unread`
+        maps the reason to the words."""
         for reason, words in unread.items():
             for key, value in words.items():
                 why = reason if _is_known(key) else NOT_IN_FILE
@@ -145,7 +150,8 @@ class SettingsReader:
         known: Known | None = None,
     ) -> ImportResult:
         """The result of the import. Each remaining key is left with the first of `reasons` (reason
-        -> key prefixes) that fits, unless the system's `known` sections lack it."""
+        -> key prefixes) that has a matching prefix. A key that is missing in the system's `known`
+        sections is left as unknown."""
         for key in list(self.values):
             if not is_resolved(key):
                 self.leave(key, NOT_IN_FILE)
@@ -170,12 +176,12 @@ class SettingsReader:
 
 
 def greedy(source: SettingsReader, key: str) -> None:
-    """Note that an evaluation is always both sampled and greedy here."""
+    """Add the note that every evaluation in rloo is run with sampling and greedily."""
     source.notes.append(f"evaluation is sampled and greedy, both ({key} 0)")
 
 
 def one_of(source: SettingsReader, key: str, ours: str, files: list[str]) -> str:
-    """The folder that has exactly these `files`, or else the first of them, with a note."""
+    """The folder, if `files` are all its data files, or else the first file, with a note."""
     folders = {os.path.dirname(file) for file in files}
     folder = folders.pop() if len(folders) == 1 else ""
     if len(files) == 1:
@@ -193,7 +199,7 @@ def one_of(source: SettingsReader, key: str, ours: str, files: list[str]) -> str
 
 
 def _is_known(value: Any) -> bool:
-    """Whether a value has no part that only a run could determine."""
+    """Whether every part of a value is known without running the source."""
     if isinstance(value, list):
         return all(map(_is_known, value))
     if isinstance(value, dict):
@@ -204,8 +210,8 @@ def _is_known(value: Any) -> bool:
 def read_batches(
     source: SettingsReader, prompts: int, completions_per_step: int, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """(options, optimizer steps per rollout in all passes) for rollouts of `prompts` whose steps
-    use so many completions."""
+    """(options, optimizer steps per rollout over all passes) for rollouts of `prompts`, with
+    `completions_per_step` in each optimizer step."""
     size = options["num_generations"]
     for name, number in (("a prompt's", size), ("an optimizer step's", completions_per_step)):
         if number < 1:
@@ -226,14 +232,15 @@ def read_batches(
 
 
 def steps_between(what: str, rollouts: int | None, each: int) -> dict[str, Any]:
-    """Our strategy for an action every `rollouts` rollouts of `each` optimizer steps."""
+    """Our strategy and steps for an action in every `rollouts` rollouts of `each` optimizer
+    steps."""
     if rollouts is None or rollouts <= 0:
         return {f"{what}_strategy": "no"}
     return {f"{what}_strategy": "steps", f"{what}_steps": rollouts * each}
 
 
 def read_loggers(source: SettingsReader, key: str, names: list[str]) -> list[str] | str:
-    """The `names` that `report_to` supports; a note lists the others."""
+    """The `names` that `report_to` supports. A note lists the other names."""
     known = [name for name in names if name in _LOGGERS]
     others = [name for name in names if name not in (*known, "console")]
     if others:
@@ -293,7 +300,8 @@ def _kind_of(name: str) -> Any:
 
 
 def nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` with `option.key` put into mappings, and `offload.optimizer` into a list."""
+    """`options`, with each `option.key` moved into a mapping, and `offload.optimizer` into a
+    list."""
     made = {name: value for name, value in options.items() if "." not in name}
     for name in options.keys() - made.keys():
         option, _, key = name.partition(".")

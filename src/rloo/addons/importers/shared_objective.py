@@ -1,4 +1,4 @@
-"""Parts of objectives that several systems share, and their form as our options."""
+"""Parts of the objective that several systems share, converted to our options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rloo.config.presets import BASE
 
 LEAVE_ONE_OUT = {"mean_level": "group", "mean_leave1out": True}
 GROUP_MEAN = {"mean_level": "group", "mean_leave1out": False}
-# Standardised over all tokens, with a smallest variance.
+# Standardised over all tokens, with a lower bound on the variance.
 WHITENED = {
     "normalize_advantages": True, "normalize_over": "tokens", "advantage_epsilon": 1e-8,
     "epsilon_in_variance": True,
@@ -18,7 +18,7 @@ WHITENED = {
 
 
 def clip_bounds(low: float, high: float) -> dict[str, Any]:
-    """The two clip bounds of the ratio, as a single one if they are equal."""
+    """The two clip bounds of the ratio, as a single option if they are equal."""
     return {"epsilon": low, "epsilon_high": None if high == low else high}
 
 
@@ -36,7 +36,8 @@ def without_estimator(
 
 
 def by_completion(source: SettingsReader, read: dict[str, Any]) -> None:
-    """Convert settings by token to settings by completion, as a ratio by completion requires."""
+    """Convert token-level settings to completion-level settings, which a completion-level ratio
+    requires."""
     if read.get("kl_placement") == "reward_to_go":
         read["kl_placement"] = "reward"
         if read.get("beta", 1.0):
@@ -51,8 +52,8 @@ def by_completion(source: SettingsReader, read: dict[str, Any]) -> None:
 def in_our_form(
     source: SettingsReader, read: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """The options with the estimator's arguments in a mapping. A KL that only preset areal allows
-    gets that preset."""
+    """The options with the estimator's arguments in a mapping. If only the preset areal allows the
+    KL, the options include that preset."""
     arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
     in_loss, k1 = read["kl_placement"] == "loss", read["kl_estimator"] == "k1"
     if not read["beta"] or in_loss != k1 or read.get("use_bias_correction_kl"):

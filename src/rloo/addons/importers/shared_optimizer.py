@@ -1,4 +1,4 @@
-"""Learning rate schedules and betas that several systems name alike."""
+"""Learning rate schedules and betas, which have equal names in several systems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCHEDULES = {
 
 
 def read_betas(source: SettingsReader, key: str, default: list[float]) -> dict[str, Any]:
-    """Adam's two decay rates. Raises ValueError for any other number of them."""
+    """The two betas of Adam. Raises ValueError for another number of betas."""
     betas = source.take(key, list[float], default)
     if len(betas) != 2:
         raise ValueError(f"{key} is {betas}; it must be two numbers")
@@ -22,7 +22,8 @@ def read_betas(source: SettingsReader, key: str, default: list[float]) -> dict[s
 
 
 def read_schedule(source: SettingsReader, key: str, kind: str, least: float) -> dict[str, Any]:
-    """The schedule `kind` of `key`; a decaying one ends at `least` of the peak."""
+    """The schedule `kind`, the value of `key`. A decaying schedule ends at `least` times the
+    peak."""
     name = _SCHEDULES.get(kind.lower())
     if name is None:
         source.give_back(key, kind, "no such schedule here; nearest: constant_with_warmup")

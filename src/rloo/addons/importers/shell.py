@@ -29,15 +29,15 @@ _IN_PLACE = re.compile(r"\s*(\w+)\s*(?:([-+*/%]?)=(?!=)\s*(.+)|(\+\+|--))\s*", r
 # Commands in a loop's body that do not affect later commands.
 _SAID = ("echo", "printf", "[", "[[", "test", ":", "true", "mkdir", "sleep")
 _CHOICES = ("if", "elif", "else", "case")
-# Files that set up a user's shell and have no settings of a run.
+# Files that configure a user's shell and have no settings of a run.
 _OF_SHELLS = re.compile(r"(?:.*/)?(?:activate\S*|\.\w+|\w*\.env|set_env\.sh|setvars\.sh|conda\.sh)")
 
 
 def read_script(text: str, path: str = "") -> ShellScript:
-    """A script's variables and commands. Variables are filled in (unset ones from the environment),
-    functions called and integer sums computed, as a shell does. Parts that only a run could
-    determine stay as written. Raises ValueError for an unclosed quotation mark, and for text that
-    doubles or nests without end."""
+    """A script's variables and commands. As in a shell, variables are expanded (unset ones from the
+    environment), functions are called, and integer arithmetic is computed. Parts that are known
+    only at run time stay as written. Raises ValueError for an unclosed quotation mark, and for text
+    that doubles or nests without limit."""
     script = ShellScript(path=path)
     try:
         _Reader(text.replace("\r\n", "\n"), script).read()
@@ -56,11 +56,11 @@ def read_script(text: str, path: str = "") -> ShellScript:
 def find_command(
     script: ShellScript, mark: re.Pattern[str], depth: int = 0
 ) -> list[tuple[list[str], list[str]]]:
-    """(words up to `mark`, words after it) of every command with `mark` (a program or module), also
-    of commands in a word of another one, such as that of bash -c."""
+    """(words up to `mark`, words after `mark`) of every command with `mark`, a program or module.
+    Commands inside a word of another command (`bash -c "..."`) are included."""
     found = []
     for words in script.commands:
-        # Printed or compared words are not run, nor are patterns of `case`.
+        # Words that are printed, compared, or patterns of `case` are not executed.
         if words[0] in (*_SAID, "case") or (len(words) == 1 and words[0].isalpha()):
             continue
         place = next((i for i, word in enumerate(words) if mark.fullmatch(word)), None)
@@ -70,13 +70,13 @@ def find_command(
         for word in words if depth < DEEPEST else ():
             if " " in word and mark.search(word):
                 inner = read_script(word)
-                if inner.commands != [[word]]:  # equal if only a run could determine the word
+                if inner.commands != [[word]]:  # equal if the word is known only at run time
                     found += find_command(inner, mark, depth + 1)
     return found
 
 
 class _Reader(ShellReader):
-    """Reads commands and applies their effects on later text."""
+    """Parses commands and applies their effects on later text."""
 
     _heredocs: tuple[str, ...] = ()
     _skips_loop = False
@@ -84,7 +84,7 @@ class _Reader(ShellReader):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        # Values replaced by assignments before a command, and by `local`.
+        # Previous values of variables assigned before a command or by `local`.
         self._replaced: dict[str, Value | None] = {}
         self._locals: dict[str, Value | None] = {}
         self._prefix: dict[str, Value] = {}
@@ -93,7 +93,7 @@ class _Reader(ShellReader):
         self._loops: list[str] = []
 
     def read(self, block: tuple[str, str] = ("", "")) -> ShellScript:
-        """Read all of the text, or up to the end of a `block`: `do` and `done`, or braces."""
+        """Read to the end of the text, or to the end of a `block`: `do` and `done`, or braces."""
         words: list[str] = []
         opened = 0
         while self._at < len(self._text):
@@ -173,7 +173,7 @@ class _Reader(ShellReader):
     # -- environments and effects of commands ----------------------------------------------------
 
     def _set_aside(self) -> None:
-        """Restrict assignments before a command to that command's environment."""
+        """Limit assignments before a command to the environment of the command."""
         if self._declares or not self._replaced:
             return
         for name, value in self._replaced.items():
@@ -188,13 +188,13 @@ class _Reader(ShellReader):
             self._script.variables[name] = value
 
     def _forget(self, names: list[str]) -> None:
-        """Mark variables as unknown: only a run could determine them from here on."""
+        """Mark variables as unknown: from here on their values are known only at run time."""
         for name in names:
             if re.fullmatch(r"[A-Za-z_]\w*", name):
                 self._script.variables[name] = f"${{{name}}}"
 
     def _change(self, text: str) -> None:
-        """Apply a sum that assigns: N+=2, N++."""
+        """Apply an arithmetic assignment: N+=2, N++."""
         found = _IN_PLACE.fullmatch(text)
         if found is None:
             self._forget(re.findall(r"\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|\+\+|--)", text))
@@ -205,7 +205,7 @@ class _Reader(ShellReader):
         self._script.variables[name] = value if is_resolved(value) else f"${{{name}}}"
 
     def _subshell(self) -> None:
-        """Restrict variables and the folder of a subshell to its parentheses."""
+        """Restore variables and the current folder after a subshell."""
         script = self._script
         if self._peek() == "(":
             self._outer.append((dict(script.variables), script.folder))
@@ -215,7 +215,8 @@ class _Reader(ShellReader):
     # -- functions, loops, files -----------------------------------------------------------------
 
     def _skipped(self, *block: str) -> str:
-        """The text of a block that begins here; moves the reader behind it."""
+        """The text of a block that begins at the current position. Moves the position after the
+        block."""
         start = self._at
         probe = _Reader(self._text, self._script.apart(), self._arguments, ("", *self._active))
         self._deeper(probe._active)
@@ -248,7 +249,7 @@ class _Reader(ShellReader):
             self._set(name, value)
 
     def _inner(self, text: str) -> None:
-        """Read other text as if it stood here."""
+        """Read other text as if it were at the current position."""
         self._spend(len(text))
         _Reader(text, self._script, self._arguments, self._deeper(("", *self._active))).read()
 
@@ -263,8 +264,8 @@ class _Reader(ShellReader):
             self._note(f"what {name} sets is not known: it is read there (source), and not here")
 
     def _loop(self, name: str, values: list[str]) -> None:
-        """Set the loop variable: to a single value, or else to unknown. `_repeat` handles bodies
-        that only assign."""
+        """Set the loop variable: to the value if there is only one, or else to unknown. `_repeat`
+        handles bodies that only assign variables."""
         self._skips_loop = not values
         self._values = (name, values)
         if len(values) > 1:
@@ -275,8 +276,8 @@ class _Reader(ShellReader):
         self._script.variables[name] = values[0] if len(values) == 1 else f"${{{name}}}"
 
     def _repeat(self) -> bool:
-        """Read a loop's body for each value if it only assigns, and return True. Otherwise note the
-        loop."""
+        """If a loop's body only assigns variables, read the body for each value and return True.
+        Otherwise add a note on the loop."""
         (name, values), self._values = self._values, ("", [])
         if len(values) < 2:
             return False
@@ -295,7 +296,7 @@ class _Reader(ShellReader):
         return True
 
     def _skip_loop(self) -> bool:
-        """Skip a loop over missing arguments, a loop over nothing, and a loop that `_repeat` has
+        """Skip a loop over missing arguments, a loop over no values, and a loop that `_repeat` has
         read."""
         if re.match(r"do\b", self._text[self._at : self._at + 3]) and self._repeat():
             return True
@@ -365,10 +366,10 @@ class _Reader(ShellReader):
 
 
 def read_flags(words: list[str]) -> dict[str, str | list[str]]:
-    """The values of `--name value ...`: text, a list of texts if there are several, or "true" if
-    there is none. Dashes become underscores; the last of a repeated flag counts. A part that only a
-    run could determine becomes a name without a value. Raises ValueError for a word before any
-    flag."""
+    """The values of `--name value ...`: a text, a list of texts if a flag has several values, or
+    "true" if it has none. Dashes in names become underscores. The last occurrence of a repeated
+    flag is used. A part that is known only at run time becomes a name without a value. Raises
+    ValueError for a word before any flag."""
     flags: dict[str, list[str]] = {}
     unknown: list[str] = []
     name = None

@@ -1,4 +1,4 @@
-"""Computes integer sums as a shell does, `(1024 + 8) * 2`."""
+"""Computes integer arithmetic as a shell does: `(1024 + 8) * 2`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPERATIONS = {
 
 
 def compute(text: str) -> int | None:
-    """The value of `text` of digits, parentheses and + - * / %; None for anything else."""
+    """The value of an expression of digits, parentheses and + - * / %; None for any other text."""
     if "#" in text:  # a number in another base
         return None
     try:

@@ -1,4 +1,5 @@
-"""Expands `$(...)` and `${name%pattern}` of a shell script, as far as the text determines them."""
+"""Expands `$(...)` and `${name%pattern}` in a shell script, if their values are known without a
+run."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ _TRIM = re.compile(r"(\w+)(##?|%%?|//?|\^\^?|,,?|:(?=\d))(.*)", re.DOTALL)
 
 
 def is_resolved(text: str) -> bool:
-    """Whether `text` has no part that only a run could determine."""
+    """Whether `text` has no part that is known only at run time."""
     return not UNRESOLVED.search(text)
 
 
 def changed(folder: str | None, words: list[str]) -> str | None:
-    """The folder after `cd` from `folder`; None if only a run could determine it."""
+    """The folder after `cd` from `folder`; None if it is known only at run time."""
     where = [word for word in words if not re.fullmatch(r"-[LPe@]+|--", word)]
     if len(where) > 1 or where == ["-"] or not all(map(is_resolved, where)):
         return None
@@ -30,7 +31,7 @@ def changed(folder: str | None, words: list[str]) -> str | None:
 
 
 def printed(commands: list[list[str]], folder: str | None) -> str | None:
-    """The output of `commands` in `folder`; None if only a run could determine it."""
+    """The output of `commands` in `folder`; None if it is known only at run time."""
     said = [words for words in commands if words[0] not in _SILENT]
     if not said:
         return ""
@@ -53,15 +54,16 @@ def printed(commands: list[list[str]], folder: str | None) -> str | None:
 
 
 def trimmed(inside: str) -> tuple[str, str, str] | None:
-    """(name, operator, pattern) of `${name#pattern}` and similar ones; None for anything else."""
+    """(name, operator, pattern) of `${name#pattern}` and similar expansions; None for any other
+    text."""
     found = _TRIM.fullmatch(inside)
     return (found[1], found[2], found[3]) if found else None
 
 
 def trim(value: str, operator: str, pattern: str) -> str | None:
-    """`value` after an expansion: a matching beginning (#) or end (%) removed (the longest if the
-    operator is doubled), text replaced (/), in upper (^) or lower (,) case, or a part of it (:).
-    None if the pattern is not plain text."""
+    """`value` after an expansion: # removes a matching beginning and % a matching end (the longest
+    if the operator is doubled), / replaces text, ^ and , convert to upper and lower case, and :
+    selects a part. None if the pattern is not plain text."""
     if operator == ":":
         start, _, length = pattern.partition(":")
         if not re.fullmatch(r"\d+(?::\d+)?", pattern):

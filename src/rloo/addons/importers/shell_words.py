@@ -18,7 +18,7 @@ _COUNT = re.compile(r"#(\w+)(\[[@*]\])?")
 _ELEMENT = re.compile(r"(\w+)\[(-?\d+)\]")
 _ARGUMENTS = re.compile(r"([@*])(?::(\d+)(?::(\d+))?)?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
-# Limit on the letters of expanded variables and functions: a script may double its text.
+# Limit on the characters of expanded variables and functions: a script may double its text.
 MOST_LETTERS = 2_000_000
 DEEPEST = 40
 
@@ -28,10 +28,11 @@ Value = str | list[str]
 
 @dataclass
 class ShellScript:
-    """A script as it was read. `variables` have their last values, arrays as lists. `environment`
-    is that of single commands; `exported` names apply to all. `uncalled` are commands of functions
-    without a call and of texts after `<<`, by name. If it is `conditional`, all branches were read
-    one after the other. `notes` are for the user. `folder` is the last one, None if unknown."""
+    """The result of reading a script. `variables` are the last values, with arrays as lists.
+    `environment` has variables that are set for single commands. `exported` are the names that are
+    exported to all commands. `uncalled` maps names of functions without a call, and of texts after
+    `<<`, to their commands. If the script is `conditional`, all branches were read in sequence.
+    `notes` are for the user. `folder` is the last current folder, None if unknown."""
 
     variables: dict[str, Value] = field(default_factory=dict)
     environment: dict[str, Value] = field(default_factory=dict)
@@ -48,7 +49,7 @@ class ShellScript:
     letters: int = MOST_LETTERS
 
     def apart(self) -> ShellScript:
-        """A copy for reading text whose commands are not the script's."""
+        """A copy for reading text whose commands must not be added to the script."""
         return replace(
             self, variables=dict(self.variables), functions=dict(self.functions), commands=[],
             uncalled={}, notes=[], documents=[], called=set(self.called),
@@ -56,9 +57,9 @@ class ShellScript:
 
 
 class ShellReader(ABC):
-    """A position in a text and the script read before it. `arguments` are those of the function
-    being read; None for a script, whose arguments are unknown. `active` are the functions being
-    read, with "" for other nested text."""
+    """A position in a text, and the script that was read before the position. `arguments` are the
+    arguments of the current function; None in a script, whose arguments are unknown. `active` are
+    the nested functions at this position, with "" for other nested text."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class ShellReader(ABC):
 
     @abstractmethod
     def read(self) -> ShellScript:
-        """Read all of the text as commands."""
+        """Read the complete text as commands."""
 
     def _peek(self, length: int = 1) -> str:
         return self._text[self._at : self._at + length]
@@ -108,7 +109,7 @@ class ShellReader(ABC):
         return self._at >= len(self._text) or self._peek() in " \t\n;|&()"
 
     def _word(self, whole: bool = False) -> list[str]:
-        """The fields of the word here; `whole` makes it a single field."""
+        """The fields of the word at the current position. With `whole`, it is a single field."""
         fields = [""]
         exists = whole
         while not self._ends_word():
@@ -170,7 +171,8 @@ class ShellReader(ABC):
         return text
 
     def _double(self, fields: list[str]) -> bool:
-        """Read to the closing mark; returns whether that made a word (an empty list does not)."""
+        """Read to the closing quotation mark. Returns whether the text is a word (an empty list is
+        none)."""
         exists = True
         while self._peek() != '"':
             if self._at >= len(self._text):
@@ -194,7 +196,8 @@ class ShellReader(ABC):
         return exists
 
     def _expansion(self, quoted: bool) -> Value:
-        """The value of the expansion here; as written if only a run could determine it."""
+        """The value of the expansion at the current position; as written if it is known only at run
+        time."""
         if self._peek() == "`":
             self._at += 1
             end = self._find("`")
@@ -213,7 +216,7 @@ class ShellReader(ABC):
         return self._braced(self._enclosed("{", "}"), quoted)
 
     def _enclosed(self, opening: str, closing: str, at: int | None = None) -> str:
-        """The text between two marks; the first one is here or after a `$`."""
+        """The text between two marks. The first mark is at the current position or after a `$`."""
         start, depth = self._at + 1 if at is None else at, 0
         for place in range(start, len(self._text)):
             depth += (self._text[place] == opening) - (self._text[place] == closing)
@@ -302,7 +305,7 @@ class ShellReader(ABC):
         return f"$({inside})" if result is None else str(result)
 
     def _printed(self, inside: str, written: str) -> str:
-        """The output of the commands `inside`; `written` if only a run could determine it."""
+        """The output of the commands `inside`; `written` if it is known only at run time."""
         apart, active = self._script.apart(), self._deeper(("", *self._active))
         self._spend(len(inside))
         try:

@@ -16,7 +16,7 @@ from rloo.config.compat.detect_system import is_script
 
 _ABOVE = 8
 _SETTING = re.compile(r"--|[+~]*[A-Za-z_]\w*(\.\w+)+=")
-# Programs that start a run on a cluster -> the backend of `rloo launch` for it.
+# Backend of `rloo launch` -> the programs that start a run on such a cluster.
 _CLUSTERS = {
     "slurm": re.compile(
         r"(?:.*/)?(?:srun|sbatch|salloc)|areal\S*launcher\.slurm|scheduler\.type=slurm"
@@ -28,8 +28,8 @@ _FILE_FLAGS = ("config", "config_path", "config_name", "config_dir")
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command in a `script`: its `words` after the program's name, and the words `before` them,
-    which end with the name."""
+    """A command in a `script`: the `words` after the program's name, and the words `before` them,
+    up to and including the name."""
 
     words: list[str]
     before: list[str] = field(default_factory=list)
@@ -63,8 +63,8 @@ class LaunchCommand:
 
     @property
     def unread(self) -> dict[str, dict[str, Any]]:
-        """Words that are no settings, by reason: those that a comment or a missing backslash cuts
-        off, and flags of the program's starters."""
+        """Words that are no settings, by reason: words that a comment or a missing backslash cuts
+        off, and flags of the launchers."""
         given, flags, others = read_overrides([word for words in self._cut() for word in words])
         cut = {**given, **flags, **dict.fromkeys(others, "")}
         return {CUT: cut, AROUND: started_with(self.before)}
@@ -77,11 +77,11 @@ def read_launch(
     source: str, mark: re.Pattern[str], program: str, settings: re.Pattern[str] | None = None
 ) -> LaunchCommand:
     """The single command of `program` (matched by `mark`) in a command line, or in the script at
-    the path `source`. Without one, the command of another program that uses the system's
-    `settings`: a fork. Raises ValueError for none, or for several different ones."""
+    the path `source`. If there is none, the command of another program (a fork) that uses the
+    system's `settings`. Raises ValueError for no command, or for several different ones."""
     text, folder = _text_of(source)
     script = read_script(text, source if is_script(source) else "")
-    if text.lstrip().startswith("--"):  # only flags, perhaps one on each line
+    if text.lstrip().startswith("--"):  # only flags, maybe one per line
         return LaunchCommand([word for words in script.commands for word in words], text=text)
     commands = _find(script, mark)
     if not commands and settings and (other := _programs(script, settings)):
@@ -101,8 +101,8 @@ def read_launch(
 
 
 def _find(script: ShellScript, mark: re.Pattern[str]) -> list[tuple[list[str], list[str]]]:
-    """The commands with `mark`, or else those in exported variables (as for `sbatch`) and in
-    functions without a call."""
+    """The commands with `mark`. If there are none, commands in exported variables (as for
+    `sbatch`), or else in functions without a call."""
     commands = find_command(script, mark)
     exported = {n: v for n, v in script.variables.items() if n in script.exported}
     for name, value in ({} if commands else exported | script.environment).items():
@@ -118,7 +118,7 @@ def _find(script: ShellScript, mark: re.Pattern[str]) -> list[tuple[list[str], l
 
 
 def _programs(script: ShellScript, settings: re.Pattern[str]) -> list[str]:
-    """The programs of commands with at least two of the `settings`."""
+    """The programs of the commands that have at least two of the `settings`."""
     uncalled = [words for commands in script.uncalled.values() for words in commands]
     lines = [" ".join(words) for words in [*script.commands, *uncalled]]
     found = [program_of(line) for line in lines if len(settings.findall(line)) > 1]
@@ -137,8 +137,8 @@ def _text_of(source: str) -> tuple[str, Path]:
 
 @dataclass(frozen=True)
 class ComposedSettings:
-    """Settings by dotted names, of a file and its overrides; and the words that are no settings, by
-    reason."""
+    """Settings of a file and its overrides, by dotted names. `unread` are the words that are no
+    settings, by reason."""
 
     values: dict[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -154,8 +154,8 @@ def read_settings(
     own: re.Pattern[str] | None = None,
 ) -> ComposedSettings:
     """The settings of a YAML file, script or command line, with `key=value` overrides after it.
-    `home` is the folder where the program looks up a file name; `own` matches the system's
-    settings, which identify a fork's program. Raises ValueError for what cannot be read."""
+    `home` is the folder where the program searches a file name. `own` matches the system's
+    settings, which identify the program of a fork. Raises ValueError for an unreadable source."""
     if is_yaml(source) and (" " not in source or Path(source).is_file()):
         values, missing = read_composed(source)
         given, flags, others = read_overrides(overrides)
@@ -191,7 +191,7 @@ def read_settings(
 
 
 def _overrides_alone(source: str) -> list[str]:
-    """The words of a line with only `key=value ...`; empty for any other line."""
+    """The words of a command line that has only `key=value ...`; empty for any other line."""
     if is_script(source) or "=" not in source:
         return []
     try:
@@ -222,8 +222,9 @@ def _config_names(flags: Mapping[str, str], home: str) -> list[str]:
 
 
 def find_file(names: Sequence[str], folder: Path) -> Path | None:
-    """The first of `names` in the current folder, the script's folder or one above it. A leading
-    part that only a run could determine (`$(realpath ..)/examples/x.yaml`) is dropped."""
+    """The first existing file of `names` in the current folder, the script's folder or a folder
+    above it. A leading part that is known only at run time (`$(realpath ..)/examples/x.yaml`) is
+    removed."""
     folders = [Path(), *[folder.resolve(), *folder.resolve().parents][:_ABOVE]]
     paths = [Path(re.sub(r"^\$[({].*[)}]/", "", name)).expanduser() for name in names]
     return next((found for p in paths for f in folders if (found := f / p).is_file()), None)

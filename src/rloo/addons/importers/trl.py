@@ -1,8 +1,8 @@
-"""YAML files and command lines of TRL (`trl rloo`, `trl grpo`; 1.16) as our options, and open-r1's
-recipes, which are for GRPO.
+"""Converts YAML files and command lines of TRL (`trl rloo`, `trl grpo`; 1.16) to our options, and
+open-r1's recipes, which are for GRPO.
 
-Most names and defaults are ours too. The objective of `trl rloo` is the preset trl, that of `trl
-grpo` the preset grpo with the defaults of TRL's GRPOConfig.
+Most names and defaults are equal to ours. The objective of `trl rloo` is the preset trl. The
+objective of `trl grpo` is the preset grpo with the defaults of TRL's GRPOConfig.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _OF_GRPO = {
     "vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
 }  # fmt: skip
 _OF_RLOO = {"normalize_advantages", "reward_clip_range"}
-# The objective of TRL's GRPOConfig where it differs from its RLOOConfig.
+# Defaults of the objective in TRL's GRPOConfig that differ from TRL's RLOOConfig.
 _GRPO: dict[str, Any] = {
     "preset": "grpo", "num_generations": 8, "beta": 0.0, "loss_aggregation": "token_mean",
     "std_level": "group", "importance_sampling_level": "token",
 }  # fmt: skip
 _CORRECTION = "vllm_importance_sampling_"
-# TRL's reward functions that we have too.
+# TRL's reward functions that rloo also has.
 _REWARDS: dict[str, Any] = {
     "accuracy_reward": "math",
     "get_soft_overlong_punishment": {
@@ -57,7 +57,7 @@ _TRL_REWARDS = (
     "reasoning_accuracy_reward", "think_format_reward", "get_cosine_scaled_reward",
     "get_repetition_penalty_reward",
 )  # fmt: skip
-# TRL's option -> (the value that changes nothing, the reason against other values)
+# TRL's option -> (the value without effect, the reason why other values are not converted)
 _ONLY: dict[str, tuple[Any, str]] = {
     "dataset_streaming": (False, "a stream is given to RLOOTrainer as a dataset"),
     "ignore_bias_buffers": (False, "no buffer is shared between processes"),
@@ -72,8 +72,8 @@ _REASONS = {
 
 
 def import_trl(path: str, overrides: Sequence[str] = ()) -> ImportResult:
-    """The import of TRL's YAML file or script at `path`, or of a command line, with `overrides`
-    after it. Raises ValueError for what cannot be read, and for options that conflict."""
+    """Import TRL's YAML file or script at `path`, or a command line, with `overrides` after it.
+    Raises ValueError for an unreadable source or value, and for options that conflict."""
     source, program = _read_given(path, overrides)
     hints = option_types()
     grpo = _is_grpo(source, program)
@@ -100,8 +100,8 @@ def import_trl(path: str, overrides: Sequence[str] = ()) -> ImportResult:
 
 
 def _require_groups(options: Mapping[str, Any]) -> None:
-    """Raise ValueError if the batch of one process has no whole groups and the number of processes
-    is unknown."""
+    """Raise ValueError if the batch of one process does not consist of complete groups and the
+    number of processes is unknown."""
     names = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     size, steps = (coerce(n, int, options.get(n, default)) for n, default in names.items())
     steps = coerce("steps_per_generation", int, options.get("steps_per_generation") or steps)
@@ -118,7 +118,7 @@ def _require_groups(options: Mapping[str, Any]) -> None:
 
 
 def _read_given(path: str, overrides: Sequence[str]) -> tuple[SettingsReader, str]:
-    """(settings of a file, overridden by flags; the program's name, "" without a command)."""
+    """(settings of a file, overridden by flags; the program's name, "" if there is no command)."""
     if is_yaml(path) and (" " not in path or Path(path).is_file()):
         written = read_config_file(path)[0]
         refuse_other(path, written, known_names())
@@ -149,7 +149,7 @@ def _read_given(path: str, overrides: Sequence[str]) -> tuple[SettingsReader, st
 
 
 def _find_deepspeed(source: SettingsReader, folder: Path) -> None:
-    """Replace the DeepSpeed file's name by its path from here."""
+    """Replace the name of the DeepSpeed file by its path relative to the current folder."""
     name = source.values.get("deepspeed")
     if not isinstance(name, str) or name.lower() == "null":
         return
@@ -162,7 +162,8 @@ def _find_deepspeed(source: SettingsReader, folder: Path) -> None:
 
 
 def _count_processes(source: SettingsReader, processes: int) -> None:
-    """Convert the batch size from one device to all processes that the command starts."""
+    """Convert the per-device batch size to the batch size of all processes that the command
+    starts."""
     key = "per_device_train_batch_size"
     size = coerce(key, int, source.values.get(key, 8))
     source.values[key] = size * processes
@@ -173,7 +174,8 @@ def _count_processes(source: SettingsReader, processes: int) -> None:
 
 
 def _is_grpo(source: SettingsReader, program: str) -> bool:
-    """Whether it is for GRPO, by the program or by options that only one trainer has."""
+    """Whether the source is for GRPO, according to the program or to options that only one trainer
+    has."""
     open_r1 = is_open_r1(source.values)
     of_grpo = sorted(_OF_GRPO & source.values.keys())
     of_rloo = _OF_RLOO & source.values.keys()
@@ -196,13 +198,13 @@ def _is_grpo(source: SettingsReader, program: str) -> bool:
 
 
 def _read_recipe(source: SettingsReader) -> dict[str, Any]:
-    """The options of open-r1's keys for rewards, data and prompts, and of its scripts' keys."""
+    """Options for open-r1's keys: rewards, data, prompts, and keys of its scripts."""
     before = dict(source.values)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             after = as_options(before)
-        except ValueError as error:  # an unknown value stays, with the reason
+        except ValueError as error:  # an unknown value is left with the reason
             source.notes.append(str(error))
             after = before
     source.notes += [str(warning.message) for warning in said]
@@ -219,7 +221,7 @@ def _read_recipe(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_grpo(source: SettingsReader) -> dict[str, Any]:
-    """The options of GRPOConfig under the preset grpo."""
+    """The options of GRPOConfig, relative to the preset grpo."""
     read: dict[str, Any] = {}
     loss = source.take("loss_type", str, "dapo")
     read["loss_aggregation"] = LOSSES.get(loss, "token_mean")
@@ -257,7 +259,7 @@ def _read_refused(source: SettingsReader, key: str) -> None:
 
 
 def _read_model(source: SettingsReader) -> dict[str, Any]:
-    """The options that TRL passes to from_pretrained besides model_init_kwargs."""
+    """Options that TRL passes to from_pretrained in addition to model_init_kwargs."""
     model = dict(source.take("model_init_kwargs", dict[str, Any], {}))
     revision = source.take("model_revision", str, "main")
     if revision != "main":

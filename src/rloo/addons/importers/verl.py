@@ -1,4 +1,5 @@
-"""verl's PPO trainer (verl.trainer.main_ppo and similar ones, 0.8) as our options.
+"""Converts settings of verl's PPO trainer (verl.trainer.main_ppo and similar ones, 0.8) to our
+options.
 
 Missing settings have the defaults of verl's `ppo_trainer.yaml`. A step of verl is a rollout, so
 counts of steps are converted to optimizer steps.
@@ -39,7 +40,7 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 _MODEL = "actor_rollout_ref.model."
 _OPTIM = "actor_rollout_ref.actor.optim."
 
-# verl's key -> its default, for keys with the same meaning as one of our options.
+# verl's key -> verl's default, for keys with the same meaning as one of our options.
 _SAME: dict[str, Any] = {
     f"{_MODEL}path": None, f"{_MODEL}trust_remote_code": False,
     f"{_MODEL}enable_gradient_checkpointing": True, f"{_MODEL}enable_activation_offload": False,
@@ -52,7 +53,7 @@ _SAME: dict[str, Any] = {
     "trainer.experiment_name": "gsm8k", "trainer.default_local_dir": None,
     "trainer.max_actor_ckpt_to_keep": None,
 }  # fmt: skip
-# Our names of the keys that are not aliases.
+# verl's key -> our option, for keys that are no aliases of our options.
 _NAMES = {
     f"{_MODEL}trust_remote_code": "trust_remote_code",
     f"{_MODEL}enable_gradient_checkpointing": "gradient_checkpointing",
@@ -67,7 +68,7 @@ _NAMES = {
     f"{_MODEL}lora_rank": "lora_r", f"{_MODEL}lora_alpha": "lora_alpha",
     f"{_MODEL}target_modules": "lora_target_modules",
 }  # fmt: skip
-# key -> (the value that changes nothing, the reason against other values)
+# key -> (the value without effect, the reason why other values are not converted)
 _ONLY: dict[str, tuple[Any, str]] = {
     "algorithm.gamma": (1.0, "a token's reward to come is not discounted here"),
     "algorithm.lam": (1.0, "there is no value model"),
@@ -90,7 +91,7 @@ _ONLY: dict[str, tuple[Any, str]] = {
     "trainer.critic_warmup": (0, "leave-one-out needs no value model"),
     "reward_model.enable": (False, "name the reward model's folder or hub id (reward)"),
 }  # fmt: skip
-# Key prefixes of a reward function and of the penalty of long completions, in verl's versions.
+# Key prefixes of a reward function and of the penalty for long completions, in verl's versions.
 _FUNCTIONS = ("custom_reward_function.", "reward.custom_reward_function.")
 _OVERLONG = (
     "reward_model.reward_kwargs.overlong_buffer_cfg.", "reward.reward_kwargs.overlong_buffer_cfg.",
@@ -155,9 +156,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 
 def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> ImportResult:
-    """The import of verl's YAML file or script at the path `text`, or of a command line, with
-    `overrides` after it. It is read as that `version` (0.3), or as the one that its keys imply.
-    Raises ValueError for what cannot be read."""
+    """Import verl's YAML file or script at the path `text`, or a command line, with `overrides`
+    after it. The source is for the `version` (as 0.3), or for the version that its keys imply.
+    Raises ValueError for an unreadable source or value."""
     given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer", _SETTING)
     source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes
@@ -181,8 +182,8 @@ def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> 
 
 
 def _read_agents(source: SettingsReader, size: int) -> dict[str, Any]:
-    """The group size of Search-R1 and similar forks, which sample `n_agent` times `size`
-    completions of a prompt."""
+    """The group size of Search-R1 and similar forks, which sample `n_agent` * `size` completions
+    per prompt."""
     if (agents := source.take(f"{_ROLLOUT}n_agent", int)) is None:
         return {}
     source.notes.append(
@@ -195,10 +196,11 @@ def _read_agents(source: SettingsReader, size: int) -> dict[str, Any]:
 def _read_batches(
     source: SettingsReader, options: dict[str, Any], each_agent: int
 ) -> tuple[dict[str, Any], int]:
-    """The batch sizes; `ppo_mini_batch_size` counts prompts, as `train_batch_size` does."""
+    """(options of the batch sizes, optimizer steps per rollout). `ppo_mini_batch_size` counts
+    prompts, as does `train_batch_size`."""
     prompts = source.take("data.train_batch_size", int, 1024)
     part = source.take(f"{_ACTOR}ppo_mini_batch_size", int, 256)
-    if not prompts:  # asynchronous: the training batch is a number of mini-batches
+    if not prompts:  # asynchronous: the training batch is given in mini-batches
         prompts = part * source.take("async_training.require_batches", int, 1)
         source.notes.append("sampling goes on beside training there: the option is max_staleness")
     read, each = read_batches(source, prompts, part * each_agent, options)
@@ -233,7 +235,7 @@ def _read_data(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_rewards(source: SettingsReader, options: dict[str, Any]) -> dict[str, Any]:
-    """The reward function in a file, and the penalty of long completions, which verl's `dapo`
+    """The reward function in a file, and the penalty for long completions that verl's `dapo`
     manager adds to the reward."""
     read: dict[str, Any] = {}
     source.notes.append(

@@ -1,4 +1,4 @@
-"""verl's objective (`algorithm` and `actor` of its configuration) as our options.
+"""Converts verl's objective (`algorithm` and `actor` in its configuration) to our options.
 
 From `trainer/ppo/core_algos.py`, `rollout_corr_helper.py` and `workers/actor/dp_actor.py` of
 verl 0.8.
@@ -40,14 +40,14 @@ _AGGREGATIONS = {
 }  # fmt: skip
 _ESTIMATES = {
     "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
-    # The value of one estimator and the gradient of k2.
+    # In verl, these have the value of another estimator and the gradient of k2.
     "k1+": "k2", "kl+": "k2", "k3+": "k2", "low_var_kl+": "k2",
 }  # fmt: skip
 
 
 def read_objective(source: SettingsReader, options: dict[str, Any], former: bool) -> dict[str, Any]:
-    """The options of the objective; `options` are those read so far. `former`: verl before 0.4,
-    with the KL in the reward unless it is in the loss, and without a dual clip."""
+    """The options of the objective. `options` has the options that were read before. `former` means
+    verl before 0.4: the KL is in the reward unless it is in the loss, and there is no dual clip."""
     read: dict[str, Any] = {"importance_sampling_level": "token", "kl_placement": "reward"}
     read |= _read_estimator(source, options)
     read |= _read_former_loss(source) if former else _read_loss(source)
@@ -117,7 +117,7 @@ def _read_loss(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, Any]:
-    """The KL options; verl's KL is in the reward, in the loss, in both or in neither."""
+    """The KL options. In verl, the KL is in the reward, in the loss, in both or in neither."""
     in_loss = source.take(f"{_ACTOR}use_kl_loss", bool, False)
     in_reward = source.take("algorithm.use_kl_in_reward", bool, former and not in_loss)
     reward_key, loss_key = "algorithm.kl_ctrl.kl_coef", f"{_ACTOR}kl_loss_coef"
@@ -153,8 +153,8 @@ def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, 
 
 
 def _read_weights(source: SettingsReader) -> dict[str, Any]:
-    """The ratios of the trainer's to the sampler's probabilities: `rollout_correction`, or the keys
-    of 0.5 and 0.6.0 that it replaced."""
+    """The importance weights, the trainer's over the rollout engine's probabilities:
+    `rollout_correction`, or the keys of 0.5 and 0.6.0 that it replaced."""
     if any(source.has(f"{_FLAT}{name}") for name in ("", *_OF_FLAT)):
         return _read_flat_weights(source)
     cap = source.take(f"{_ACTOR}tis_imp_ratio_cap", float, -1.0)
@@ -188,8 +188,8 @@ def _read_weights(source: SettingsReader) -> dict[str, Any]:
 
 
 def _read_flat_weights(source: SettingsReader) -> dict[str, Any]:
-    """The ratios by 0.6.0's keys below `algorithm`. A threshold without `rollout_is` is only for
-    metrics."""
+    """The importance weights by 0.6.0's keys in `algorithm`. A threshold without `rollout_is` is
+    only for metrics."""
     weighed = source.take(_FLAT, bool, False)
     most = source.take(f"{_FLAT}_threshold", float)
     level = source.take(f"{_FLAT}_level", str, "token")

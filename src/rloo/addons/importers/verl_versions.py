@@ -1,4 +1,4 @@
-"""Detects the version of verl for a configuration: some keys changed their meaning in 0.4.
+"""Detects the verl version of a configuration, since some keys changed their meaning in 0.4.
 
 From `trainer/config/ppo_trainer.yaml` and `trainer/ppo/ray_trainer.py` of 0.1, 0.3 and 0.4.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-# Prefixes of keys that came with 0.4 or later.
+# Prefixes of keys that were added in 0.4 or later.
 _LATER = (
     "algorithm.use_kl_in_reward", "algorithm.norm_adv_by_std", "algorithm.rollout_",
     "algorithm.filter_groups", "algorithm.use_pf_ppo", f"{_ACTOR}clip_ratio_", "critic.enable",
@@ -28,7 +28,7 @@ _LATER = (
     "trainer.validation_data", "trainer.use_legacy", "global_profiler", "async_training",
     "rollout.",
 )  # fmt: skip
-# Keys that were gone by 0.4, and one of a fork of that time.
+# Keys that were removed before 0.4, and a key of a fork of that time.
 _BEFORE = (
     "trainer.val_generations_to_log_to_wandb", "fsdp_config.grad_offload", f"{_ROLLOUT}n_agent",
     "reward_model.model.fsdp_config.min_num_params",

@@ -1,1 +1,1 @@
-"""Tasks and environments of other projects, as rewards, datasets and rollouts."""
+"""Rewards, datasets and rollouts from tasks and environments of other projects."""

@@ -1,9 +1,9 @@
-"""OpenEnv clients as environments: `environment_factory` may return a client itself.
+"""OpenEnv clients as environments: `environment_factory` may return an OpenEnv client.
 
-The tools of an MCP client are those that its server lists, with the server's schemas. Any other
-client has one tool, `step`, whose arguments are the fields of its actions. The observation of
-`reset` is added to the prompt. The rewards of an episode's steps are summed. After a step that is
-done, further steps are refused.
+An MCP client has the tools that its server lists, with the server's schemas. Any other client has a
+single tool, `step`, whose arguments are the fields of the client's actions. The observation of
+`reset` is appended to the prompt. The rewards of an episode's steps are summed. After a step with
+`done`, further steps are refused.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from typing import Any, get_args
 
 from rloo.episodes.tool_executor import EpisodeLost
 
-# Fields of every observation that the model does not get.
+# Fields of every observation that are not sent to the model.
 _NOT_SAID = ("done", "reward", "metadata")
 
 
 class OpenEnvironment:
-    """An environment around a `client`; `kind_of` makes subclasses with tools. `reward` is the sum
-    over the episode's steps, `done` whether the last step ended it."""
+    """An environment that uses a `client`. `kind_of` creates subclasses with tools. `reward` is the
+    sum over the episode's steps. `done` is whether the last step ended the episode."""
 
     def __init__(self, client: Any) -> None:
         self.client, self.reward, self.done = client, 0.0, False
         self._connection: Any = None
 
     async def reset(self, **row: Any) -> str | None:
-        """Begin an episode with a row's columns and the seed. Returns the observation."""
+        """Start an episode with a row's columns and the seed. Returns the observation."""
         result = await self.client.reset(**row)
         self.reward, self.done = 0.0, bool(result.done)
         self._connection = getattr(self.client, "_ws", None)
@@ -39,7 +39,7 @@ class OpenEnvironment:
         return self.reward
 
     async def close(self) -> None:
-        """Close the session and the connection."""
+        """Close the client's session and connection."""
         if inspect.isawaitable(closing := self.client.close()):
             await closing
 
@@ -60,14 +60,14 @@ class OpenEnvironment:
         return _text_of(result.observation)
 
     def _is_connected(self) -> bool:
-        """Whether the connection is that of `reset`. A client reconnects by itself, and the server
-        then has a fresh state without a reset."""
+        """Whether the connection is the one of `reset`. A client reconnects automatically, and the
+        server then has a new state without a reset."""
         return getattr(self.client, "_ws", None) is self._connection
 
 
 async def kind_of(client: Any) -> type[OpenEnvironment]:
-    """A subclass of OpenEnvironment for clients like this one, with its name, whose public methods
-    are its tools. Raises ValueError for a client without tools."""
+    """A subclass of OpenEnvironment for clients like `client`, with the name of the client's class.
+    Its public methods are the client's tools. Raises ValueError for a client without tools."""
     if not inspect.iscoroutinefunction(getattr(type(client), "__aenter__", None)):
         raise ValueError(
             f"{type(client).__name__} is a client that blocks; return the asynchronous one, not "
@@ -95,7 +95,7 @@ async def _listed(client: Any) -> dict[str, Callable[..., Any]]:
 
         return _told(call, listed.name, listed.description, listed.input_schema)
 
-    if not (found := await client.list_tools()):  # also empty for an unreachable server
+    if not (found := await client.list_tools()):  # the list is also empty for an unreachable server
         raise ValueError(
             f"the server of {type(client).__name__} lists no tools, or cannot be reached "
             "(environment_factory)"
@@ -104,7 +104,7 @@ async def _listed(client: Any) -> dict[str, Callable[..., Any]]:
 
 
 def _typed(client: Any) -> Callable[..., Any]:
-    """The tool of a client whose actions have fields."""
+    """The tool `step` of a client whose actions have fields."""
     bases = [b for kind in type(client).__mro__ for b in getattr(kind, "__orig_bases__", ())]
     action = next((a for base in bases for a in get_args(base)[:1]), None)
     schema = getattr(action, "model_json_schema", None)
@@ -126,7 +126,7 @@ def _typed(client: Any) -> Callable[..., Any]:
 def _told(
     call: Callable[..., Any], name: str, description: str, parameters: dict[str, Any]
 ) -> Callable[..., Any]:
-    """`call` with a name and the schema that the model gets."""
+    """Set the name of `call`, and the schema that the model gets."""
     call.__name__ = name
     function = {"name": name, "description": description, "parameters": parameters}
     call.json_schema = {"type": "function", "function": function}  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def _told(
 
 
 def _text_of(observation: Any) -> str:
-    """The observation's text for the model: its single text, or its fields as JSON. Raises
+    """The text of an observation for the model: its only text, or its fields as JSON. Raises
     RuntimeError for a tool's error."""
     known = observation.model_dump() if hasattr(observation, "model_dump") else observation
     known = known if isinstance(known, dict) else vars(known)

@@ -1,5 +1,5 @@
-"""The Markdown code blocks of a completion. The sandbox parses them as Python and chooses the
-program among them (`guest.program_source`)."""
+"""Extracts the Markdown code blocks of a completion. The sandbox later parses the blocks as Python
+and chooses the program among them (`guest.program_source`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import re
 
 from rloo.addons.graders.code.guest.program_source import UNSEEN
 
-# A fence may stand in a list or a quotation, or after a sentence if a language follows it. The
-# closing fence is at least as long; it may follow the last line, or precede a tag.
+# A fence may be in a list or a quotation. If a language follows the fence, the fence may also come
+# after a sentence. The closing fence is at least as long as the opening one. It may come after code
+# in the last line, or before a tag.
 _OPENS = re.compile(
     r"^(?P<indent>[ \t]*(?:(?:[-*+>]|\d+[.)])[ \t]+)*)(?:"
     r"(?P<fence>`{3,}|~{3,})(?P<info>[^`\n]*)|[^`]*[^`\s](?P<glued>`{3,})(?P<language>[\w+#.-]+))$"
 )
 _LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]*)")
-_DEEPEST = 3  # how much deeper than its opening fence a closing fence may be indented
-_BEHIND = "<[(|*_.,;:!?)]}"  # may follow a closing fence: a tag, or the end of a sentence
-# Without fences, a program may stand between these tags, as some prompts ask.
+_DEEPEST = 3  # most extra columns of indentation of a closing fence compared with its opening fence
+_BEHIND = "<[(|*_.,;:!?)]}"  # these may follow a closing fence
+# Without fences, a program may be between these tags, which some prompts ask for.
 _TAGS = re.compile(
     r"^[ \t]*(?:<pre>)?(?:<(?P<tag>answer|code|solution|python|final_answer)\b[^>\n]*>"
     r"|\[(?P<word>BEGIN|PYTHON|CODE|ANSWER|SOLUTION)\])(?P<body>.*?)"
@@ -26,14 +27,16 @@ _TAGS = re.compile(
 
 
 def said_in(text: str) -> str:
-    """The completion after the model's reasoning, or all of it if nothing follows that."""
+    """The text after the model's reasoning, or the complete text if nothing follows the
+    reasoning."""
     _, _, said = text.rpartition("</think>")
     return said if said.strip() else text
 
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
-    """The (language, text) of each code block. The language is in lower case, or "" without one.
-    The last block may lack its end. Without a fence, the text between tags."""
+    """The (language, text) of each code block. The language is in lower case, or "" if the block
+    names no language. The last block may be unclosed. If the text has no fence, the blocks are the
+    texts between tags."""
     found, lines, at = [], text.split("\n"), 0
     while at < len(lines):
         opened = _OPENS.match(lines[at].rstrip("\r"))

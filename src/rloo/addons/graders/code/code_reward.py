@@ -1,4 +1,4 @@
-"""The reward `code`: the share of a row's tests that a program passes, or 1.0 only for all."""
+"""The reward `code`: 1.0 if a program passes all tests of its row, or the share of passed tests."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ def make_code(
     packages: Sequence[str] = (),
     **limits: Any,
 ) -> CodeReward:
-    """A `CodeReward`. `partial` gives the share of the tests that pass; the default is 1.0 only if
-    all pass. For programs in another language, `command` runs them, after `build` once, in a folder
-    where the program's text is `file`: `command="node main.js", file="main.js"`. `wall` is `bwrap`
-    or `landlock`; the default is the first that works. `workers` run in parallel; the default is
-    one a processor. Programs and tests may import the `packages` and the standard library:
-    `packages=["numpy"]`. `limits` are those of
+    """Make a `CodeReward`. With `partial`, the reward is the share of the tests that pass; by
+    default it is 1.0 if all tests pass, else 0.0. For programs in another language, `command` runs
+    the program, and `build` is run once before it. Both run in a folder where `file` has the
+    program's text: `command="node main.js", file="main.js"`. `wall` is `bwrap` or `landlock`; the
+    default is the first that works on this machine. `workers` is the number of parallel workers;
+    the default is one per processor. Programs and tests may import the standard library and the
+    `packages`: `packages=["numpy"]`. `limits` are fields of
     `rloo.addons.graders.code.sandbox_pool.ResourceLimits`."""
     if not sys.platform.startswith("linux"):
         raise ValueError("the reward 'code' needs Linux")
@@ -79,15 +80,16 @@ def make_code(
 class CodeReward:
     """Runs the program at the end of a completion in a sandbox and scores it with tests.
 
-    The program is a fenced block of Python (of any language with `command`): the last one that
-    defines the names which the tests use, or else the whole text. A row has `tests` (a list of
-    Python statements, or one text), `inputs` and `outputs` (the standard input and output of a
-    program), or `function` and `cases` (pairs of the list of arguments and the result), or the
-    columns of a published dataset (`rloo.addons.graders.code.problem_formats`). Lists may be JSON
-    text.
+    The program is the last fenced block of Python that defines the names which the tests use. With
+    `command`, blocks of any language count. Without such a block, the program is the complete text.
+    A row has one of these sets of columns, in which lists may be JSON text: `tests` (a list of
+    Python statements, or one text); `inputs` and `outputs` (the standard input and output of a
+    program); `function` and `cases` (pairs of a list of arguments and the result); the columns of a
+    published dataset (`rloo.addons.graders.code.problem_formats`).
 
-    The reward is None if the row has no tests, if the tests cannot run, and if the sandbox failed:
-    the metric `rewards/code_reward/unjudged` is the share of the latter two.
+    The reward is None if the row has no tests, if the tests cannot run, or if the sandbox failed.
+    The metric `rewards/code_reward/unjudged` is the share of rows whose tests cannot run or whose
+    sandbox failed.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class CodeReward:
         self._wall = choose_isolation(self._wall)
 
     def taken_for(self, columns: Iterable[str]) -> str:
-        """A sentence on the format that rows with these columns have."""
+        """A sentence that names the format of rows with these columns."""
         found = problem_formats.format_of(columns)
         if found is None:
             return "the reward code finds no tests in the dataset's columns"
@@ -128,7 +130,7 @@ class CodeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The rewards. Worker processes judge in parallel."""
+        """The rewards of the completions. Worker processes judge in parallel."""
         staff = self._begin_staff()
         begun: dict[str, Future[dict[str, Any]]] = {}
         keys: list[str | None] = []
@@ -161,7 +163,7 @@ class CodeReward:
         return found
 
     def close(self) -> None:
-        """End the workers; the next call starts new ones."""
+        """Stop the workers. The next call starts new workers."""
         if self._staff is not None:
             self._staff.close()
             self._staff = None
@@ -192,7 +194,7 @@ class CodeReward:
     def _result(self, future: Future[dict[str, Any]]) -> float | None:
         try:
             answer = wait_result(future)
-        except WorkerDied:  # several times
+        except WorkerDied:  # the sandbox failed several times
             return None
         except Exception as error:  # an error of the judge, not of the program
             if not any("in another process" in note for note in getattr(error, "__notes__", ())):
@@ -208,7 +210,8 @@ class CodeReward:
 
 
 def program_of(text: str) -> dict[str, Any]:
-    """The program's part of a request: the blocks of a completion, or its whole text."""
+    """The program's part of a request: the code blocks of a completion, or else its complete
+    text."""
     said = said_in(text)
     blocks = blocks_of(said)
     return {"blocks": blocks} if blocks else {"program": said}

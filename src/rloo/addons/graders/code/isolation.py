@@ -1,9 +1,10 @@
-"""The two sandboxes for programs, how each is started, and whether it works on this machine.
+"""The two kinds of sandboxes for programs: starts them, and checks whether they work on this
+machine.
 
-`bwrap`: bubblewrap with setpriv and prlimit. It uses namespaces without network and with only the
-interpreter's files, and nested ones for every program. `landlock`: Landlock of Linux 6.12 without
-namespaces, and a folder for every program. Both have a seccomp filter and limits
-(`guest/program.py`). A sandbox that fails the probe is not used, and there is no third.
+`bwrap`: bubblewrap with setpriv and prlimit. Its namespaces have no network and only the
+interpreter's files. Every program has nested namespaces. `landlock`: Landlock of Linux 6.12,
+without namespaces. Every program has a folder. Both kinds have a seccomp filter and limits
+(`guest/program.py`). A sandbox that fails the probe is not used. There is no third kind.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ ISOLATION_BACKENDS = ("bwrap", "landlock")
 _TOOLS = ("bwrap", "setpriv", "prlimit")
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/etc/ssl/openssl.cnf")
-# No device that can be mapped: shared memory of /dev/zero belongs to no process.
+# Devices that can be mapped are excluded: shared memory of /dev/zero belongs to no process.
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _FLAGS = ("-s", "-S", "-B", "-X", "utf8")
-# Our code is not read from files: the sandbox's user may have no access to them.
+# Our code is sent as text, since the sandbox's user may have no access to our files.
 _BOOT = """
 import json, os, struct, sys, types
 def read(count):
@@ -62,13 +63,13 @@ _ASK_PYTHON = (
 
 
 class IsolationUnavailable(RuntimeError):
-    """Untrusted code cannot be contained here; the text says why."""
+    """Untrusted code cannot be contained on this machine. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class IsolatedProcess:
-    """A sandboxed process before its first message. `told` is the sandbox's part of that message.
-    `folder`, if any, is removed when the process has ended."""
+    """A sandboxed process before its first message. `told` is the part of the first message that
+    describes the sandbox. `folder`, if any, is removed when the process has ended."""
 
     process: ChildProcess
     told: dict[str, Any]
@@ -76,8 +77,8 @@ class IsolatedProcess:
     user: int | None = None
 
     def remove_folder(self, seconds: float = 5.0) -> None:
-        """Remove the folder once the worker's forks have emptied it. After `seconds`, remove it by
-        force, with the rights of its user."""
+        """Remove the folder once the worker's forks have emptied it. After `seconds`, remove the
+        folder with its contents, as its user."""
         if self.folder is None:
             return
         end = time.monotonic() + seconds
@@ -103,8 +104,9 @@ class Interpreter:
 def start(
     wall: str, channel: socket.socket, library: Sequence[str] = (), processor: int | None = None
 ) -> IsolatedProcess:
-    """Start a sandboxed process with its end of a channel. It can read the folders `library`, and
-    its programs run on `processor` (None: the first one). Raises IsolationUnavailable, OSError."""
+    """Start a sandboxed process that is connected to `channel`. The process can read the folders
+    `library`. Its programs run on `processor` (None: the first one). Raises IsolationUnavailable
+    and OSError."""
     user = _user()
     python = find_python(user)
     inner = [python.path, *_FLAGS, "-c", _BOOT]
@@ -113,14 +115,14 @@ def start(
     told["processor"] = min(os.sched_getaffinity(0)) if processor is None else processor
     told["socket"] = _socket_bytes()
     if wall == "bwrap":
-        # Mounted elsewhere: programs have a private /tmp.
+        # Mounted at other paths: programs have a private /tmp, which would hide folders there.
         told["library"] = [f"/library/{number}" for number in range(len(library))]
         places = dict(zip(told["library"], library, strict=True))
         command = _bubblewrap(user, python, places, inner)
         return IsolatedProcess(ChildProcess(command, "channel", **given), told)
     folder = tempfile.mkdtemp(prefix="rloo-code-")
     if user is not None:
-        # Only its user distinguishes the sandbox's processes from others.
+        # Processes of the sandbox are recognised only by this user.
         os.chown(folder, user, user)
         given["user"] = user
     told |= {
@@ -134,7 +136,7 @@ def start(
 
 
 def _socket_bytes() -> int:
-    """The most bytes that a socket holds unread."""
+    """The most unread bytes that a socket buffers."""
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
             return int(file.read())
@@ -144,7 +146,7 @@ def _socket_bytes() -> int:
 
 def _environment(folder: str) -> dict[str, str]:
     home = {"HOME": folder, "TMPDIR": folder, "PATH": _PATH, "LANG": "C.UTF-8"}
-    # A fixed hash seed makes runs reproducible; fewer arenas need less address space.
+    # A fixed hash seed makes programs reproducible. Fewer arenas need less address space.
     return {**home, "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"}
 
 
@@ -176,20 +178,20 @@ def _bubblewrap(
 
 
 def _user() -> int | None:
-    """The user of a new worker: an unused one if this process is root, else None (no change)."""
+    """The user id of a new worker: an unused one if this process is root, else None (no change)."""
     if os.getuid() != 0:
         return None
     with open("/proc/self/uid_map") as file:
         most = max(int(first) + int(count) for first, _, count in map(str.split, file))
-    # Derived from the process id, so concurrent processes use different users.
+    # Derived from the process id, so that concurrent processes use different user ids.
     base = 2_000_000_000 if most > 2_010_000_000 else 40_000
     number = os.getpid() * 64 + next(_begun) % 64
     return base + number % (20_000 if base == 40_000 else 10_000_000)
 
 
 def find_python(user: int | None) -> Interpreter:
-    """This interpreter outside its virtual environment, or else the system's, if `user` can run it.
-    Raises IsolationUnavailable."""
+    """The first interpreter that `user` can run: this interpreter outside its virtual environment,
+    or else the system's. Raises IsolationUnavailable."""
     return _find_python(user is not None)
 
 
@@ -259,7 +261,7 @@ print("probed")
 
 
 def write_probe(folder: str, address: tuple[str, int]) -> str:
-    """The program that tests a sandbox. Each line that it prints except `probed` is a fault."""
+    """The program that tests a sandbox. Each line of its output except `probed` is a fault."""
     secret = os.path.join(folder, "secret")
     with open(secret, "w") as file:
         file.write("secret")

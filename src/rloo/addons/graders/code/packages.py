@@ -1,4 +1,4 @@
-"""Installed packages that programs may import besides the standard library."""
+"""Installed packages that programs may import in addition to the standard library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rloo.distributed.worker_pool import wait_result
 
 def library_of(modules: Sequence[str], reward: str) -> AllowedModules:
     """Modules as this interpreter imports them, and the folders that they need. Raises ValueError
-    if a module is not installed, or not readable by the user that programs run as."""
+    if a module is not installed, or not readable for the user that runs programs."""
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     for module in reversed(modules):

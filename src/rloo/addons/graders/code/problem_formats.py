@@ -1,7 +1,7 @@
-"""Published formats of programming problems, and the judge's request for a row.
+"""Published formats of programming problems: converts a row to the request for the judge.
 
-The columns identify a format. Each reader returns the request (`guest.judge`), with the format's
-usual comparison rule; None for a row without tests.
+The columns of a row identify its format. Each reader returns the request (`guest.judge`) with the
+comparison rule that is usual for the format, or None for a row without tests.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ _PLAIN_PICKLE = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE
 
 
 class UnreadableRow(ValueError):
-    """The tests of a published row do not have their format."""
+    """The tests of a row do not have the published format that its columns imply."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemFormat:
-    """A format with these `columns` (and one of `some`, if any); `read` makes a row's request."""
+    """A format, identified by `columns` (and one of `some`, if any). `read` makes a row's
+    request."""
 
     name: str
     columns: tuple[str, ...]
     read: Callable[[Row], Asked | None]
     some: tuple[str, ...] = ()
-    # Whether users write such rows for this reward; an unreadable row is then an error.
+    # Whether users write such rows for this reward. An unreadable row is then an error.
     own: bool = False
 
     def fits(self, columns: Iterable[str]) -> bool:
@@ -56,8 +57,9 @@ def format_of(columns: Iterable[str]) -> ProblemFormat | None:
 
 
 def read(row: Row) -> tuple[ProblemFormat, Asked | None] | None:
-    """(format, request) of a row by its columns that are not None; None without a format. Raises
-    ValueError for invalid tests, as UnreadableRow if the format is a published one."""
+    """The (format, request) of a row; None without a format. Columns with the value None are
+    ignored. Raises ValueError for invalid tests, namely UnreadableRow if the format is a published
+    one."""
     known = format_of(name for name, value in row.items() if value is not None)
     if known is None:
         return None
@@ -165,7 +167,7 @@ def _code_contests(row: Row) -> Asked | None:
 
 
 def _mbpp(row: Row) -> Asked | None:
-    """MBPP, and MBPP+, which has all its tests in one text."""
+    """MBPP, and MBPP+, which has all tests of a problem in one text."""
     setup = [str(row.get("test_setup_code") or ""), *map(str, row.get("test_imports") or ())]
     tests = [*row["test_list"], *(row.get("challenge_test_list") or ())]
     if isinstance(row.get("test"), str) and row["test"].strip():
@@ -174,8 +176,8 @@ def _mbpp(row: Row) -> Asked | None:
 
 
 def _checked(row: Row) -> Asked | None:
-    """HumanEval and LeetCodeDataset: `check(candidate)` in `test` is called with `entry_point`; the
-    prompt has definitions for both."""
+    """HumanEval and LeetCodeDataset: the function `check(candidate)` in `test` is called with the
+    function `entry_point`. The prompt has definitions that the tests and the program use."""
     entry, test = str(row["entry_point"]), str(row["test"])
     prompt = str(row.get("prompt") or "")
     tree = _tree_in(prompt)
@@ -228,8 +230,9 @@ FORMATS = (
 
 
 def _payload(given: Any, row: Row) -> Asked | None:
-    """A request for packed tests, perhaps in JSON text: a mapping of `inputs` and `outputs`, a list
-    of mappings with an `input` and an `output` each, or Python statements."""
+    """A request for the tests in one value, which may be JSON text: a mapping of `inputs` and
+    `outputs`, a list of mappings that each have an `input` and an `output`, or Python
+    statements."""
     given = _from_json(given, given)
     if isinstance(given, str) and given.lstrip()[:1] in ("{", "["):  # a Python literal
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -298,7 +301,7 @@ def _whole_programs(inputs: Any, outputs: Any) -> Asked | None:
 
 
 def _lines_of_json(text: str) -> list[Any]:
-    """The arguments, one per line of JSON; other text is the only argument."""
+    """The arguments, one per line of JSON. A text that is not JSON is the only argument."""
     try:
         return [json.loads(line) for line in text.strip().split("\n")]
     except ValueError:
@@ -324,14 +327,15 @@ def _statements(tests: Sequence[Any], setup: str = "") -> Asked:
 
 
 def _before(tree: ast.Module, entry: str) -> str:
-    """The definitions in a Python prompt except the function to complete."""
+    """The definitions in a Python prompt except for the function to complete."""
     name = entry.replace("()", "").partition(".")[0]
     kept = [node for node in tree.body if getattr(node, "name", None) != name]
     return "\n".join(ast.unparse(node) for node in kept if not isinstance(node, ast.Expr))
 
 
 def _tree_in(prompt: str) -> ast.Module | None:
-    """The Python at the end of a prompt: all of it, or from a line on that may begin a program."""
+    """The Python code at the end of a prompt: the complete prompt, or the text from a line on that
+    may begin a program."""
     lines = prompt.replace("```python", "").replace("```", "").split("\n")
     begins = ("import ", "from ", "def ", "class ", "@")
     for at, line in enumerate(lines):
@@ -345,7 +349,7 @@ def _tree_in(prompt: str) -> ast.Module | None:
 
 def _unpacked(text: str) -> list[Any]:
     """LiveCodeBench's hidden tests: base64 of a compressed pickle of JSON text. The pickle is never
-    executed, and refused if it holds anything but text."""
+    executed. A pickle with anything but text is refused."""
     try:
         packed = zlib.decompressobj().decompress(base64.b64decode(text), _MOST_BYTES)
         found = ""

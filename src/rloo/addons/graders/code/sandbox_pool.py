@@ -1,5 +1,6 @@
-"""Pools of sandboxed workers and their requests. A handler answers a request: a module of `guest`
-with a function `answer(request, stage)`, which is sent to the workers with the modules it needs."""
+"""Pools of sandboxed workers, and their requests. A handler answers the requests. It is a module of
+`guest` with a function `answer(request, stage)`. The workers get the source of the handler and of
+the modules that it needs."""
 
 from __future__ import annotations
 
@@ -39,11 +40,12 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
-    """The limits of one program. `seconds` (one run or case) and `total_seconds` count CPU time of
-    all its processes, and time in which none wants a processor (wall-clock at most `wall_seconds`).
-    `memory`: bytes of all its processes, also in the kernel, and of address space in each process
-    with our interpreter. `processes`: processes and threads. `output`: bytes of one run or value.
-    `disk` and `files`: bytes and number of its files."""
+    """The limits of one program. `seconds` (for one run or case) and `total_seconds` count the CPU
+    time of all its processes, and time in which all of them are idle. The wall-clock time is at
+    most `wall_seconds`. `memory` limits the bytes of all its processes, including kernel memory,
+    and the address space of each process of our interpreter. `processes` counts processes and
+    threads. `output` is the bytes of one run's output or of one value. `disk` and `files` are the
+    bytes and the number of its files."""
 
     seconds: float = 5.0
     total_seconds: float = 30.0
@@ -71,15 +73,15 @@ class ResourceLimits:
 
 @dataclass(frozen=True, slots=True)
 class AllowedModules:
-    """The modules that programs may import besides the standard library: their folders, and the
-    modules that a worker imports before it forks, if they can be imported."""
+    """The modules that programs may import in addition to the standard library: the folders of the
+    modules, and the names of modules that a worker tries to import before it forks."""
 
     folders: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
 
 
 class SandboxWorker(Worker):
-    """A sandboxed process that forks for each request. It ends with this process."""
+    """A sandboxed process that forks for each request, and ends when this process ends."""
 
     def __init__(
         self,
@@ -89,8 +91,8 @@ class SandboxWorker(Worker):
         library: AllowedModules,
         processor: int | None,
     ) -> None:
-        """`modules` of `guest` are given in loading order; the last one is the handler. Programs
-        run on `processor`. Raises IsolationUnavailable."""
+        """`modules` are names of modules of `guest` in loading order; the last one is the handler.
+        Programs run on `processor`. Raises IsolationUnavailable."""
         self.processor = processor
         ours, theirs = socket.socketpair()
         with theirs:
@@ -112,7 +114,7 @@ class SandboxWorker(Worker):
 
     @property
     def is_alive(self) -> bool:
-        """See `Worker`; refers to the outermost process."""
+        """Whether the outermost process is alive, see `Worker`."""
         return self._started.process.poll() is None
 
     @property
@@ -136,8 +138,8 @@ class SandboxWorker(Worker):
 
 
 class SandboxPool:
-    """`size` sandboxed workers that answer requests in order. If one is lost, another answers its
-    request. The workers end when the pool is closed or this process ends."""
+    """`size` sandboxed workers that answer requests in order. If a worker is lost, another worker
+    answers its request. The workers end when the pool is closed or this process ends."""
 
     def __init__(
         self,
@@ -162,8 +164,8 @@ class SandboxPool:
         self.close = weakref.finalize(self, _end, self._crew, made)
 
     def submit(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
-        """Submit a request. The future raises WorkerDied if the sandbox failed several times, and
-        the handler's exceptions."""
+        """Submit a request. The future raises the handler's exceptions, and WorkerDied if the
+        sandbox failed several times."""
         message = json.dumps(request).encode()
 
         def job(worker: Worker) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class SandboxPool:
 
 
 def _choose_processor(taken: Sequence[int | None]) -> int | None:
-    """The processor with the fewest living workers; ties are broken differently per process."""
+    """The processor with the fewest living workers. Ties are broken differently in each process."""
     mine = sorted(os.sched_getaffinity(0))
     first = os.getpid() % len(mine)
     return min(mine[first:] + mine[:first], key=taken.count)
@@ -196,7 +198,7 @@ def _choose_processor(taken: Sequence[int | None]) -> int | None:
 
 def _end(crew: WorkerPool, made: Sequence[Worker]) -> None:
     crew.close()
-    for worker in made:  # the pool's threads also end them, but are not waited for
+    for worker in made:  # the pool's threads also end workers, but are not joined
         worker.end()
 
 
@@ -209,7 +211,7 @@ def _text(name: str) -> str:
 
 @cache
 def unavailable_reason(wall: str) -> str | None:
-    """Why a sandbox does not work here, or None. The probe runs once per process."""
+    """Why a sandbox does not work on this machine, or None. The probe runs once per process."""
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
         program = isolation.write_probe(folder, server.getsockname())
         staff = SandboxPool(wall, 1, ResourceLimits())
@@ -226,7 +228,8 @@ def unavailable_reason(wall: str) -> str | None:
 
 
 def choose_isolation(asked: str | None = None) -> str:
-    """The sandbox `asked` for, or else the first that works. Raises ValueError if none does."""
+    """The requested sandbox `asked`, or else the first that works. Raises ValueError if none
+    works."""
     reasons = {}
     for wall in (asked,) if asked else isolation.ISOLATION_BACKENDS:
         if (reason := unavailable_reason(wall)) is None:

@@ -1,1 +1,1 @@
-"""The reward `math`: decides whether a mathematical answer equals the reference."""
+"""The reward `math`: checks whether a mathematical answer equals the reference."""

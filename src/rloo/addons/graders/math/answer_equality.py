@@ -1,5 +1,6 @@
-"""Compares an answer with the reference. Numbers, words, choices, bases and remainders are compared
-here; other forms are only checked for their form and left to math-verify."""
+"""Compares an answer with the reference. This module compares numbers, words, choices, numbers with
+a base, and remainders. For other expressions it only checks the form; math-verify compares the
+values."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ _NOTHING_READ = (None,) * 6
 
 
 class ReferenceAnswer:
-    """A reference answer, with the marks (percent, degree) that its question asks for."""
+    """A reference answer. Its question determines which marks (percent, degree) an answer may
+    have."""
 
     def __init__(self, text: str, question: str = "") -> None:
         cleaned = clean(text) if len(text) <= MAX_CHARACTERS else ""
@@ -81,8 +83,8 @@ class ReferenceAnswer:
                 self.is_readable = False
 
     def judge(self, answer: str) -> bool | tuple[str, str]:
-        """Whether `answer` equals this reference. If only its form could be checked, the LaTeX of
-        both, for math-verify."""
+        """Whether `answer` equals this reference. If only the form of `answer` could be checked,
+        the result is (reference, answer) as LaTeX for math-verify."""
         cleaned = clean(answer)
         if self._numeral is not None:
             return self._is_number(cleaned)
@@ -98,7 +100,7 @@ class ReferenceAnswer:
 
     def _is_form(self, answer: str) -> bool | tuple[str, str]:
         assert self._form is not None
-        # Drops a label, as in `x = ...`, unless the reference has one.
+        # Remove a label, as in `x = ...`, unless the reference has a label.
         latex = _LABEL.sub(self._without_label, as_tuples(answer, self._names).replace("%", "\\%"))
         if any(part.startswith("relation") for part in self._form.parts):
             return self._is_one_form(latex)
@@ -106,7 +108,7 @@ class ReferenceAnswer:
         verdict = self._is_one_form(value_side(latex, self._asked) or latex)
         if not sign or not verdict:
             return verdict
-        # A symbol and its decimals, as of pi, are no result.
+        # A symbol followed by its decimals (pi and 3.14) is no result.
         if self._form.lists or _SYMBOL.fullmatch(self._text) or not read_numeral(decimals):
             return False
         texts = verdict if isinstance(verdict, tuple) else (f"${self._text}$",) * 2
@@ -138,7 +140,7 @@ class ReferenceAnswer:
         return texts[0].replace(" ", "") == texts[1].replace(" ", "") or texts
 
     def _is_rounded_alike(self, latex: str) -> bool:
-        """Whether both end with the same decimals, which math-verify ignores."""
+        """Whether answer and reference end with equal decimals, since math-verify ignores them."""
         ends = [text.rpartition(_APPROXIMATELY)[2] for text in (latex, self._text)]
         return read_numeral(ends[0]) == read_numeral(ends[1])
 
@@ -173,7 +175,7 @@ class ReferenceAnswer:
             return False
         if answer.mark not in ("", wanted.mark) and not asks_for(answer.mark, self._question):
             return False
-        if wanted.mark == "%" and answer.mark == "":  # for 50%, both 50 and 1/2 are right
+        if wanted.mark == "%" and answer.mark == "":  # for 50%, both 50 and 1/2 are correct
             return answer.value in (wanted.value, wanted.value / 100)
         return answer.value == wanted.value
 
@@ -205,8 +207,8 @@ class ReferenceAnswer:
 
 
 def _is_named(equation: str) -> bool:
-    """Whether an equation's left side names its right side (`y`, `f(x)`, `|AB|`). In an equation of
-    unknowns, `x+y` is no name."""
+    """Whether an equation's left side is a name of its right side (`y`, `f(x)`, `|AB|`). In an
+    equation of unknowns, `x+y` is no name."""
     has_name = value_side(equation) is not None and not re.search(
         "[a-z]", _COMMAND.sub("", equation.partition("=")[0])
     )
@@ -214,22 +216,25 @@ def _is_named(equation: str) -> bool:
 
 
 def _for_judge(latex: str, form: ExpressionForm, brackets: str) -> str:
-    """An expression prepared for math-verify: without units, and with a recognised i."""
+    """An expression prepared for math-verify: without units, and with i in a form that math-verify
+    recognises."""
     latex = _UNIT.sub(lambda unit: "" if is_unit(unit[1]) else unit[0], latex)
     latex = re.sub(r"(?<=[0-9])i(?![A-Za-z])", " i", latex.replace(r"^\circ", ""))
-    # math-verify reads a bare list as a set, without order.
+    # math-verify parses a list without brackets as a set, without order.
     return f"$({latex})$" if brackets == "()" and "bare" in form.lists else f"${latex}$"
 
 
 def references_of(given: Any) -> list[str]:
-    """The accepted texts of a value of the column `answer`: one, or each of a list."""
+    """The accepted answers in a value of the column `answer`: a single text, or the items of a
+    list."""
     if isinstance(given, Iterable) and not isinstance(given, (str, bytes, dict)):
         return [str(one) for one in given if one is not None]
     return [] if given is None else [str(given)]
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text is only an answer, without words: a number, a choice, an expression."""
+    """Whether a text is only an answer without words around it: a number, a choice or an
+    expression."""
     if len(text) > MAX_CHARACTERS:
         return False
     cleaned = clean(text)
@@ -246,7 +251,7 @@ def is_plain(text: str) -> bool:
 
 
 def _numbers_of(text: str, asked: str) -> Counter[Number] | None:
-    """The numbers of a bare list with their counts; None if another item is in it."""
+    """The numbers of a list without brackets, with their counts. None if an item is no number."""
     read = [read_numeral(item, asked) for item in _ITEMS.split(text) if item.strip()]
     numbers = [number for number in read if number is not None and not number.mark]
     return Counter(numbers) if len(numbers) == len(read) else None

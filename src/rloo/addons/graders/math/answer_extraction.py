@@ -1,17 +1,19 @@
-r"""Finds the answer in a completion, for all rewards that judge it.
+r"""Finds the answer in a completion, for all rewards that judge an answer.
 
-An answer ends with its tags, its line or its box. The text after `</think>` is searched if it has
-an answer, and in it the content of the last `<answer>...</answer>`, if there is one. The answer is
-the first of these that exists:
+Text after the tags, the line or the box of an answer is not part of the answer. If the text after
+`</think>` has an answer, only that text is searched. If the searched text has
+`<answer>...</answer>`, only the content of the last pair of these tags is searched. The answer is
+the first of the following that exists:
 
-1. the last `\boxed{...}`, the line of the last `####`, or the text after "the final answer is"
-   that follows a box: whichever comes last,
+1. the last of these: the last `\boxed{...}`, the line of the last `####`, the text of "the final
+   answer is ..." after a box,
 2. the sentence after the last "answer is" or "answer:",
-3. the whole text, or its last line, if it is only an answer,
-4. the last formula or the last number, whichever ends later; in tags, a number that is all that the
-   last line states.
+3. the complete text, or else its last line, if this text is only an answer,
+4. the last formula or the last number, whichever ends later; in tags, instead, the last line, or
+   the only number or formula that this line states.
 
-Boxes joined by `and`, `or` or a comma are one answer with several parts. A denied answer is none.
+Boxes joined by `and`, `or` or a comma are one answer with several parts. If the text denies an
+answer, the text has no answer.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _END_OF_TURN = re.compile(
     r"<\|(?:im_end|endoftext|eot_id|end_of_text|end)\|>|</s>|<(?:end_of_turn|end|eos)>"
     r"|<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
-# Calculations in GSM8K's solutions: <<6*7=42>>42.
+# Calculator annotations in GSM8K's solutions: <<6*7=42>>42.
 _CALCULATION = re.compile(r"<<[^<>\n]*>>")
 _MARKED = re.compile(rf"{MARK}[ \t]*[^\s#]|\\boxed\s*\{{|\b[Tt]he (?:final )?answer is\b")
 _NEXT_QUESTION = re.compile(
@@ -90,7 +92,7 @@ _OR_AFTER = re.compile(
     r"[\s$\\).,(]*or (?:(?:possibly|maybe|perhaps|even|else) )*[\s$\\(]*(-?[0-9][0-9.,/]*(?:\\?%)?)"
 )
 _CUT = re.compile(r"\$|\n|\\[)\]]")
-_CLAUSE_END = re.compile(r"[,.;:(\n][^,.;:(\n]*$")  # the clause that denies the next box
+_CLAUSE_END = re.compile(r"[,.;:(\n][^,.;:(\n]*$")  # the clause that denies the box after it
 _DATE = re.compile(
     r"(?:[a-z]+day,? )?(?:(?:the )?[0-9]{1,2}(?:st|nd|rd|th)? )?(?:of )?"
     r"(?:january|february|march|april|may|june|july|august|september|october|november|december)"
@@ -116,16 +118,16 @@ _CORRECTING = word_set(
 
 @dataclass(frozen=True, slots=True)
 class ExtractedAnswer:
-    """The answer of a text, empty if the text takes it back. `parts` are the contents of joined
-    boxes."""
+    """The answer of a text. The answer is empty if the text denies it. `parts` are the contents of
+    joined boxes."""
 
     text: str
     parts: tuple[str, ...] = ()
 
 
 def read_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
-    """The answer of a completion, or None. `asked` are the question's asking sentences
-    (`wording.asked_in`)."""
+    """The answer of a completion, or None. `asked` has the sentences of the question that request
+    the answer (`wording.asked_in`)."""
     text = _CALCULATION.sub("", _own_turn(text))
     *_, start = (0, *(found.end() for found in _THOUGHT.finditer(text)))
     found = _read(text[start:], asked)
@@ -133,8 +135,8 @@ def read_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
 
 
 def _own_turn(text: str) -> str:
-    """The text up to its end-of-turn token, or up to the next question that a model that does not
-    stop asks itself after an answer."""
+    """The text up to its end-of-turn token, or up to the next question. A model that does not stop
+    may write a question after its answer."""
     end = _END_OF_TURN.search(text)
     text = text if end is None or not text[: end.start()].strip() else text[: end.start()]
     answer = _MARKED.search(text)
@@ -143,8 +145,8 @@ def _own_turn(text: str) -> str:
 
 
 def tagged(text: str) -> tuple[str, str, str] | None:
-    """The text before, in and after the last `<answer>`, which ends at `</answer>` or at the end of
-    the text; None without one."""
+    """The texts before, inside and after the last `<answer>`; None without this tag. The inside
+    ends at `</answer>` or at the end of the text."""
     *_, opening = (None, *_OPENING.finditer(text))
     if opening is None:
         return None
@@ -156,8 +158,8 @@ def tagged(text: str) -> tuple[str, str, str] | None:
 
 
 def boxed_answer(text: str) -> ExtractedAnswer | None:
-    r"""The content of the last `\boxed{...}`, or of the last joined boxes. None without a box;
-    empty if the box is not closed or the words around it deny it."""
+    r"""The content of the last `\boxed{...}`, or of the last joined boxes. None without a box. The
+    answer is empty if the box is not closed or the words around the box deny it."""
     boxes = _boxes_of(text)
     if not boxes:
         return None
@@ -179,7 +181,7 @@ def boxed_answer(text: str) -> ExtractedAnswer | None:
 
 
 def _has_alternative(before: str, content: str, after: str) -> bool:
-    """Whether `or` joins a different number to the number in a box."""
+    """Whether `or` connects the number in a box with a different number."""
     number = read_numeral(content)
     found = [_OR_BEFORE.search(before[-60:]), _OR_AFTER.match(after)]
     others = [read_numeral(one[1].rstrip(".,/")) for one in found if one is not None]
@@ -200,7 +202,7 @@ def _read(text: str, asked: str) -> ExtractedAnswer | None:
 
 
 def explicit_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
-    """The answer that a text marks by a box, `####` or "answer is"; None without a mark."""
+    """The answer that a text marks by a box, `####` or "answer is"; None without such a mark."""
     boxed, marked = boxed_answer(text), _marked(text)
     if boxed is not None and marked is not None:
         line, start = marked
@@ -214,7 +216,7 @@ def explicit_answer(text: str, asked: str = "") -> ExtractedAnswer | None:
 
 
 def answer_of_reference(text: str) -> str:
-    """The marked answer of a reference, or its whole text. A percent sign after the box is
+    """The marked answer of a reference, or else its complete text. A percent sign after the box is
     included."""
     explicit = explicit_answer(text)
     boxes = _boxes_of(text)
@@ -230,7 +232,8 @@ def _boxes_of(text: str) -> list[tuple[int, str, int]]:
             boxes.append((found.start(), found[2], found.end()))
             continue
         end = closing(text, found.end() - 1)
-        # The box of a formula or line that ends first is repaired; at the text's end it was cut.
+        # An unclosed box ends with its formula or line. If the text ends first, the box is
+        # truncated.
         cut = _CUT.search(text, found.end())
         stop = cut.start() if end is None and cut is not None else end
         content = "" if stop is None else text[found.end() : stop]
@@ -253,8 +256,8 @@ def _are_joined(between: str) -> bool:
 
 
 def _marked(text: str) -> tuple[str, int] | None:
-    """(the line after the last `####` with lines of numbers that follow it, place of the mark).
-    None if there is no mark or it marks a heading."""
+    """(the line after the last `####` together with following lines of numbers, position of the
+    mark). None if there is no mark, or if the mark begins a heading."""
     before, mark, after = text.rpartition(MARK)
     if not mark:
         return None
@@ -277,7 +280,7 @@ def _named(text: str, asked: str) -> ExtractedAnswer | None:
     if found is None:
         return None
     after = text[found.end() :].lstrip(" :\uff1a*_\n\t")[: 2 * MAX_CHARACTERS]
-    # A formula may continue in the next line; a sentence does not.
+    # A formula may continue in the next line. A sentence does not.
     after = _FORMULA.sub(lambda formula: " ".join(formula[0].split()), after)
     sentence, end, follows = split_sentence(after)
     if found["colon"] and is_statement(sentence):
@@ -288,7 +291,7 @@ def _named(text: str, asked: str) -> ExtractedAnswer | None:
 
 
 def _in_sentence(sentence: str, asked: str) -> str:
-    """The number or the single formula that a sentence states, or else the sentence."""
+    """The only number or the only formula that a sentence states, or else the sentence."""
     stated = _REASON.split(without_emphasis(sentence[:MAX_CHARACTERS]))[0]
     bare = last_side(stated.strip(" *_"))
     if read_numeral(bare, asked) is not None or read_choice(clean(bare)) or _DATE.fullmatch(bare):
@@ -305,8 +308,8 @@ def _in_sentence(sentence: str, asked: str) -> str:
 
 
 def _in_lines(text: str, asked: str) -> str:
-    """The answer in tags: all of the text if it or each of its lines is only an answer, or else
-    what the last line states."""
+    """The answer in tags: the complete text if the text or each of its lines is only an answer, or
+    else the statement of the last line."""
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines or is_plain(text):
         return last_side(text.strip())
@@ -343,7 +346,7 @@ def _content(formula: re.Match[str]) -> str:
 
 
 def _listed(text: str) -> ExtractedAnswer | None:
-    """The several values at the end of a text, unless they have different names."""
+    """Several values listed at the end of a text, unless they have different names."""
     found = _ITEMS.search(text[-400:])
     if found is None or denies_before(text[-400:][: found.start()]):
         return None
@@ -357,7 +360,7 @@ def _listed(text: str) -> ExtractedAnswer | None:
 
 
 def _chosen(whole: str, line: str) -> ExtractedAnswer | None:
-    """The choice that the whole text is, or that its last sentence names."""
+    """The choice, if the complete text is one or if its last sentence names one."""
     choice = read_choice(clean(whole)) if len(whole) <= MAX_CHARACTERS else None
     if choice is not None and choice[1] and re.match(r"\W*[A-J]\s*[.)]", whole):
         is_alone = is_plain(choice[1]) or not any(map(str.isdecimal, choice[1]))

@@ -1,9 +1,9 @@
-"""Detects whether the words around an answer deny it, from the structure of the sentence.
+"""Detects from the structure of the sentence whether the words around an answer deny the answer.
 
-A denial before the answer counts if the answer is its predicate (`it cannot be 42`), but not if a
-finite verb or a relation stands between (`the number that did not pass is 42`). A denial after the
-answer counts if it refers to the answer (`42 is wrong`, `42. No, it is not.`) and not to something
-else (`42. No other solutions exist.`).
+A denial before the answer counts if the answer is its predicate (`it cannot be 42`). It does not
+count if a finite verb or a relation is between them (`the number that did not pass is 42`). A
+denial after the answer counts if it refers to the answer (`42 is wrong`, `42. No, it is not.`) and
+not to something else (`42. No other solutions exist.`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PHRASE = re.compile(
     r"|(?<!\bno )(?<!\bnot )(?:doubt|deny)(?: that)? (?:it|this|that|the answer) (?:is|equals)"
     r"|(?:reject|discard|dismiss|exclude)(?: the (?:answer|value|solution))?)$"
 )
-# Finite verbs. Words before one say nothing about the answer.
+# Finite verbs. A denial before a finite verb does not refer to the answer.
 _FINITE = word_set(
     """is are was were equals gives yields has makes means becomes leaves shows implies gets costs
     contains totals comes produces remains reads says earns pays sells had gave got made became
@@ -52,7 +52,7 @@ _CHINESE_AFTER = re.compile(
     r"(?:\u9519\u8bef?\u7684?|\u4e0d\u5bf9|\u4e0d\u6b63\u786e|\u4e0d\u6210\u7acb|\u9519)"
 )
 _UNEQUAL = re.compile(r"(?:\\neq?(?![A-Za-z])|\u2260|!=|\\not\s*=)[\s${\\([]*$")
-# These deny a clause, whatever its verb.
+# These phrases deny a clause with any verb.
 _CLAUSE = re.compile(
     rf"\b(?:{_DENIAL}|nobody) (?:\w+ )?(?:true|the case|correct|right|possible|likely|think"
     r"|believe|say|claim|agree|suppose|mean)\b(?! to\b)(?P<clause>[^,;:]*)$"
@@ -64,7 +64,7 @@ _CLAUSE = re.compile(
 # Statements about an answer; `#` stands for a formula or a number.
 _VERB = r"(?:is|was|are|were|be|seems|looks|(?:would|must|may|might|could|can|should) be)"
 _ADVERBS = r"(?:(?:clearly|certainly|definitely|probably|just|simply|quite|really|also) )*"
-# The words that follow refer to something else: wrong to, not possible that.
+# With these words after it, a judgement refers to something else: wrong to, not possible that.
 _OF_ELSE = r"(?! (?:to|for|that|if|when|with|in|otherwise)\b)"
 _BAD = (
     r"(?:wrong|incorrect|false|invalid|impossible|untrue|mistaken|a mistake|an error|nonsense|a lie"
@@ -104,7 +104,7 @@ _SPLIT = re.compile(r"[,;:()\u2014]|\b(?:but|because|since|as|while|whereas|so|a
 
 
 def denies_before(text: str) -> bool:
-    """Whether the last sentence of `text` denies what follows it."""
+    """Whether the last sentence of `text` denies the answer that follows `text`."""
     if _UNEQUAL.search(text[-40:]) or _CHINESE_BEFORE.search(text[-40:]):
         return True
     sentence = _SENTENCE.split(text[-_LOOKED_AT:])[-1].lower()
@@ -118,7 +118,7 @@ def denies_before(text: str) -> bool:
 
 
 def _is_predicate(sentence: str) -> bool:
-    """Whether a denial precedes the end without a finite verb or a relation between."""
+    """Whether the sentence has a denial, and no finite verb or relation after the denial."""
     has_verb = False
     for token in reversed(list(_TOKEN.finditer(sentence))):
         word = token["word"]
@@ -133,7 +133,7 @@ def _is_predicate(sentence: str) -> bool:
 
 
 def denies_after(text: str) -> bool:
-    """Whether the rest of an answer's sentence, or the next one, takes the answer back."""
+    """Whether the rest of the answer's sentence, or the next sentence, denies the answer."""
     if _CHINESE_AFTER.match(text[:40]):
         return True
     rest, *others = _SENTENCE.split(text[: 2 * _LOOKED_AT])
@@ -146,7 +146,7 @@ def denies_after(text: str) -> bool:
 
 
 def retracts(text: str) -> bool:
-    """Whether a text begins by taking back what precedes it."""
+    """Whether the beginning of a text denies the answer that precedes the text."""
     said = _START.sub("", _bare(text[:_LOOKED_AT]), count=1)
     first = re.split(r"[,;:.!?\n\u2014]", _plain(said), maxsplit=1)[0].strip()
     spoken = _SPEAKING.match(first)

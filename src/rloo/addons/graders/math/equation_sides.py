@@ -1,6 +1,6 @@
 r"""The sides of an answer that is an equation: `m+n = 42`, `6 \cdot 7 = 42`, `V = r^2 h = 12`.
 
-An answer may be preceded by its name; in a sentence, also by the steps to it.
+An answer may be preceded by its name; in a sentence, also by the steps of its calculation.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _MARKS = re.compile(
 
 
 def value_side(text: str, asked: str = "") -> str | None:
-    """The right side of `m+n = 42`, if the left side names the stated value: by words, letters, or
-    the question's words (`asked`). None for other texts: in `2x = 42`, x is another number."""
+    """The right side of `m+n = 42`, if the left side is a name of the value: words, letters, or
+    words of the question (`asked`). None for other texts: in `2x = 42`, x is another number."""
     name, _, value = text.partition("=")
     return value.strip() if value.strip() and "=" not in value and _is_name(name, asked) else None
 
 
 def last_side(text: str, asked: str = "") -> str:
     """The last side of a chain such as `A = 6 \\cdot 7 = 42`, whose other sides are a name and
-    steps; `text` if it is no such chain."""
+    steps. `text` itself if it is no such chain."""
     *sides, last = clean(text).split("=")
     if not sides or not last.strip():
         return text
@@ -56,7 +56,7 @@ def last_side(text: str, asked: str = "") -> str:
 
 
 def _is_name(side: str, asked: str) -> bool:
-    """Whether a side names the other side: by words, letters, or the question's words."""
+    """Whether a side is a name of the other side: words, letters, or words of the question."""
     words = _TEXT.sub(r" \1 ", side).strip()
     if _WORDS.fullmatch(words) and not _names_of(words):
         return not changes_value(f"{words} is")

@@ -1,8 +1,9 @@
-r"""Finds the operations that an answer leaves undone, by parsing it (plain text or LaTeX).
+r"""Finds the operations that an answer leaves unevaluated, by parsing the answer (plain text or
+LaTeX).
 
-An answer may have the form of its reference or be more worked out, but may leave no more to do. For
-the reference $2\sqrt2$, $\sqrt{8}$ is an answer and $\sqrt{4+4}$ is not, nor is an integral, a
-maximum, a chain or a condition.
+An answer must not have more unevaluated operations than its reference. For the reference $2\sqrt2$,
+$\sqrt{8}$ is a valid form. $\sqrt{4+4}$ is not, and neither is an integral, a maximum, a chain of
+equations or a condition.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _KNOWN_FUNCTIONS = {f"\\{name}" for name in f"{_FUNCTIONS} max min".split()} | _
 _KNOWN_FUNCTIONS |= {"\\sum", "\\prod", "\\int", "\\lim"}
 _SAME = {"\\lt": "<", "\\gt": ">", "\\lvert": "|", "\\rvert": "|"}
 _PLAIN = str.maketrans("", "", "{}() ")
-# An exponent that stands for a root.
+# An exponent that means a root.
 _BROKEN = re.compile(r"-?(?:[0-9]+/[0-9]+|[0-9]*\.[0-9]+|\\frac[0-9]{2,})")
 
 
@@ -60,7 +61,7 @@ def parse_form(text: str) -> ExpressionForm:
         if kind == "number" and len(match.group()) > _MAX_DIGITS:
             raise UnparsableExpression("a number of so many digits")
         if kind == "number" and len(match.group().partition(".")[2]) > _MAX_DECIMALS:
-            form.parts.add("decimals")  # math-verify accepts six decimals for a root or a third
+            form.parts.add("decimals")  # math-verify: six decimals equal a root or a third
         if kind == "word" and f"\\{match.group()}" not in _KNOWN_FUNCTIONS | {"\\pi", "\\sqrt"}:
             tokens += [("name", letter) for letter in match.group()]
         elif kind == "word":
@@ -78,7 +79,7 @@ def parse_form(text: str) -> ExpressionForm:
 
 
 class _Operand(NamedTuple):
-    """A parsed operand. Its core is "" for a rational number, and equal for like terms."""
+    """A parsed operand. `core` is "" for a rational number, and equal for like terms."""
 
     core: str
     text: str = ""
@@ -94,19 +95,20 @@ def _is_numeral(operands: list[_Operand], operation: str) -> bool:
 
 
 def _base_of(core: str) -> str:
-    """The base of a power. Empty for a sum in brackets, which may occur twice."""
+    """The base of a power; "" for a sum in brackets, which may occur twice."""
     return "" if core.startswith("(") else core.partition("^")[0]
 
 
 class _Parser:
-    """A recursive descent parser; its methods return the core of what they parse."""
+    """A recursive descent parser. Its methods return the core (see `_Operand`) of the parsed
+    part."""
 
     def __init__(self, tokens: list[tuple[str, str]], form: ExpressionForm) -> None:
         self._tokens = [*tokens, ("end", "")]
         self._at = 0
         self._depth = 0
-        self._inside = 0  # depth in roots and functions
-        self.size = 1  # of a list in brackets that is the whole expression
+        self._inside = 0  # depth of nesting in roots and functions
+        self.size = 1  # number of items, if the complete expression is a list in brackets
         self.form = form
 
     @property
@@ -140,7 +142,8 @@ class _Parser:
         return "".join(token for _, token in self._tokens[start : self._at])
 
     def _irrational(self, start: int) -> str:
-        """The core of a part whose operations are not checked: its text without braces."""
+        """The core of a part whose operations are not checked. The core is the part's text without
+        braces."""
         return self._text(start).translate(_PLAIN)
 
     def _is_connective(self) -> bool:
@@ -210,7 +213,7 @@ class _Parser:
         return _Operand(core, self._text(start))
 
     def _combine(self, operands: list[_Operand], operation: str) -> list[str]:
-        """The cores of the operands; adds the operation to `pending` if it could be done."""
+        """The cores of the operands. Adds the operation to `pending` if it could be evaluated."""
         cores = [operand.core for operand in operands if operand.core]
         alike = cores if operation == "sum" else [base for base in map(_base_of, cores) if base]
         idle = {"0"} if operation == "sum" else {"0", "1"}
@@ -223,7 +226,8 @@ class _Parser:
         return cores
 
     def _look_at_fraction(self, over: str, under: str) -> None:
-        """Mark an integer written as a fraction; in a root or function, also a reducible one."""
+        """Add a fraction that equals an integer to `pending`; in a root or function, also a
+        reducible one."""
         divisor = gcd(int(over), int(under))
         if divisor == int(under) or (self._inside and divisor > 1):
             self.form.pending.add("quotient")
@@ -284,7 +288,7 @@ class _Parser:
         """Parse the argument of a command: a group in braces, or one token."""
         if self.token == "{":
             return self._read_bracket("{", "}")
-        if self.kind == "number" and len(self.token) > 1:  # \frac12: one digit each
+        if self.kind == "number" and len(self.token) > 1:  # \frac12: each argument is one digit
             kind, token = self._tokens[self._at]
             self._tokens[self._at : self._at + 1] = [(kind, digit) for digit in token]
         if self.token == "-":
@@ -359,7 +363,7 @@ class _Parser:
         else:
             self._read_arguments(command)
         self._inside -= 1
-        return self._irrational(start).replace("^", "**")  # so it is not split as a power
+        return self._irrational(start).replace("^", "**")  # so that `_base_of` finds no power
 
     def _read_fraction(self) -> str:
         over, under = (self._read_operand(self._read_group) for _ in range(2))

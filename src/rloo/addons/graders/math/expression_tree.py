@@ -1,4 +1,4 @@
-"""The form of an expression, and whether one form fits another."""
+"""The form of an expression, and comparisons of two forms."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class UnparsableExpression(ValueError):
 
 @dataclass(slots=True)
 class ExpressionForm:
-    """The form of an expression. `pending` are operations that could be carried out, between
-    rational numbers or like terms. `parts` are names, functions, relations, lists, marks and bases.
-    `lists` are the brackets of lists: `()`, `[)`, an environment, or `bare` for none. `size` is the
-    number of items of the whole expression."""
+    """The form of an expression. `pending` are operations that could be evaluated, between rational
+    numbers or like terms. `parts` are names, functions, relations, lists, marks and bases. `lists`
+    are the brackets of lists: `()`, `[)`, an environment, or `bare` for none. `size` is the number
+    of items of the expression."""
 
     pending: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
@@ -28,14 +28,14 @@ class ExpressionForm:
 
     @property
     def has_inequality(self) -> bool:
-        """Whether it has an order relation."""
+        """Whether the expression has an order relation."""
         return not self.parts.isdisjoint(
             {"relation <", "relation >", "relation \\le", "relation \\ge"}
         )
 
     def brackets_for(self, reference: ExpressionForm) -> str | None:
-        """The brackets that give a bare list on either side the other's kind; `bare` if none are
-        needed, None if the kinds differ."""
+        """The brackets to add to a list without brackets, so that answer and reference have the
+        same kind of list: `bare` if none are needed, None if the kinds differ."""
         if not self.lists or not reference.lists or self.lists == reference.lists:
             return "bare"
         for kind in ("()", "\\{\\}"):
@@ -45,7 +45,8 @@ class ExpressionForm:
         return None
 
     def is_within(self, reference: ExpressionForm) -> bool:
-        """Whether all parts are in the reference too, or are another notation for them."""
+        """Whether each part is also in the reference, or is another notation for a part of the
+        reference."""
         allowed = set(reference.parts) | _ALWAYS
         relations = {f"relation {name}" for name in INEQUALITIES}
         if "list" in allowed:
@@ -64,8 +65,8 @@ class ExpressionForm:
         return based[0] == based[1] and self.pending <= reference.pending and self.parts <= allowed
 
     def has_items_of(self, reference: ExpressionForm) -> bool:
-        """Whether a list has as many items as the reference, if both counts are known: sets may
-        repeat an item, and `\\pm` and `\\cup` stand for several."""
+        """Whether a list has as many items as the reference. True if a count is unknown: sets may
+        repeat an item, and `\\pm` and `\\cup` represent several items."""
         if {"\\pm", "\\cup"} & (self.parts | reference.parts) or "bare" not in (
             self.lists | reference.lists
         ):

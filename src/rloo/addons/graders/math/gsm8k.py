@@ -1,5 +1,5 @@
-"""The verifiable rewards of GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
-Problems"), whose references are worked solutions that end with `#### 42`."""
+"""Verifiable rewards for GSM8K (Cobbe et al. 2021, "Training Verifiers to Solve Math Word
+Problems"). References of GSM8K are worked solutions that end with `#### 42`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def gsm8k_reward(
 
     The final number is the answer that `rloo.addons.graders.math.answer_extraction` finds: in
     `<answer>` tags, in the last `\boxed{}` or on the line of the last `####`, in the sentence after
-    the last "answer is", or the last number of the text. The answer must be only a number, as
-    `rloo.addons.graders.math.numbers` reads it; in a sentence, no word or sign next to it may
-    change it. A percent sign counts if the reference has one or the question asks for a percentage.
-    Numbers are compared exactly. A reference list accepts each of its items. The reward is None for
-    a reference None. Raises ValueError for a reference without a number after its `####` (or,
-    without that mark, in its whole text)."""
+    the last "answer is", or the last number of the text. The answer must be only a number in the
+    grammar of `rloo.addons.graders.math.numbers`. In a sentence, no word or sign next to the number
+    may change its value. A percent sign is part of the answer if the reference has one or the
+    question asks for a percentage. Numbers are compared exactly. If the reference is a list, each
+    of its items is accepted. The reward is None for a reference None. Raises ValueError for a
+    reference without a number after its `####` (or, without that mark, in its complete text)."""
     wanted = [_read_references(given, row) for row, given in enumerate(answer)]
     questions = [""] * len(completions) if prompts is None else map(question_of, prompts)
     return [
@@ -62,7 +62,7 @@ def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
 
 
 def _final_number(text: str, asked: str) -> Number | None:
-    """The number of the answer; joined boxes must all have the same one."""
+    """The number of the answer. Joined boxes must all have the same number."""
     answer = read_answer(text, asked)
     if answer is None:
         return None
@@ -71,7 +71,7 @@ def _final_number(text: str, asked: str) -> Number | None:
 
 
 def _read_references(given: Any, row: int | None = None) -> list[tuple[Number, str]]:
-    """The accepted numbers, and their texts."""
+    """The accepted numbers and their texts."""
     read, where = [], "" if row is None else f" of row {row}"
     for reference in references_of(given):
         written = reference.rpartition(MARK)[2]

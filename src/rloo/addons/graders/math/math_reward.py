@@ -1,7 +1,7 @@
 r"""The reward for mathematical equivalence.
 
 This module extracts the answer and checks its form. It compares numbers exactly. math-verify judges
-other forms, in processes that may hang, crash and run out of memory.
+other forms in separate processes, since it may hang, crash or run out of memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from rloo.types import Text
 
 _MAX_WORKERS = 8
 _SECONDS_PER_ANSWER = 0.1
-# How much longer than the CPU time budget a call may take on a busy machine.
+# The additional wall-clock time of a call on a busy machine: this multiple of the CPU time budget,
+# at most this many seconds.
 _MOST_TIMES, _MOST_SECONDS = 9.0, 120.0
-# CPU and wall-clock limits of the start, and the time for a reply.
+# CPU and wall-clock limits of the worker's start, and the time for a reply, in seconds.
 _START_PROCESSOR, _START_SECONDS, _REPLY_SECONDS = 60.0, 1800.0, 1.0
 _WORKER = "rloo.addons.graders.math.math_worker:serve"
 _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or 'solution'"
 
 
 def make_math(*, seconds: float = 5.0) -> MathReward:
-    """A `MathReward` that gives each math-verify process about `seconds` of CPU time per call."""
+    """A `MathReward` whose math-verify processes have about `seconds` of CPU time per call each."""
     if not 0 < seconds <= 3600:
         raise ValueError(
             f"seconds is {seconds}; the time of a call needs to be above 0 and at most 3600 "
@@ -46,19 +47,20 @@ def make_math(*, seconds: float = 5.0) -> MathReward:
 class MathReward:
     r"""1.0 if the answer equals the column `answer` (or else `solution`), otherwise 0.0.
 
-    The answer is the last `\boxed{...}`, of at most 1,000 characters; without a box, the last LaTeX
-    formula or the last number, whichever ends later, within the last 1,000 characters.
+    The answer is the last `\boxed{...}`, of at most 1,000 characters. Without a box it is the last
+    LaTeX formula or the last number, whichever ends later, in the last 1,000 characters.
 
-    It must be a number or a closed form of the reference's kind (docs/rewards.md). Two numbers are
-    compared exactly. For other forms math-verify decides, in up to `os.cpu_count()` parallel judges
-    (at most 8). Each has `seconds` of CPU time for the whole call and 0.1 s more for each answer.
-    On a busy machine, a call takes at most ten times that in wall-clock time, and at most 120 s
-    more. An expression scores 0 if it takes a judge more than 0.5 s of CPU time (0.25 s at first,
-    the rest after all others if time is left), or too much memory.
+    The answer must be a number or a closed form of the reference's kind (docs/rewards.md). Two
+    numbers are compared exactly. For other forms math-verify decides, in `os.cpu_count()` parallel
+    judges (at most 8). Each judge has `seconds` of CPU time per call, plus 0.1 s per answer. On a
+    busy machine, the wall-clock limit of a call is ten times this time, but at most 120 s more than
+    it. An expression has 0.25 s of a judge's CPU time. If this is too short, and time is left after
+    all others, it has a second try of 0.5 s. An expression that takes longer or needs too much
+    memory scores 0.
 
-    The reward is None if the reference is None or unreadable, and if a judge was killed, stopped,
-    or out of time before its share. The metric `rewards/math_reward/unjudged` is the share of
-    these.
+    The reward is None if the reference is None or unreadable. It is also None if the judge of the
+    answer was killed or stopped, or if the time of the call was over before the answer's turn. The
+    metric `rewards/math_reward/unjudged` is the share of answers without a judge's verdict.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -110,13 +112,13 @@ class MathReward:
         return [None if reward is None else float(reward) for reward in rewards]
 
     def close(self) -> None:
-        """End the worker process; the next call starts a new one."""
+        """Stop the worker process. The next call starts a new worker process."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
 
     def _judge(self, pairs: list[tuple[str, str]]) -> list[bool | None]:
-        """The verdicts on pairs; all are None if the worker was lost."""
+        """The verdicts on pairs. All verdicts are None if the worker was lost."""
         if not pairs:
             return []
         workers = min(os.cpu_count() or 1, _MAX_WORKERS)
@@ -126,7 +128,7 @@ class MathReward:
         if self._pool is None:
             self._pool = WorkerPool(1, _start_worker)
         message = json.dumps(request).encode()
-        # No second try: what took the time of one call would take it again.
+        # No second try: the pairs that exhausted the time of one call would exhaust it again.
         future = self._pool.submit(
             lambda worker: worker.call(message, limit + _REPLY_SECONDS), tries=1
         )
@@ -140,7 +142,7 @@ class MathReward:
 
 
 def _start_worker() -> Worker:
-    """A worker that has imported math-verify. Raises RuntimeError if it cannot."""
+    """A worker that has imported math-verify. Raises RuntimeError if the import fails."""
     seconds = str(_START_PROCESSOR).encode()
     worker = LocalWorker("of the reward 'math'", _WORKER, seconds, group=True)
     try:
@@ -159,8 +161,8 @@ def _any(verdicts: list[bool | None]) -> bool | None:
 
 
 def _compare(text: str, given: Any, question: str) -> bool | list[tuple[str, str]] | None:
-    """Whether the answer is right; None if no reference is readable; or (reference, answer) LaTeX
-    for math-verify, for each reference that may match."""
+    """Whether the answer is correct, or None if no reference is readable. If math-verify must
+    decide, a list with (reference, answer) as LaTeX for each reference that may match."""
     references = read_references(tuple(references_of(given)), question)
     if not references:
         return None
@@ -181,7 +183,7 @@ def _compare(text: str, given: Any, question: str) -> bool | list[tuple[str, str
 
 @lru_cache(maxsize=1024)
 def read_references(texts: tuple[str, ...], question: str) -> list[ReferenceAnswer]:
-    """The readable ones of the accepted references."""
+    """The accepted references, without unreadable ones."""
     read = []
     for text in texts:
         reference = ReferenceAnswer(answer_of_reference(text), question)

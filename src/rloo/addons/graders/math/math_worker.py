@@ -1,15 +1,16 @@
-"""Runs math-verify on hostile text in a separate process, so that a hang or crash costs only that.
+"""Runs math-verify on hostile text in separate processes, which may hang or crash.
 
-It is a worker (`rloo.distributed.worker_process`). A call is JSON,
-`{"budget": seconds, "limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`, and the
-reply is a list with a verdict on each pair: true, false, null.
+The process is a worker (`rloo.distributed.worker_process`). A call is JSON,
+`{"budget": seconds, "limit": seconds, "workers": n, "pairs": [[reference, answer], ...]}`.
+The reply is a list with the verdict on each pair: true, false or null.
 
-The worker imports math-verify once, within the CPU seconds of its setup, and forks parallel judges.
-A judge's time is CPU time, so a busy machine takes nothing from it, and the kernel ends the judge
-(SIGPROF) whatever it does. `budget` is each judge's time for all pairs; `limit` is wall-clock time.
-An answer that takes too long or too much memory is false. The verdict is null if the answer is not
-to blame: the reference is unreadable, a judge died otherwise or was stopped, or the budget did not
-reach the pair.
+The worker imports math-verify once and forks parallel judges. The setup has the limit of CPU
+seconds for the import. The time of a judge is CPU time, so other load on the machine does not
+reduce it. When the time is over, the kernel ends the judge with SIGPROF. `budget` is each judge's
+time for all pairs; `limit` is wall-clock time. The verdict on an answer that takes too long or
+needs too much memory is false. The verdict is null for causes outside the answer: the reference is
+unreadable, a judge was stopped or died for another reason, or the budget was used up before the
+pair.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 _MEMORY_BYTES = 2 << 30
-# CPU seconds. Right answers take 0.02 to 0.15 s. A pair that is not done at the first try gets a
-# second one after all others.
+# CPU seconds. Correct answers take 0.02 to 0.15 s. A pair that is not finished in the first try has
+# a second try after all other pairs.
 _FIRST_SECONDS, _SECOND_SECONDS = 0.25, 0.5
-# Relative tolerances of equal numbers: of exact ones (with so many digits), and of decimals.
+# Number of compared digits, and relative tolerances of equal numbers: exact ones, and decimals.
 _DIGITS, _EXACT, _ROUNDED = 80, 1e-70, 1e-3
 _ROUNDED_TO = r"\approx"
 _FORK = multiprocessing.get_context("fork")
-# One example of each kind, so that everything is imported before the first fork.
+# One example of each kind of expression, so that all modules are imported before the first fork.
 _EXAMPLES = (
     (r"2\sqrt{2}+\frac{\pi}{4}", r"\sqrt{8}+0.25\pi"),
     (r"x^2+2x\sin(x)+\log_2 3", r"(x+1)^2-\ln 5"),
@@ -66,13 +67,13 @@ class MathWorker:
         self.at_answer = False
 
     def give(self, index: int, pair: list[str], seconds: float) -> None:
-        """Start on a pair, with at most `seconds` of CPU time."""
+        """Start judging a pair, with at most `seconds` of CPU time."""
         self.index, self.seconds, self.at_answer = index, seconds, False
         _send(self.connection, [seconds, *pair])
 
     def hear(self) -> str | bool | None:
-        """The judge's next message: a verdict, "answer" (the reference was read), or "slow" (the
-        pair took too long); None if the judge died. `spent` is then the pair's CPU time."""
+        """The judge's next message: a verdict, "answer" (the reference was parsed), or "slow" (the
+        pair took too long); None if the judge died. Sets `spent` to the pair's CPU time."""
         try:
             message, self.spent = _receive(self.connection)
         except (EOFError, OSError):
@@ -97,14 +98,14 @@ def judge_pairs(
     verifier: Verifier,
     judges: list[MathWorker],
 ) -> Iterator[tuple[int, bool | None]]:
-    """Yield (index, verdict) of each pair decided within `budget` CPU seconds of each judge and
-    `limit` wall-clock seconds. `judges` are those of earlier calls; afterwards it has the living
-    judges of this call."""
+    """Yield (index, verdict) of each pair that is decided within `budget` CPU seconds per judge and
+    `limit` wall-clock seconds. `judges` has the judges of earlier calls; afterwards it has the
+    living judges of this call."""
     end = time.monotonic() + limit
     workers = min(workers, len(pairs))
     left = budget * workers
     waiting = deque((index, _FIRST_SECONDS) for index in range(len(pairs)))
-    slow: dict[int, bool | None] = {}  # slow at least once; the verdict without a better one
+    slow: dict[int, bool | None] = {}  # verdicts of pairs that stay slow
     while (waiting and left > 0) or any(judge.index is not None for judge in judges):
         for judge in [j for j in judges if j.index is None and not j.process.is_alive()]:
             judge.end()
@@ -149,14 +150,15 @@ def _receive(connection: Connection) -> Any:
 
 
 class Verifier:
-    """math-verify, imported and warmed up: its first parse takes as long as 50 others."""
+    """math-verify, imported and warmed up: the first parse takes as long as 50 later ones."""
 
     def __init__(self) -> None:
         import math_verify
         import sympy
 
         # Only LaTeX: math-verify passes plain expressions to sympy's parse_expr, which uses eval.
-        # Its units are off, since it reads final letters as units (2t is 2); we remove them before.
+        # math-verify's units are disabled, since it reads final letters as units (2t is 2). Our
+        # code removes units before.
         plain = math_verify.LatexExtractionConfig(boxed_match_priority=0)
         letters = replace(plain.normalization_config, units=False)
         self._latex = [replace(plain, normalization_config=letters)]
@@ -167,7 +169,7 @@ class Verifier:
             self.is_equal(self._read_gold(f"${gold}$"), f"${answer}$")
 
     def is_equal(self, gold: list[Any], answer: str) -> bool:
-        """Whether each line of an answer equals a reference that was read. A line with a sign of
+        """Whether each line of an answer equals the parsed reference. A line with a sign of
         approximation is compared with the rounded reference."""
         return all(
             self._is_rounded(gold, line.removeprefix(_ROUNDED_TO))
@@ -185,14 +187,15 @@ class Verifier:
 
     def _is_one_equal(self, gold: list[Any], answer: str) -> bool:
         read = self._read(answer)
-        # math-verify rounds differences of numbers to 15 decimals: it takes 1/2006! for 0.
+        # math-verify rounds differences of numbers to 15 decimals, so 1/2006! equals 0 for it.
         return bool(self._verify(gold, read, timeout_seconds=None)) and self._is_near(gold, read)
 
     def _is_near(self, gold: list[Any], answer: list[Any]) -> bool:
-        """Whether the numbers in two equal answers are relatively near each other."""
+        """Whether the numbers in two answers that math-verify calls equal are within a relative
+        tolerance."""
         one, other = gold[0], answer[0]
         named = [side for side in (one, other) if isinstance(side, self._sympy.Eq)]
-        if len({side.lhs for side in named}) > 1:  # the same equation, solved or scaled
+        if len({side.lhs for side in named}) > 1:  # solved or scaled forms of one equation
             return True
         one, other = (side.rhs if side in named else side for side in (one, other))
         if type(one) is not type(other) and not (
@@ -203,7 +206,8 @@ class Verifier:
 
     def _read_gold(self, text: str) -> list[Any]:
         gold = self._read(text)
-        # Compared once here: a reference that is too hard to compare is no fault of an answer.
+        # Compare once before any answer: a reference that is too hard to compare is no error of an
+        # answer.
         self._verify(gold, self._zero, timeout_seconds=None)
         return gold
 
@@ -232,8 +236,8 @@ def _are_near(sympy: Any, one: Any, other: Any) -> bool:
 
 def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Connection]) -> None:
     """Judge pairs until the pipe is closed."""
-    # Inherited pipes would keep other judges alive when the serving process is gone, and its
-    # parent's channel open when it was killed.
+    # Inherited pipes would keep other judges alive after the end of the serving process, and would
+    # keep its parent's channel open after a kill.
     for other in inherited:
         other.close()
     number = connection.fileno()
@@ -257,10 +261,10 @@ def _judge_all(verifier: Verifier, connection: Connection, inherited: list[Conne
 
 
 def serve(setup: bytes) -> Callable[[bytes], bytes]:
-    """The function that answers calls, after importing math-verify; see
+    """Import math-verify and return the function that answers calls; see
     `rloo.distributed.worker_main`."""
     logging.disable(logging.CRITICAL)
-    signal.setitimer(signal.ITIMER_PROF, float(setup))  # to start
+    signal.setitimer(signal.ITIMER_PROF, float(setup))  # CPU time limit of the import
     _limit_memory()
     verifier = Verifier()
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -270,7 +274,7 @@ def serve(setup: bytes) -> Callable[[bytes], bytes]:
     judges: list[MathWorker] = []
 
     def answer(message: bytes) -> bytes:
-        if not message:  # the parent only checks that it is ready
+        if not message:  # the parent only checks that the worker is ready
             return b""
         request = json.loads(message)
         verdicts: list[bool | None] = [None] * len(request["pairs"])

@@ -1,5 +1,5 @@
-r"""The normal form of an answer's text, plain or LaTeX. It unifies what only concerns the looks:
-white space, sizes, fonts, delimiters, environments, emphasis, spellings."""
+r"""The normal form of an answer's text, plain or LaTeX. It unifies differences of layout: white
+space, sizes, fonts, delimiters, environments, emphasis, spellings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNICODE = str.maketrans({
 })  # fmt: skip
 _RAISED = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b"
 _LOWERED = str.maketrans(_RAISED, "0123456789-")
-# Ticks and similar signs with which a completion says that it is done. A cross is no such sign.
+# Ticks and similar signs that a completion appends to its answer. A cross is no such sign.
 _DONE = "\ufe0f\u2713\u2714\u2611\u2705\u220e\u25a0\u25a1\U0001f389\U0001f44d\U0001f4af"
 
 _FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|det|gcd|lcm"
@@ -55,7 +55,7 @@ _REWRITES = [
     for pattern, written in (
         (rf"[{_RAISED}]+", _raised),
         (r"\s+", " "),
-        (rf"(?<!\\)\\\\(?=(?:{_ESCAPED}){_END})", r"\\"),  # of a text that was escaped twice
+        (rf"(?<!\\)\\\\(?=(?:{_ESCAPED}){_END})", r"\\"),  # for a text that was escaped twice
         (rf"\\(?:left|right|middle|[bB]igg?[lr]?|(?:display|text|script)style|limits|nolimits"
          rf"|null|hfill|centering|smallskip|tiny|small|normalsize|large|Large|LARGE|huge|Huge)"
          rf"{_END}\.?", ""),
@@ -138,14 +138,15 @@ _LOOKS = re.compile(
     r"\s*(?=\{)"
 )
 _COMMAND = re.compile(r"\\[A-Za-z]|\s*-?[0-9]")
-# French intervals: ]1,2] is (1,2].
+# French notation of intervals: ]1,2] is (1,2].
 _TURNED = re.compile(
     r"(?<![^\s=np])([\[\]])([^\[\]()]*,[^\[\]()]*)([\[\]])(?=\s*(?:$|[,;.]|\\cup|\\text))"
 )
 
 
 def clean(text: str) -> str:
-    """The normal form of `text`, without brackets, boxes and marks around all of it."""
+    """The normal form of `text`, without brackets, boxes and marks that enclose the complete
+    text."""
     text = _without_looks(text.translate(_UNICODE))
     for pattern, written in _REWRITES:
         text = pattern.sub(written, text)

@@ -1,11 +1,11 @@
-r"""Reads a number given as an answer: exactly, and only if the text is nothing but a number.
+r"""Parses a number given as an answer. The value is exact, and the text must be only a number.
 
-The grammar, of plain text and LaTeX alike, is
+The grammar of plain text and LaTeX is
 
     answer  := [label] [sign] [currency] [sign] value [unit]
     label   := a name, or a few words, before `=` or `:`; or `the (final) answer is`
     value   := 1,234.5 | 3/4 | \frac{3}{4} | 1\frac{3}{4} | 1 3/4 | 1.2 \times 10^{3} | 1.2e3
-             | 10^{3} | 0.\overline{3}, and behind a fraction \approx with what it is rounded to
+             | 10^{3} | 0.\overline{3}, and after a fraction \approx with its rounded value
     unit    := [currency] [% | ^\circ | '] | up to five words: eggs, \text{ m}^2, miles/hour
 
 No word of a label or a unit may change the value (not, about, at least, twice, thousand, ...);
@@ -68,7 +68,7 @@ _DECORATION = re.compile(
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _ATTACHED = re.compile(r"[A-Za-z]")
 
-# A number in prose. The guard keeps parts of `x2`, `1.2.3` and `2^10` from being read as numbers.
+# A number in prose. The lookbehind excludes parts of `x2` and `1.2.3`.
 _SAID = re.compile(
     r"(?<![\w.])(?:[-\u2212]\s?)?(?:\\?[$\u00a3\u20ac]\s?)?[-\u2212]?"
     rf"(?:(?:{_INT})(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)(?:\s?/\s?[0-9]+|e[+-]?[0-9]{{1,3}}(?![0-9A-Za-z]))?",
@@ -94,7 +94,7 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class NumberSpan:
-    """A number in a text, its spelling, and its end."""
+    """A number in a text, its spelling, and its end position."""
 
     numeral: Number
     text: str
@@ -102,8 +102,8 @@ class NumberSpan:
 
 
 def read_numeral(text: str, asked: str = "", is_reference: bool = False) -> Number | None:
-    """The number that `text` is, or None. A unit must name something, or multiply as the question
-    wants (`asked`, from `wording.asked_in`). The caller checks whether the mark is wanted. In a
+    """The number that `text` represents, or None. A unit is a noun, or a multiplier that the
+    question has (`asked`, from `wording.asked_in`). The caller checks `Number.mark`. In a
     reference, the right side of an equation is no number."""
     if len(text) > MAX_CHARACTERS:
         return None
@@ -139,8 +139,8 @@ def _rounds_to(value: Fraction, other: Fraction, decimals: int) -> bool:
 
 
 def last_numeral_said(text: str, asked: str = "", only: bool = False) -> NumberSpan | None:
-    """The last number of a text; None without one, or if the words or signs next to it change the
-    answer. With `only`, the number must be all that its sentence states."""
+    """The last number of a text; None if there is no number, or if the words or signs next to the
+    number change the answer. With `only`, the sentence must state nothing but the number."""
     matches = list(_SAID.finditer(text))
     if not matches:
         return None

@@ -1,5 +1,5 @@
-"""Answers that are no expression: words, dates and times, choices, numbers in another base,
-remainders. All functions take text in its normal form."""
+"""Answers that are no expressions: words, dates and times, choices, numbers in another base,
+remainders. The arguments of all functions are texts in normal form."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def _read_date(plain: str) -> str | None:
 
 
 def read_choice(text: str) -> tuple[str, str] | None:
-    """The letter of a choice in capitals, and the text after it; that may name no other choice."""
+    """The letter of a choice as a capital, and the text after it, which must not name another
+    choice."""
     plain = _TEXT.sub(r" \1 ", text).strip(" *")
     found = _CHOICE.fullmatch(plain)
     if found is None:
@@ -102,7 +103,7 @@ def read_letters(text: str) -> frozenset[str] | None:
 
 
 def read_based(text: str) -> tuple[str, int] | None:
-    """The digits and the base of a number with a stated base."""
+    """The digits and the base of a number whose base is given."""
     found = _BASED.fullmatch(_TEXT.sub(r"\1", text).strip())
     if found is None:
         return None
@@ -168,7 +169,7 @@ def _as_interval(text: str) -> tuple[str, str] | None:
 
 
 def _intersection(one: str, other: str, name: str) -> tuple[str, str] | None:
-    """The intersection of a half line with an upper bound and one with a lower bound."""
+    """The intersection of two half lines, one with an upper bound and one with a lower bound."""
     low = [text for text in (one, other) if text.endswith(r",\infty)")]
     high = [text for text in (one, other) if text.startswith(r"(-\infty,")]
     if len(low) != 1 or len(high) != 1 or low == high:
@@ -177,13 +178,13 @@ def _intersection(one: str, other: str, name: str) -> tuple[str, str] | None:
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """The names of a text's named values in order; () if it has none."""
+    """The names of a text's named values in order; () if the text has none."""
     return tuple(_named_values(text)[0])
 
 
 def as_tuples(text: str, names: tuple[str, ...] = ()) -> str:
-    """Named values, `y = 3, x = -1`, as tuples in the order of `names`, or of the alphabet if the
-    names differ. `text` itself if a value has no name or a name is repeated in a group."""
+    """Named values, `y = 3, x = -1`, as tuples in the order of `names`, or in alphabetic order if
+    the names differ. `text` itself if a value has no name, or if a group repeats a name."""
     groups = _named_values(text)
     order = names if set(names) == set(groups[0]) else sorted(groups[0])
     tuples = [f"({','.join(group[name] for name in order)})" for group in groups]

@@ -1,7 +1,7 @@
-"""The meaning of a question's words, and of the words next to a number.
+"""The meaning of words: of a question's words, and of the words next to a number.
 
-Nouns that name units are an open class. The words that change a number or an answer are closed
-classes: they negate, hedge, condition, compare, compute or multiply.
+Any noun may be a unit. The words that change a number or an answer are listed in this module: they
+negate, hedge, condition, compare, compute or multiply.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import re
 
 
 def word_set(words: str) -> frozenset[str]:
-    """The words of a text, each once."""
+    """The set of a text's words."""
     return frozenset(words.split())
 
 
-# A sentence asks if it ends with `?`, or if one of its clauses begins with such an imperative.
+# A sentence is a question if it ends with `?`, or if one of its clauses begins with one of these
+# imperatives.
 _SENTENCE = re.compile(r"(?<=[.?!])\s+|(?<=[.?!][$*)\"'])\s+|\n+")
 _ORDER = r"(?:^|[,;:]\s*|\b(?:and|then|please|now)\s+)(?:{})\b"
 _TASK = re.compile(
@@ -29,24 +30,24 @@ _NUMBER_WORDS = word_set(
     """one two three four five six seven eight nine ten eleven twelve fifteen twenty thirty forty
     fifty sixty seventy eighty ninety hundred thousand"""
 )
-# The word before distinguishes "what percent" from "20 percent of what".
+# The word before `percent` distinguishes "what percent" from "20 percent of what".
 _PERCENT = re.compile(r"([\w.]*)[\s\\-]*(?:per ?cent|%)", re.IGNORECASE)
 _DEGREES = re.compile(
     r"([\w.]*)[\s\\^{-]*(?:degrees|degree measure|\bangle|\u00b0|circ\b)", re.IGNORECASE
 )
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _UNIT = re.compile(r"[A-Za-z]+(?:-[A-Za-z]+)*(?:\^\{?[23]\}?)?|[\u4e00-\u9fff]{1,4}")
-# In Chinese: tens to hundreds of millions, negation, hedges, shares, sums.
+# Chinese characters for numbers from ten to a hundred million, negation, hedges, shares, sums.
 _ALTERING_SIGNS = frozenset(
     "\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u4e0d\u975e\u7ea6\u5de6\u53f3\u81f3\u5c11\u591a\u534a\u500d\u4e4b"
     "\u51e0\u6210\u6298\u6216\u548c"
 )
 _MOST_WORDS = 5
 
-# Letters that are units; others are variables, or multiply: k, K, M, G, T, B.
+# Single letters that are units. Other letters are variables, or multipliers: k, K, M, G, T, B.
 _LETTERS = word_set("m g l s h t L W V J N C F A a")
 _LETTERS_ATTACHED = word_set("m g l s h t L")
-# Units of two letters, and of three.
+# Units of two letters, and longer abbreviations.
 _PAIRS = word_set("km cm mm nm kg mg lb oz ft in yd mi ml cl dl hr kw hz pa am pm")
 _FUNCTION_PAIRS = word_set("an of at on to by he she it we")
 _ABBREVIATIONS = word_set("hrs min mins sec secs lbs mph kmh kph usd kwh")
@@ -56,7 +57,7 @@ MULTIPLIERS = _NUMBER_WORDS - {"one"} | word_set(
     mio mil thou mega giga tera milli micro tenth tenths
     hundredth hundredths thousandth thousandths percent percentage permille"""
 )
-# Names that a label, or a sentence with `is`, may give its number.
+# Names of the number in a label, or in a sentence with `is`.
 _RESULTS = word_set("sum difference product quotient ratio power root minimum maximum")
 _RATE = re.compile(r"\b(?:per|an?|each|every)\s+(?:dozen|pair|couple|gross|half|quarter)\b", re.I)
 _DENIALS = word_set(
@@ -83,7 +84,7 @@ _COMPUTING = word_set(
     thrice half halves third thirds quarter quarters double doubled triple tripled quadruple
     quadrupled halved fold tenfold"""
 )
-# Bounds, comparisons and clauses; none may be in a unit or before a number.
+# Words of bounds, comparisons and clauses, which must not be in a unit or before a number.
 _BOUNDS = word_set(
     """otherwise and but either versus vs whether though although because over under above below
     beyond within up upto exceeding minimum maximum bigger larger smaller greater lower higher
@@ -92,13 +93,13 @@ _BOUNDS = word_set(
 _CLAUSES = word_set(
     "too when whenever until till given while where depending considering compared relative"
 )
-# These are harmless after a noun: 42 miles from this town, or since then.
+# These words change nothing after a noun: 42 miles from this town, or since then.
 _JOINING = word_set(
     """other rather anything everything nothing something as like since between far about around
     near close closer merely some any several added"""
 )
 _REFERRING = word_set("that this these those which away off")
-# These are harmless if the question has them.
+# These words change nothing if the question has them.
 _ASKABLE = word_set(
     """more less fewer than times bigger larger smaller greater lower higher further different
     distinct other"""
@@ -116,8 +117,8 @@ _VERBS = word_set(
 
 
 def asked_in(question: str, reference: str = "") -> str:
-    """The sentences of a question that ask: the last one for a value, and all for its form. The
-    multipliers in a reference count as asked for, too."""
+    """The sentences of a question that request the answer: the last one that asks for a value, and
+    all that ask for a form. The multipliers in a reference count as requested, too."""
     task, forms = "", [f"in {word}." for word in words_of(reference) if word in MULTIPLIERS]
     for sentence in _SENTENCE.split(question):
         if sentence.rstrip(" $*_)\\]\"'}").endswith("?") or _TASK.search(sentence):
@@ -135,20 +136,21 @@ def asks_for(mark: str, question: str) -> bool:
 
 
 def changes_value(words: str, asked: str = "") -> bool:
-    """Whether the words before a number change it, or make it another answer: `the difference of`
-    does, `the difference is` does not. `asked` are the question's asking sentences
-    (`asked_in`)."""
+    """Whether the words before a number change its value or make it another answer. `the difference
+    of` changes it, `the difference is` does not. `asked` has the sentences of the question that
+    request the answer (`asked_in`)."""
     found = set(words_of(words))
     return _alter(found & (_ALTERING - _RESULTS if "is" in found else _ALTERING), asked)
 
 
 def changes_value_after(words: str, asked: str = "", *, in_prose: bool = False) -> bool:
-    """Whether the words after a number change it. `in_prose`, only the first two words and
-    judgements count: a sentence may continue with `not` or `less than` about something else."""
+    """Whether the words after a number change its value. With `in_prose`, only the first two words,
+    and judgements anywhere, can change it: a sentence may continue with `not` or `less than` about
+    something else."""
     plain = _RATE.sub("", words)
     said = words_of(plain)
     first, beside = set(said[:1]), set(said[:2])
-    found = beside & MULTIPLIERS  # the first two words only: not in 42 eggs for two days
+    found = beside & MULTIPLIERS  # only the first two words: not in 42 eggs for two days
     if in_prose:
         found |= beside & _BESIDE | set(said) & _JUDGEMENTS
     else:
@@ -175,7 +177,7 @@ def _is_asked(word: str, asked: str) -> bool:
 
 
 def since_verb(words: str) -> str:
-    """The last four words before a number, without denials that end at a verb: `who did vote is`
+    """The last four words before a number, without denials before the last verb: `who did vote is`
     for `who did not vote is`."""
     said = words.split()[-4:]
     verbs = [n for n, word in enumerate(said) if word.lower() in ("is", "are", "was", "were", "=")]
@@ -185,13 +187,13 @@ def since_verb(words: str) -> str:
 
 
 def is_statement(words: str) -> bool:
-    """Whether one of the words is a verb that makes a statement."""
+    """Whether one of the words is a verb, which makes the words a statement."""
     return bool(_VERBS & set(words_of(words)))
 
 
 def is_unit(text: str, attached: bool = False, asked: str = "") -> bool:
-    """Whether `text` after a number names what is counted: nothing, or up to five words that do not
-    change the number. `attached` means without a space between."""
+    """Whether `text` after a number is a unit: empty, or up to five words that do not change the
+    number. `attached` means that no space is between them."""
     opened = _TEXT.sub(lambda found: f" {found[1].strip()}", text)  # keeps an exponent attached
     opened = re.sub(r"^\(([A-Za-z /]+)\)$|(?<=[A-Za-z])[.!]$", r"\1", opened.strip())
     words = [word for word in re.split(r"[\s/]+|\\cdot", opened) if word]

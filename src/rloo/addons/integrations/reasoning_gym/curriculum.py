@@ -1,5 +1,6 @@
-"""Samples problems by the pass rates of earlier steps. It prefers those that about half of the
-completions pass, since rewards then differ most, and opens a harder level once one is passed."""
+"""Samples problems by the pass rates of earlier steps. Problems that about half of the completions
+pass are preferred, since rewards then differ most. A harder level opens once the level below is
+passed."""
 
 from __future__ import annotations
 
@@ -19,19 +20,20 @@ from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.sampler import Draw, EpochSampler
 from rloo.types import Group
 
-# A level opens when this share of at least so many completions of the level below passes.
+# A level opens when the level below has at least this number of scored completions and this pass
+# rate.
 OPENS_AT, OPENS_AFTER = 0.7, 32
-# Lowest relative probability of a level that is mastered or never solved: its pass rate must stay
-# known.
+# Lower bound on the relative probability of a level. Levels with pass rate 0 or 1 must still be
+# sampled, so that their pass rates stay known.
 LEAST_SIGNAL = 0.05
-# Completions of a task and level after which an earlier one counts half: the policy changes.
+# Half-life of the pass counts, in completions of the task and level, since the policy changes.
 HALF_LIFE = 128
 
 
 @dataclass(slots=True)
 class _Cell:
-    """A task at a level: the indices of its prompts, their order, and decayed counts of completions
-    that passed and that were scored."""
+    """A task at a level: the indices of its prompts, their order, and decayed counts of passed and
+    of scored completions."""
 
     name: TaskLevel
     indices: list[int]
@@ -47,11 +49,12 @@ class _Cell:
 
     @property
     def signal(self) -> float:
-        """The variance of passing relative to its maximum of 0.25, at least LEAST_SIGNAL."""
+        """The variance p (1 - p) of the pass rate p, divided by its maximum 0.25, at least
+        LEAST_SIGNAL."""
         return max(4.0 * self.pass_rate * (1.0 - self.pass_rate), LEAST_SIGNAL)
 
     def add(self, passed: int, scored: int) -> None:
-        """Count new completions, and decay the earlier ones."""
+        """Decay the counts, and add new completions."""
         kept = 0.5 ** (scored / HALF_LIFE)
         self.passed = kept * self.passed + passed
         self.scored = kept * self.scored + scored
@@ -62,11 +65,11 @@ class Curriculum:
     """A prompt sampler (`rloo.data.sampler.PromptSampler`); `cells` has the task and level of each
     prompt.
 
-    The probability of a task and level is proportional to weight / open levels of the task *
-    max(4 p (1 - p), 0.05), where p is its pass rate. Its prompts come in passes, each in a random
-    order. A draw is a function of (seed, number of earlier draws, pass rates), so it is the same in
-    every process and in a resumed run. A completion passes if its first reward is at least
-    `threshold`; completions without a score do not count.
+    The probability of a task and level is proportional to weight / open levels of the task * max(4
+    p (1 - p), 0.05), where p is its pass rate. The prompts of a task and level are used in passes,
+    each in a random order. A draw is a function of (seed, number of earlier draws, pass rates), so
+    every process and a resumed run make the same draws. A completion passes if its first reward is
+    at least `threshold`. Completions without a score do not count.
     """
 
     cells: Sequence[TaskLevel]
@@ -122,7 +125,7 @@ class Curriculum:
                 cell.is_open = cell.is_open or passes
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers of draws, in all and by task and level, with the pass counts."""
+        """The total number of draws; the numbers of draws and the pass counts by task and level."""
         cells = [
             [*cell.name, cell.order.drawn, cell.passed, cell.scored, cell.is_open]
             for cell in self._cells
@@ -130,8 +133,8 @@ class Curriculum:
         return {"drawn": self.drawn, "cells": cells}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`. Raises ValueError if it has other tasks and levels, or is of a run
-        without a curriculum."""
+        """Resume from `state`. Raises ValueError if `state` has other tasks and levels, or belongs
+        to a run without a curriculum."""
         saved = state.get("cells", [])
         if [tuple(values[:2]) for values in saved] != [cell.name for cell in self._cells]:
             raise ValueError(
@@ -146,8 +149,8 @@ class Curriculum:
 
 
 def with_curriculum(source: Prompts, config: RLOOConfig) -> Prompts:
-    """The same prompts, sampled by a curriculum if `dataset_kwargs.curriculum` is true. Raises
-    ValueError for prompts that are not of `gym:NAME`."""
+    """The prompts of `source`, sampled by a curriculum if `dataset_kwargs.curriculum` is true.
+    Raises ValueError for prompts from another dataset than `gym:NAME`."""
     if not config.dataset_options.curriculum:
         return source
     if not isinstance(source, PromptDataset):

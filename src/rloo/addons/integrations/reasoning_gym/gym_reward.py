@@ -1,5 +1,5 @@
-"""The reward `gym`: scores of reasoning-gym, computed in sandboxed workers, since some scorers
-evaluate the model's text."""
+"""The reward `gym`: scores of reasoning-gym. They are computed in sandboxed workers, since some
+scorers evaluate the model's text."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ from rloo.types import Text
 
 _MODULE = "reasoning_gym"
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# Longer than any answer of the library; some scorers take quadratic time.
+# Longer than any answer of the library. The limit exists since some scorers take quadratic time.
 _MOST_CHARACTERS = 20_000
-# Answers in one request, and the share of the time limit after which no further one is scored.
+# Most answers in one request, and the share of the time limit after which no further answer is
+# scored.
 _AT_ONCE, _SHARE = 64, 0.5
 _MOST_WORKERS = 4
 _IMPORT = f"from {value_codec.__name__} import Codec\n"
@@ -44,7 +45,7 @@ codec = sys.modules[{name!r}] = types.ModuleType({name!r})
 exec({source!r}, vars(codec))
 Codec = codec.Codec
 """
-# The library's own output must not be read as a score.
+# Printed output of the library must not be parsed as a score.
 _MAIN = """
 import os, sys
 if list(sys.version_info[:2]) != {version}:
@@ -73,9 +74,9 @@ def make_gym(
     wall: str | None = None,
     workers: int | None = None,
 ) -> GymReward:
-    """A `GymReward`. A scorer may take at least half of `seconds` for an answer, and `memory`
-    bytes. `wall` is `bwrap` or `landlock`; the default is the first that works. `workers` score in
-    parallel; the default is one a processor, at most 4."""
+    """A `GymReward`. A scorer has at least half of `seconds` for an answer, and `memory` bytes.
+    `wall` is `bwrap` or `landlock`; the default is the first that works on this machine. `workers`
+    is the number of parallel workers; the default is one per processor, at most 4."""
     if wall not in (None, *ISOLATION_BACKENDS):
         raise ValueError(
             f"wall is {wall!r}; it is {' or '.join(ISOLATION_BACKENDS)} (option of gym)"
@@ -92,13 +93,14 @@ def make_gym(
 
 
 class GymReward:
-    """The score of the row's task for the answer, from 0 to 1, perhaps partial. It reads the column
-    `entry`, which rows of `gym:NAME` have.
+    """The score of the answer by the scorer of the row's task: from 0 to 1, possibly a partial
+    score. The reward needs the column `entry`, which rows of `gym:NAME` have.
 
-    The answer is the content of the last `<answer>...</answer>`, or else the whole completion.
+    The answer is the content of the last `<answer>...</answer>`, or else the complete completion.
 
-    The reward is None if scoring failed: it raised, took too long or too much memory, or the
-    sandbox failed. The metric `rewards/gym_reward/unjudged` is the share of these.
+    The reward is None if scoring failed: the scorer raised an error, took too long or needed too
+    much memory, or the sandbox failed. The metric `rewards/gym_reward/unjudged` is the share of
+    such answers.
     """
 
     def __init__(self, wall: str | None, size: int, limits: ResourceLimits) -> None:
@@ -123,7 +125,7 @@ class GymReward:
         entry: Sequence[str | None],
         log_metric: Callable[[str, float], None] | None = None,
     ) -> list[float | None]:
-        """The rewards. Equal answers to a problem are scored once."""
+        """The rewards of the completions. Equal answers to a problem are scored once."""
         pairs = [
             None if given is None else (given, answer_of(text_of(text)))
             for text, given in zip(completions, entry, strict=True)
@@ -136,7 +138,7 @@ class GymReward:
         return rewards
 
     def close(self) -> None:
-        """End the workers; the next call starts new ones."""
+        """Stop the workers. The next call starts new workers."""
         if self._staff is not None:
             self._staff.close()
             self._staff = None
@@ -159,11 +161,11 @@ class GymReward:
         return found
 
     def _scores_of(self, pairs: list[Pair], future: Future[dict[str, Any]]) -> list[float | None]:
-        """The scores of the first pairs, at least one: all that were done in time, then None for
-        the one that killed the program."""
+        """The scores of the first pairs, at least one: the pairs scored in time, followed by None
+        for a pair whose scoring killed the program."""
         try:
             answer = wait_result(future)
-        except WorkerDied:  # several times
+        except WorkerDied:  # the sandbox failed several times
             return [None] * len(pairs)
         *lines, _ = answer.get("output", "").split("\n")
         scores = [None if line == "null" else float(line) for line in lines[1:]]
@@ -189,7 +191,7 @@ class GymReward:
 
 
 def answer_of(text: str) -> str:
-    """The scored part of a completion, without white space around it."""
+    """The part of a completion that is scored, without surrounding white space."""
     tagged = _TAGGED.findall(text)
     return (tagged[-1] if tagged else text).strip()[:_MOST_CHARACTERS]
 

@@ -1,8 +1,9 @@
-"""The only file that imports reasoning-gym (the extra `gym`), when one of its functions is called.
+"""The only file that imports reasoning-gym (the extra `gym`). The import is made when a function of
+this file is called.
 
-It knows the library's tasks, levels and scorers, and nothing of rows, prompts or completions.
-`score_all` runs in a sandbox, which gets this file and the codec as text. So nothing else of the
-package is imported here.
+The functions use the library's tasks, levels and scorers, but no rows, prompts or completions.
+`score_all` runs in a sandbox, which gets this file and the codec as text. Therefore this file
+imports nothing else of the package.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from typing import Any
 
 from rloo.distributed.value_codec import Codec
 
-# Combines other tasks; a dataset's list of names does that.
+# The library's task that combines other tasks. Here, a dataset's list of names does so.
 _NO_TASK = "composite"
-# Tasks whose problems depend on the order of a set of strings, which differs between processes.
+# Tasks whose problems depend on the order of a set of strings. That order differs between
+# processes.
 BY_HASH = frozenset(
     ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 )
@@ -33,9 +35,9 @@ BY_HASH = frozenset(
 ENTRY = Codec(
     {"tuple": "__tuple__", "dict": "__pairs__", "Fraction": "__fraction__"}, plain_objects=True
 )
-# Scorers of _EVALUATE pass an answer to Python's eval to read a list; those of _FORMULAS pass it to
-# sympy, which also evaluates Python. Restricting both keeps an answer from being a program that
-# prints its own score.
+# Scorers of _EVALUATE parse a list with Python's eval. Scorers of _FORMULAS parse the answer with
+# sympy, which also evaluates Python. Both parsers are restricted, so that an answer cannot execute
+# code in the scorer.
 _EVALUATE = ("binary_matrix", "n_queens", "number_sorting", "spiral_matrix", "string_insertion")
 _FORMULAS = ("countdown", "puzzle24")
 _FORMULA = re.compile(r"(?:[^\W\d_](?!\w)|\d+(?:\.\d+)?(?!\w)|[a-z]+(?=\()|pi\b|[\s+\-*/^(),])*")
@@ -44,8 +46,7 @@ _FUNCTIONS = re.compile(r"a?(?:sin|cos|tan)h?|cot|csc|sec|exp|ln|log|sqrt|abs")
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: its text, the library's answer or None, and the JSON from which answers are
-    scored."""
+    """A problem: its text, the library's answer or None, and the JSON that the scorer needs."""
 
     question: str
     answer: str | None
@@ -76,8 +77,9 @@ def problems_of(
     task: str, level: int | None, options: Mapping[str, Any], *, seed: int, size: int
 ) -> Any:
     """The library's dataset of a task with `size` problems. At level n, every attribute of the
-    task's curriculum is at its level n, or its last; without a level it has its default options.
-    `options` are set in both cases. Raises ValueError for options that the task does not take."""
+    task's curriculum has its n-th value, or its last value if it has fewer. Without a level the
+    task has its default options. `options` are set in both cases. Raises ValueError for options
+    that the task does not accept."""
     kind, config_kind = _factory().DATASETS[task]
     try:
         config = config_kind() if level is None else _config_at(task, level)
@@ -96,8 +98,8 @@ def problems_of(
 def problems(
     task: str, level: int | None, options: Mapping[str, Any], *, seed: int, size: int
 ) -> Iterator[Problem]:
-    """Yield the problems of `problems_of`, except those that the library fails to make. Raises the
-    same errors, and ValueError if it makes none."""
+    """Yield the problems of `problems_of`, except for problems that the library fails to generate.
+    Raises the same errors, and ValueError if all problems fail."""
     given = problems_of(task, level, options, seed=seed, size=size)
     head = {"task": task, "level": level, "options": dict(options)}
     made, failed = 0, None
@@ -105,7 +107,7 @@ def problems(
         try:
             with _seeded(f"{seed} {index}"):
                 entry = given[index]
-        except Exception as error:  # tasks that give up raise anything
+        except Exception as error:  # a failing task may raise any error
             failed = error
             continue
         made += 1
@@ -120,9 +122,9 @@ def problems(
 
 
 def score(entry: str, answer: str) -> float:
-    """The score that the task's scorer gives an answer to the problem of `entry` (`Problem.entry`),
-    from 0 to 1. It may take any time and raise anything; a score outside this range is a
-    ValueError. `_harden` keeps an answer from being run as a program."""
+    """The task scorer's score, from 0 to 1, for an answer to the problem of `entry`
+    (`Problem.entry`). The call may take any time and raise any error; it raises ValueError for a
+    score outside this range. `_harden` prevents the execution of an answer as code."""
     _harden()
     known = json.loads(entry)
     scorer = _scorer(known["task"], known["level"], json.dumps(known["options"]))
@@ -133,13 +135,13 @@ def score(entry: str, answer: str) -> float:
 
 
 def score_all(pairs: list[tuple[str, str]], seconds: float, tell: Callable[[str], Any]) -> None:
-    """`score` each pair of entry and answer and `tell` each score in a line of JSON, null if it
-    raised. No further pair is scored after `seconds`."""
+    """`score` each pair of entry and answer. Pass each score to `tell` as a line of JSON, null if
+    `score` raised an error. After `seconds`, no further pair is scored."""
     end = time.monotonic() + seconds
     for entry, answer in pairs:
         try:
             found = score(entry, answer)
-        except Exception:  # scorers raise anything for a model's text
+        except Exception:  # scorers may raise any error for a model's text
             found = None
         tell(json.dumps(found) + "\n")
         if time.monotonic() >= end:
@@ -148,7 +150,7 @@ def score_all(pairs: list[tuple[str, str]], seconds: float, tell: Callable[[str]
 
 @contextmanager
 def _seeded(seed: str) -> Iterator[None]:
-    """Seed the global generators, which some tasks use, restore them afterwards, and discard
+    """Seed the global random generators, which some tasks use, and restore them afterwards. Discard
     printed output."""
     import numpy
 
@@ -185,8 +187,8 @@ def _factory() -> ModuleType:
 
 @lru_cache(maxsize=1)
 def _harden() -> None:
-    """Make scorers parse answers that they would evaluate. It changes the library's modules, so it
-    is for scoring processes only."""
+    """Make scorers parse answers instead of evaluating them. This patches the library's modules, so
+    it must be called only in scoring processes."""
     import sys
 
     import sympy

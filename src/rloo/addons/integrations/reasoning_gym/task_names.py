@@ -12,8 +12,8 @@ from rloo.config.reasoning_gym_options import task_options, weights_of
 
 
 def check_names(name: str, options: TrainingOptions) -> None:
-    """Raise ValueError for unknown tasks, for options that a task does not have or take, for levels
-    beyond its last, and if reasoning-gym is not installed."""
+    """Raise ValueError for unknown tasks, for options or values that a task does not accept, for
+    levels above a task's last one, and if reasoning-gym is not installed."""
     try:
         known = gym_tasks.task_names()
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Environments of `verifiers` as arguments of a run."""
+"""Converts environments of `verifiers` to arguments of a trainer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from rloo.config.optional_packages import install
 
 
 def from_verifiers(environment: Any) -> dict[str, Any]:
-    """The arguments of RLOOTrainer for an environment of `verifiers`: the rows of its dataset, the
-    rollouts that it plays, and the rewards of its rubric. The run's options control sampling.
+    """The arguments of RLOOTrainer for an environment of `verifiers`: the rows of its dataset, its
+    rollouts as a `rollout_func`, and the rewards of its rubric. The run's options control sampling.
     Raises ValueError for an environment with its own sampling arguments or advantages.
 
     >>> RLOOTrainer(model, args=args, **from_verifiers(verifiers.load_environment("wordle")))

@@ -1,7 +1,9 @@
-"""Tokens of conversations that an environment controls; tokens are only ever appended.
+"""The tokens of conversations that an environment controls. Tokens are only appended, never
+changed.
 
-An environment that plays its own rollouts sends the whole conversation for each turn. Here it is
-compared with the known part: the model's turns stay as sampled, and new messages are appended.
+An environment that controls its rollouts sends the complete conversation for each turn. This module
+compares it with the known part: the model's turns keep their sampled tokens, and new messages are
+appended.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ Schemas = Sequence[Mapping[str, Any]] | None
 
 
 class ContextOverflow(ValueError):
-    """A prompt, or the messages to the model, leave no room for a turn."""
+    """A prompt, or the messages to the model, are too long for a further turn."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation so far: its `messages`, their `text`, and its tokens, with 1 in `trained` for
-    tokens of the model. `raw` maps the index of a message to the model's text."""
+    """A conversation: its `messages`, their `text`, and its tokens. `trained` is 1 for tokens of
+    the model. `raw` maps the index of a message to the model's text."""
 
     number: int
     prompt_ids: list[int]
@@ -45,8 +47,8 @@ class Conversation:
 
 
 class IncrementalRenderer:
-    """Converts a model's conversation to tokens and back. `refused` is the reason why its chat
-    template does not support the given tools."""
+    """Converts conversations to tokens of a model and back. `refused` is the reason why the model's
+    chat template does not support the given tools."""
 
     def __init__(self, trainer: Any) -> None:
         policy, args = trainer.policy, trainer.args
@@ -70,8 +72,9 @@ class IncrementalRenderer:
         return Conversation(number, tokens, messages, text)
 
     def tell(self, rollout: Conversation, messages: list[Message], tools: Schemas) -> None:
-        """Append the messages that follow those of the rollout. Raises ValueError if `messages` do
-        not continue them, and ContextOverflow if no room is left for a turn."""
+        """Append the new ones of `messages` to the rollout. Raises ValueError if `messages` do not
+        begin with the messages of the rollout, and ContextOverflow if no tokens are left for a
+        turn."""
         known, behind = len(rollout.messages), messages[len(rollout.messages) :]
         if messages[:known] != rollout.messages or not behind:
             raise ValueError(
@@ -93,7 +96,7 @@ class IncrementalRenderer:
         rollout.logprobs += [0.0] * len(tokens)
 
     def hear(self, rollout: Conversation, turn: SampledTurn, tools: Schemas) -> Message:
-        """Append a turn of the model and return it as a message."""
+        """Append a turn of the model and return the turn as a message."""
         dialect = self._dialect(tools)
         text = dialect.template.decode(turn.token_ids)
         last = turn.token_ids[-1]
@@ -125,7 +128,7 @@ class IncrementalRenderer:
         return self._dialects[name]
 
     def _found(self, tools: Schemas) -> Renderer:
-        if not tools:  # there are no tool calls to parse
+        if not tools:  # without tools there are no tool calls to parse
             template = ChatTemplate(self._tokenizer, self._options)
             return Renderer(template, {}, opening="", end=self._ends[0])
         try:
@@ -137,7 +140,8 @@ class IncrementalRenderer:
 
 
 def plain(message: Mapping[str, Any]) -> Message:
-    """A message with only the compared parts, its content as text. Raises ValueError for images."""
+    """A message with only the parts that are compared, and its content as text. Raises ValueError
+    for images."""
     parts = message.get("content") or ""
     if not isinstance(parts, str):
         if any(part.get("type") != "text" for part in parts):
@@ -150,7 +154,7 @@ def plain(message: Mapping[str, Any]) -> Message:
 
 
 def _rendered(message: Message, raw: str | None, messages: Sequence[Message]) -> Message:
-    """A message for a chat template: with the model's raw text, or the name of a tool."""
+    """A message for a chat template, with the model's raw text or the name of a tool."""
     shown: Message = {"role": message["role"], "content": message["content"]}
     if raw is not None:
         shown["content"] = raw

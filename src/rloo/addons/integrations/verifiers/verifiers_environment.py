@@ -1,9 +1,9 @@
-"""Environments of `verifiers`. They play their rollouts themselves and ask our engine for the
-model's turns instead of a server.
+"""Environments of `verifiers`. They control their rollouts, and request the model's turns from our
+engine instead of a server.
 
-An environment uses messages, training uses tokens. A rollout's tokens are only ever appended: the
-model's turns as sampled, and the chat template's tokens for further messages. A rollout fails if
-its messages do not continue the earlier ones.
+An environment uses messages, training uses tokens. Tokens are only appended to a rollout: the
+sampled tokens of the model's turns, and the chat template's tokens for further messages. A rollout
+fails if its messages do not begin with the earlier ones.
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ from rloo.episodes.rollout_func import FAILED, MASK, SampledTurn
 from rloo.rewards.async_functions import LoopThread
 from rloo.types import Message, Prompt
 
-# Seconds to wait for further rollouts, so that they are sampled together.
+# Seconds to wait for further requests, so that they are sampled together.
 _GATHERS = 0.02
 REWARD = "verifiers_reward"
 
 
 class VerifiersEnvironment:
-    """A `rollout_func` that has the environment play a rollout for each prompt, all of them
+    """A `rollout_func` in which the environment runs a rollout for each prompt, all
     concurrently."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
         self.__name__ = environment.env_id or type(environment).__name__
-        # Reused, since the environment's connections belong to the loop that opened them.
+        # The event loop is reused, since the environment's connections belong to the loop that
+        # opened them.
         self._loop: LoopThread | None = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> Mapping[str, Any]:
-        """The tokens of the rollouts, and their rewards. Raises ValueError if the model's chat
-        template does not support the environment's tools."""
+        """The tokens and rewards of the rollouts. Raises ValueError if the model's chat template
+        does not support the environment's tools."""
         self._loop = self._loop or LoopThread()
         asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         speech = IncrementalRenderer(trainer)
@@ -84,13 +85,13 @@ class VerifiersEnvironment:
             played = await self._environment.run_group(
                 inputs, client, "policy", {}, state_columns=["trajectory_id"]
             )
-        except Exception as error:  # environments raise anything
+        except Exception as error:  # environments may raise any error
             return [{FAILED: f"the environment raised {error!r:.200}"} for _ in rows]
         return [_ended(each, client.rollouts.get(each["trajectory_id"])) for each in played]
 
 
 def _ended(played: Mapping[str, Any], rollout: Conversation | None) -> dict[str, Any]:
-    """The result of a rollout, or the reason of its failure."""
+    """The result of a rollout, or the reason for its failure."""
     if played.get("error"):
         return {FAILED: f"{played['error_chain']:.300}"}
     if rollout is None or not any(rollout.trained):
@@ -138,8 +139,8 @@ def _waiting(asked: queue.SimpleQueue[_Asked], over: Future[Any]) -> list[_Asked
 
 
 class EngineClient(Client):  # type: ignore[misc, unused-ignore]
-    """The client through which an environment asks for the model's turns in the rollouts with these
-    numbers. Messages and tools are plain dicts; a response is that of `verifiers`."""
+    """The client with which an environment requests the model's turns in its rollouts, which have
+    numbers. Messages and tools are plain dicts. A response is a `Response` of `verifiers`."""
 
     def __init__(
         self, speech: IncrementalRenderer, asked: queue.SimpleQueue[_Asked], numbers: Sequence[int]
@@ -190,7 +191,7 @@ class EngineClient(Client):  # type: ignore[misc, unused-ignore]
         return response
 
     async def raise_from_native_response(self, response: Any) -> None:
-        """Accept every response: an empty turn is the model's."""
+        """Accept every response. An empty turn is allowed."""
 
     def setup_client(self, config: Any) -> None:
         """Do nothing: there is no connection."""

@@ -1,7 +1,7 @@
-"""Runs inside the sandbox, in a separate interpreter with only the standard library.
+"""Code that runs inside the sandbox, in a separate interpreter with only the standard library.
 
-`rloo.addons.graders.code.sandbox_pool` sends these files there as text; the run itself calls
-nothing here. From the outside in: `guest_main` waits for requests, `judge` (with `test_cases`)
-decides, `process_tree` holds the program's namespaces, and `program` is the hostile program's
-process. Each process is a fork of the one before, made before the parent has read what the child
-must not know."""
+`rloo.addons.graders.code.sandbox_pool` sends these files to the sandbox as text. The training
+process calls nothing in this package. The processes, from the outermost to the innermost:
+`guest_main` waits for requests; `judge` (with `test_cases`) decides; `process_tree` is the parent
+in the program's namespaces; `program` runs the hostile program. Each process is a fork of the
+previous one. A parent forks before it reads data that the child must not know."""

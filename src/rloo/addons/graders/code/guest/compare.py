@@ -9,8 +9,8 @@ from typing import Any
 
 from rloo.distributed import value_codec as codec
 
-# A decimal number as programs print it. Exponents have at most three digits, so none is costly. An
-# exponent without a sign may be no number at all (`12e4`).
+# A decimal number as programs print it. Exponents have at most three digits, which limits the cost
+# of a comparison. An exponent needs a sign, since `12e4` may be text instead of a number.
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-][0-9]{1,3})?")
 _LONGEST = 400  # characters of the longest token that is compared as a number
 # Largest rounding error of a float that is printed for an expected integer.
@@ -19,9 +19,9 @@ _OF_A_WHOLE = Fraction(1, 10**6)
 
 def same_output(found: str, wanted: str, rule: dict[str, Any]) -> bool:
     """Whether two outputs are equal, line by line. White space at the end of lines and of the text
-    does not count. Numbers may be written differently; one expected with a point may differ by
-    `tolerance` (relative, and absolute below 1). With `tokens`, white space within lines and empty
-    lines do not count."""
+    is ignored. Numbers may be written differently. If the expected number has a decimal point, the
+    printed number may differ by `tolerance` (relative, and absolute below 1). With `tokens`, white
+    space within lines and empty lines are ignored too."""
     tolerance, tokens = rule.get("tolerance", 1e-6), rule.get("tokens", False)
     one, other = _lines(found, tokens), _lines(wanted, tokens)
     if len(one) != len(other):
@@ -69,7 +69,7 @@ def _close(one: Fraction, other: Fraction, tolerance: float) -> bool:
 def same_value(found: Any, wanted: Any, rule: dict[str, Any]) -> bool:
     """Whether two plain values are equal. Tuples equal lists, and floats may differ from the
     expected ones by `tolerance`. With `json`, dictionary keys are compared as JSON text. With
-    `unwrap`, an expected list of one value may also be met by that value."""
+    `unwrap`, a value also equals an expected list that has only this value."""
     tolerance = rule.get("tolerance", 1e-6)
     found, wanted = codec.as_lists(found), codec.as_lists(wanted)
     if rule.get("json"):

@@ -1,8 +1,8 @@
 """The main loop of a sandbox worker: a new fork answers each request.
 
-The worker never reads a request. A fork (the clerk) reads it, after it has forked the stage on
-which programs run. So no program descends from a process that knew the expected results of this
-program or of an earlier one.
+The worker never reads a request. A fork of the worker, the clerk, reads it. Before reading, the
+clerk forks the stage process, the parent of programs. Therefore no program descends from a process
+that knew expected results, of this request or of an earlier one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rloo.addons.graders.code.guest.resource_limits import wall_seconds
 _CLOSED, _FAILED = 3, 4
 _CLERK_MEMORY = 1 << 30
 _SPENT = b'a{"spent": true}'
-# Signals that end a clerk when a program has sent it too much, or crashed its interpreter.
+# Signals that end a clerk when a program has sent too much data or crashed the clerk's interpreter.
 _BY_A_PROGRAM = (signal.SIGXCPU, signal.SIGALRM, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 # Modules that most programs import, loaded once here.
 _WARM = (
@@ -45,7 +45,7 @@ _WARM = (
 
 
 def main(channel: int, setup: dict[str, Any]) -> None:
-    """Answer requests over the file `channel` until the other end closes it."""
+    """Answer requests over the file `channel` until the other side closes the channel."""
     wall = setup["wall"]
     if wall["kind"] == "landlock":
         folder = wall["folder"]
@@ -73,7 +73,8 @@ def main(channel: int, setup: dict[str, Any]) -> None:
 
 
 def _load(modules: list[str], wall: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Import modules for programs. A failing import is left to the program to report."""
+    """Import modules for programs. If an import fails, the program that needs it raises the
+    error."""
     if not modules:
         return
     if wall["kind"] == "bwrap":  # some packages write to the home folder when imported
@@ -102,7 +103,7 @@ def _wait_for(clerk: int, channel: int) -> int:
     ended = os.pidfd_open(clerk)
     poll = select.poll()
     poll.register(ended, select.POLLIN)
-    poll.register(channel, 0)  # reports only that it was closed
+    poll.register(channel, 0)  # reports only that the channel was closed
     while not any(file == ended for file, _ in poll.poll()):
         os.kill(clerk, signal.SIGTERM)
         poll.unregister(channel)
@@ -113,7 +114,7 @@ def _wait_for(clerk: int, channel: int) -> int:
 def _answer_one(
     channel: int, setup: dict[str, Any], handler: Callable[[dict[str, Any], SandboxedProcess], Any]
 ) -> None:
-    """Read one request, answer it, and clean up. Never returns."""
+    """Read one request, answer the request, and clean up. Never returns."""
     status, worker = _FAILED, os.getppid()
     try:
         stage = SandboxedProcess(setup["wall"], setup["limits"], channel)
@@ -142,7 +143,7 @@ def _answer_one(
         elif said is not None:
             _send(channel, said)
             status = 0
-    except ConnectionError:  # the other end is gone
+    except ConnectionError:  # the other side has closed the channel
         status = _CLOSED
     except BaseException:
         if os.getppid() == worker:  # otherwise its folder may be gone
@@ -152,13 +153,13 @@ def _answer_one(
 
 
 def _remove_folder(wall: dict[str, Any]) -> None:
-    """Remove the worker's folder; this process may be the last that can."""
+    """Remove the worker's folder, since the worker may have ended already."""
     with suppress(OSError):
         os.rmdir(wall.get("folder", ""))
 
 
 def _limit(limits: dict[str, Any]) -> None:
-    """Limit the clerk: a program's output may exhaust it, which counts as the program's failure."""
+    """Limit the clerk's resources. If a program's output exhausts them, the program has failed."""
     seconds = int(limits["total_seconds"]) + 5
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_CLERK_MEMORY, _CLERK_MEMORY))

@@ -13,10 +13,11 @@ from rloo.distributed import value_codec as codec
 
 
 def answer(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
-    """The answer to a request by its `kind`. `run` gives the `output` (stdout and stderr) and
-    `status` of a program with `given` as its input. The other kinds give `passed` of `count`, or
-    why the tests are unusable (`missing`). With `all_or_nothing`, the first failure ends it. The
-    `program` is a text, or one of a completion's `blocks` (`program_source.choose`)."""
+    """The answer to a request, which depends on its `kind`. For `run`, the answer has the `output`
+    (stdout and stderr) and the `status` of a program with the input `given`. For other kinds, it
+    has the number of `passed` tests and their `count`, or the reason why the tests are unusable
+    (`missing`). With `all_or_nothing`, testing stops at the first failure. The program is the text
+    `program`, or one of a completion's `blocks` (`program_source.choose`)."""
     kinds = {"run": _run, "inputs": _judge_inputs, "function": _judge_function, "tests": run_tests}
     return kinds[request["kind"]](request, stage)
 
@@ -30,7 +31,8 @@ def _run(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
 
 
 class _Whole:
-    """A stand-alone program; `build`, if given, builds it before its first run."""
+    """A stand-alone program. If `build` is given, this command runs before the program's first
+    run."""
 
     def __init__(self, request: dict[str, Any], stage: SandboxedProcess) -> None:
         self._request, self._stage = request, stage
@@ -38,7 +40,7 @@ class _Whole:
         self._source = program_source.choose(request)
 
     def run(self, given: str) -> tuple[bytes, int | None]:
-        """Its output and exit status with this input."""
+        """The program's output and exit status with this input."""
         if self._build:
             output, status = self._run(self._build, b"")
             if status != 0:
@@ -97,7 +99,7 @@ def _judge_function(request: dict[str, Any], stage: SandboxedProcess) -> dict[st
         except (
             ProgramExited,
             Exception,
-        ):  # any error from reading the program's results counts as its failure
+        ):  # an error while reading the program's results is a failure of the program
             right = False
         if right is True:
             passed += 1

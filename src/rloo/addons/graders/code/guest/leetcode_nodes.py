@@ -35,8 +35,8 @@ KINDS: dict[str, type] = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
 def signature(name: str, texts: list[str]) -> list[str] | None:
-    """The annotations of a function's arguments and, last, of its result. They come from the first
-    of these texts that mentions nodes; None if none does."""
+    """The annotations of a function's arguments, followed by the annotation of its result. They
+    come from the first of `texts` that mentions nodes; None if no text mentions nodes."""
     for text in texts:
         tree = parse(text) or parse(f"{text.rstrip()} pass")
         for node in ast.walk(tree) if tree is not None else ():
@@ -49,8 +49,8 @@ def signature(name: str, texts: list[str]) -> list[str] | None:
 
 
 def solve(names: dict[str, Any], function: Any, hints: list[str], given: list[Any]) -> Any:
-    """The result of a function, with lists converted to nodes and back. If the function returns
-    None, the result is its first argument, which it has changed."""
+    """Call a function with lists converted to nodes, and convert its result back. If the function
+    returns None, the result is its first argument, as changed by the call."""
     hints, wanted = hints[:-1], hints[-1]
     hints = hints + [""] * (len(given) - len(hints))
     made = [_made(names, hint, item) for hint, item in zip(hints, given, strict=False)]

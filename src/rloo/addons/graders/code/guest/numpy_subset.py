@@ -1,5 +1,6 @@
-"""The part of numpy that tests of published datasets use to compare floats, for the judge. It is
-used when numpy is not among the reward's packages; programs then cannot create arrays."""
+"""A subset of numpy for the judge: the functions with which tests of published datasets compare
+floats. The judge uses it if numpy is not among the reward's packages. Programs then cannot create
+arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _NUMBERS = (bool, int, float)
 
 
 class _Array:
-    """Stands for numpy's array class; no value is an instance."""
+    """A placeholder for numpy's array class, without instances."""
 
 
 def _allclose(

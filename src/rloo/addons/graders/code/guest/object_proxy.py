@@ -1,10 +1,10 @@
-"""The judge's side of calls into a program: its functions and objects, as tests use them.
+"""Proxies in the judge process for the functions and objects of a program.
 
-Plain values arrive as copies of Python's built-in types, so the program never decides comparisons.
-Other objects get a proxy. Two proxies are equal if the program says so, their states are equal here
-and not empty, and the state depends on the constructor's arguments. A proxy never equals a plain
-value. Whatever a program sends is read as a value, as an error of the program, or as its end; it
-never causes an error of the judge.
+Plain values arrive as copies of Python's built-in types, so the program never decides their
+comparisons. Other objects get a proxy. Two proxies are equal if three conditions hold: the
+program's `==` is true, the objects' states are equal and not empty, and the state depends on the
+constructor's arguments. A proxy never equals a plain value. Any data that a program sends is a
+value, an error of the program or its end, never an error of the judge.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from rloo.addons.graders.code.guest.proxy_types import FOREIGN, CoroutineProxy, 
 from rloo.distributed import value_codec as codec
 
 _MOST_ITEMS = 1_000_000
-# Name of the module that tests run as.
+# The value of `__name__` in tests.
 TESTS = "tests"
 _INPUT = builtins.input
 
 
 class ProgramExited(BaseException):
-    """The program's process has ended, or was ended for its time or for invalid data."""
+    """The program's process has ended, or was killed because of its time limit or invalid data."""
 
 
 class NotSendable(TypeError):
-    """A test passes a value to a program that cannot be sent."""
+    """A test passes a value that cannot be sent to a program."""
 
 
 class RemoteProgram:
@@ -49,7 +49,7 @@ class RemoteProgram:
         self._objects = bool(asked.get("objects"))
         self._local: list[Callable[..., Any]] = []
         self._stands: dict[int, Proxy] = {}
-        # Numbers of the objects that tests call by a class name.
+        # Numbers of the objects that tests look up by a class name.
         self.classes: set[int] = set()
         self.errors: dict[str, type[Exception]] = {}
         stage.grant()
@@ -61,7 +61,7 @@ class RemoteProgram:
             self._listen()
         except BaseException as error:
             self.end()
-            if isinstance(error, Exception):  # the program raised something in our code
+            if isinstance(error, Exception):  # data of the program raised an error in our code
                 raise ProgramExited from error
             raise
 
@@ -79,14 +79,15 @@ class RemoteProgram:
         return self._calls < 0
 
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
-        """The result of an operation in the program. Raises ProgramExited, and its exceptions."""
+        """The result of an operation in the program. Raises ProgramExited and the program's
+        exceptions."""
         if self.ended:
             raise ProgramExited
         try:
             by_name = {key: self._encoded(item) for key, item in named.items()}
             given = [self._encoded(item) for item in args]
             self._say({"do": what, "args": given, "named": by_name, **self._surroundings()})
-            # Changes to arguments count only for calls that return None (see `_listen`).
+            # Changes to arguments are applied only if the call returns None (see `_listen`).
             found = self._listen(args[1:] if what == "call" else ())
         except ProgramExited:
             self.end()
@@ -96,7 +97,7 @@ class RemoteProgram:
         return found
 
     def _surroundings(self) -> dict[str, Any]:
-        """The streams that a test has replaced and the program must use."""
+        """The options that make the program use the streams which a test has replaced."""
         found: dict[str, Any] = {"objects": True} if self._objects else {}
         if sys.stdout is not sys.__stdout__:
             found["heard"] = True
@@ -106,7 +107,8 @@ class RemoteProgram:
 
     def find(self, name: str) -> Any:
         """The object with this name in the program. Tests treat a capitalised name as a class, so
-        its instances may override methods like `issubset`. Raises ProgramExited, lookup errors."""
+        its instances may override methods like `issubset`. Raises ProgramExited and lookup
+        errors."""
         found = self.ask("name", name)
         if isinstance(found, Proxy) and name[:1].isupper():
             self.classes.add(found._number)
@@ -132,7 +134,7 @@ class RemoteProgram:
                     function = self._local[int(said["callback"])]
                     given = [self._decoded(item) for item in said["args"]]
                     named = {str(key): self._decoded(item) for key, item in said["named"].items()}
-            except Exception as wrong:  # any error from reading the program's message
+            except Exception as wrong:  # an error while reading the program's message
                 raise ProgramExited from wrong
             if error is not None:
                 raise error
@@ -155,8 +157,9 @@ class RemoteProgram:
             return base(f"{kinds[:1]}: {text}")
 
     def error_class(self, kinds: list[str]) -> type[Exception]:
-        """The built-in exception class of the first name that has one. Names before it become
-        subclasses of it here. Raises ValueError for an invalid name."""
+        """The class for an exception of the program, whose class names are `kinds` in resolution
+        order. The first built-in one among them is the base; earlier names become subclasses of the
+        base. Raises ValueError for an invalid name."""
         own: list[str] = []
         base: type[Exception] = Exception
         for name in kinds:
@@ -233,8 +236,9 @@ class RemoteProgram:
         raise NotSendable(f"a {type(value).__name__} cannot be given to a program")
 
     def _graph(self, first: Any) -> list[Any]:
-        """The graph of objects of test classes that starts at `first`: for each its class name and
-        attributes, where `{"node": n}` is the n-th object. It is flat, since lists may be long."""
+        """The graph of test-class objects reachable from `first`, as a list of class names and
+        attributes. `{"node": n}` refers to the n-th object. The encoding is flat, since linked
+        lists may be long."""
         nodes, places, found = [first], {id(first): 0}, []
         for node in nodes:
             attributes = {}
@@ -251,7 +255,7 @@ class RemoteProgram:
 
 
 def _change(item: Any, into: Any) -> None:
-    """Apply a program's change of an argument to the test's object."""
+    """Apply the program's changes of an argument to the test's object."""
     if type(item) in codec.CHANGING and type(into) is type(item) and item != into:
         item.clear()
         (item.extend if isinstance(item, (list, deque)) else item.update)(into)

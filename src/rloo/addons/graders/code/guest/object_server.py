@@ -1,6 +1,6 @@
-"""The program's side of the calls that tests make: its objects, by number.
+"""Answers the calls of tests in the program's process. Objects of the program have numbers.
 
-It runs in the program's process, so its messages are as untrusted as the program.
+The messages of this process are as untrusted as the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from rloo.addons.graders.code.guest import leetcode_nodes
 from rloo.distributed import value_codec as codec
 
-# Operations on objects that tests may request, besides those of `operator`.
+# Operations on objects that tests may request, in addition to the functions of `operator`.
 _DOES: dict[str, Callable[..., Any]] = {
     "call": lambda function, *args, **named: function(*args, **named),
     "getattr": getattr, "setattr": setattr, "delattr": delattr, "len": len, "iter": iter,
@@ -44,7 +44,7 @@ def _loop() -> Any:
 
 
 def _awaited(thing: Any) -> Any:
-    """The result of an awaitable; all of a program's awaitables share one event loop."""
+    """The result of an awaitable. All awaitables of a program share one event loop."""
 
     async def wait() -> Any:
         return await thing
@@ -57,7 +57,8 @@ _ADDED = (FunctionType, property, staticmethod, classmethod)
 
 
 def _extends(thing: Any) -> bool:
-    """Whether a thing's class is the program's, extends a built-in type, and adds members."""
+    """Whether an object's class is defined by the program, extends a built-in type, and adds
+    members."""
     kind = type(thing)
     return isinstance(thing, _BUILT_IN) and any(
         hasattr(known, "__members__")
@@ -68,8 +69,8 @@ def _extends(thing: Any) -> bool:
 
 
 def _state(thing: Any) -> dict[str, Any]:
-    """The attributes of an object by name, slots included; "" is the value of an instance of a
-    built-in type's subclass."""
+    """The attributes of an object by name, including slots. For an instance of a built-in type's
+    subclass, the key "" has its plain value."""
     found = dict(getattr(thing, "__dict__", {}))
     for known in _BUILT_IN:
         if isinstance(thing, known):
@@ -99,7 +100,7 @@ class ObjectServer:
         self._until_told()
 
     def _until_told(self) -> Any:
-        """Perform requested operations until a value arrives: the result of a callback."""
+        """Perform requested operations until the result of a callback arrives."""
         while (message := self._receive()) is not None:
             if "error" in message:
                 raise self._error(*message["error"])
@@ -139,8 +140,8 @@ class ObjectServer:
         return said
 
     def _find(self, name: str) -> Any:
-        """The object with this name. `Class.method` and `Class().method` are the method of a new
-        instance; an undefined name may be a method of the program's `Solution`."""
+        """The object with this name. For `Class.method` and `Class().method` it is the method of a
+        new instance. An undefined name may be a method of the program's class `Solution`."""
         first, _, rest = name.replace("()", "").partition(".")
         if first not in self._names and not rest and "Solution" in self._names:
             first, rest = "Solution", first
@@ -150,8 +151,8 @@ class ObjectServer:
         return found
 
     def _error(self, kinds: list[str], text: str) -> Exception:
-        """The exception for an error in a callback: of the program's class with one of these names,
-        or of Python's."""
+        """The exception for an error in a callback. Its class is the program's or Python's class
+        with one of the names `kinds`."""
         for name in kinds:
             known = self._names.get(name, getattr(builtins, name, None))
             if isinstance(known, type) and issubclass(known, Exception):
@@ -196,8 +197,8 @@ class ObjectServer:
         return back
 
     def _made(self, nodes: list[Any]) -> Any:
-        """The first of the objects that the tests have created. Their classes are the program's
-        with these names, or new ones without methods."""
+        """The first of the objects that the tests have created. The class of an object is the
+        program's class of this name, or a new class without methods."""
         kinds = [self._names.get(name) for name, _ in nodes]
         made: list[Any] = [
             object.__new__(kind if isinstance(kind, type) else type(name, (), {}))

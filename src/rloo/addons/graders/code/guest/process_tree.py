@@ -1,5 +1,5 @@
-"""The sandbox of one program: its namespaces or folder, limits, deadlines, and the end of all its
-processes. The program may be started in it several times."""
+"""The sandbox of one program: its namespaces or folder, its limits and deadlines, and the
+termination of all its processes. The program may be started several times in its sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from rloo.addons.graders.code.guest import program, resource_limits, syscalls
 
-_PATIENCE = 10.0  # seconds for our processes
+_PATIENCE = 10.0  # seconds to wait for processes of the sandbox itself
 _CHUNK = 1 << 16
 
 
@@ -26,14 +26,14 @@ class SandboxFailed(BaseException):
 
 
 class ProgramTimeOver(BaseException):
-    """The program's total time is over, or it exceeded a limit on all its processes. It is not
-    started again."""
+    """The program's total time is over, or its processes together exceeded a limit. The program is
+    not started again."""
 
 
 def kill_all(outsider: int) -> None:
-    """Kill every descendant of this process, which has restricted its signals. Linux does it in one
-    step, so no fork escapes. Raises SandboxFailed, before any kill, if a process outside could be
-    signalled."""
+    """Kill every descendant of this process, which has restricted its signals. Linux signals all of
+    them in one step, so no new fork survives. If a process outside could be signalled, raises
+    SandboxFailed before any kill."""
     refused = False
     for pid in {outsider, os.getppid(), 1}:
         try:
@@ -54,7 +54,7 @@ def kill_all(outsider: int) -> None:
 
 
 class SandboxedProcess:
-    """Starts a program, exchanges data with it, and ends it."""
+    """Starts a program, exchanges data with the program, and ends the program."""
 
     def __init__(self, wall: dict[str, Any], limits: dict[str, Any], channel: int) -> None:
         self._wall, self.limits, self._worker = wall, limits, os.getppid()
@@ -85,8 +85,8 @@ class SandboxedProcess:
         self._control.settimeout(_PATIENCE)
 
     def start(self, request: dict[str, Any], files: list[int]) -> None:
-        """Start a process for `request` (see `program.begin`) with these files, which are closed
-        here. Raises ProgramTimeOver if the program may not run any more."""
+        """Start a process for `request` (see `program.begin`) with these files. The files are
+        closed in this process. Raises ProgramTimeOver if the program must not run any more."""
         try:
             if self._over is not None:
                 raise ProgramTimeOver(self._over)
@@ -102,8 +102,8 @@ class SandboxedProcess:
                 os.close(file)
 
     def finish(self) -> int | None:
-        """End the started process if it still runs. Returns its exit status (minus a signal's
-        number), or None if it had to be killed."""
+        """Kill the started process if it is still running. Returns its exit status (minus a
+        signal's number), or None if it had to be killed."""
         if self._running is None or self._over is not None:
             return None
         killed = not select.select([self._control], [], [], 0)[0]
@@ -117,21 +117,22 @@ class SandboxedProcess:
         return None if killed else os.waitstatus_to_exitcode(status)
 
     def grant(self) -> None:
-        """Grant the time of one run or case, from now on."""
+        """Start the time limit of one run or case."""
         self._clock.grant()
 
     def wait_ended(self) -> None:
-        """Wait until the started process has ended, or its time is over."""
+        """Wait until the started process has ended or its time is over."""
         self.wait({self._control.fileno(): select.POLLIN})
 
     def wait(self, files: dict[int, int]) -> list[int]:
-        """The files (with poll's events) that are ready; none if the granted time is over. Raises
-        ProgramTimeOver if a limit on all processes was exceeded, or the total time is over."""
+        """Wait for `files` (file -> events of `poll`). Returns the ready ones; none if the time is
+        over. Raises ProgramTimeOver if a limit on all processes was exceeded, or the total time is
+        over."""
         poll = select.poll()
         for file, events in files.items():
             poll.register(file, events)
         while True:
-            if self._clock.due:  # even while data keeps coming
+            if self._clock.due:  # also while data arrives continuously
                 self._watch()
             if self._clock.is_over:
                 return []
@@ -191,7 +192,7 @@ class SandboxedProcess:
         self._control.close()
         if self._isolated:
             with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)  # the init of its namespace: all end with it
+                os.kill(self._pid, signal.SIGKILL)  # init: all of its namespace ends
             with suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
         else:
@@ -233,16 +234,17 @@ class SandboxedProcess:
 
 
 def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
-    """The stage process, the parent of the program: starts it and reports its end."""
+    """The stage process, the parent of the program. It starts the program and reports its exit
+    status."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the first process of a namespace ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # init of a namespace ignores it
         syscalls.be_told_of_the_parents_end(signal.SIGKILL)
         if here["wall"]["kind"] == "bwrap":
             program.enter_own_files(here["limits"])
         while True:
             kind, files, *_ = socket.recv_fds(control, 1, 4)
-            if kind == b"k":  # the program had ended by itself
+            if kind == b"k":  # the program had already ended
                 continue
             if not kind:
                 break
@@ -265,7 +267,7 @@ def _serve(control: socket.socket, here: dict[str, Any]) -> NoReturn:
             with suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
-    except ConnectionError:  # the clerk is gone
+    except ConnectionError:  # the clerk has ended
         pass
     except BaseException as error:
         print(f"the stage has failed: {error!r}", file=sys.__stderr__, flush=True)

@@ -1,6 +1,6 @@
 """The process of a program: sets limits and the seccomp filter, then runs the model's code.
 
-After `begin`, no other process trusts this one. It does not know any expected result.
+After `begin`, no other process trusts this process. It knows no expected result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rloo.addons.graders.code.guest.object_server import ObjectServer
 from rloo.addons.graders.code.guest.program_source import implied
 
 PRIVATE = "/tmp"  # in the program's own mounts
-_CALLS, _RESULTS = 250, 251  # above the file numbers that a program opens
+_CALLS, _RESULTS = 250, 251  # higher than the file descriptors that a program opens
 _OPEN = open
 _SHARED_MEMORY = 1 << 24
 _OPEN_FILES = 256
@@ -40,9 +40,9 @@ def enter_own_files(limits: dict[str, Any]) -> None:
 
 def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> NoReturn:
     """Run the program of `request`. `mode` is `run` (a stand-alone program; `files` are its stdin
-    and stdout), `serve` (its definitions are called over `files`), or `execute` (the command
-    `arguments`). `source` is the text; `serve` runs `setup` before it. With `implied` the program
-    may use names that it has not imported."""
+    and stdout), `serve` (the judge calls the program's definitions over `files`), or `execute` (run
+    the command `arguments`). `source` is the program's text. In `serve`, `setup` runs before the
+    program. With `implied` the program may use names that it has not imported."""
     status = 1
     try:
         mode = request["mode"]
@@ -67,7 +67,8 @@ def begin(request: dict[str, Any], files: list[int], here: dict[str, Any]) -> No
 
 
 def _take(files: list[int], serving: bool, errors: bool) -> None:
-    """Keep no files but the given ones. Stderr goes to stdout with `errors`, and else nowhere."""
+    """Close all files except the given ones. With `errors`, stderr goes to stdout, else to
+    /dev/null."""
     silence = os.open(os.devnull, os.O_RDWR)
     if serving:
         files = [silence, silence, *files]
@@ -79,7 +80,7 @@ def _take(files: list[int], serving: bool, errors: bool) -> None:
 
 
 def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
-    """Drop all privileges that a program does not need, for good."""
+    """Permanently drop all privileges that a program does not need."""
     wall, limits = here["wall"], here["limits"]
     by_path = wall["kind"] == "landlock"
     os.setsid()
@@ -88,7 +89,7 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # All its processes and sessions share one processor.
+    # All processes and sessions of the program share one processor.
     os.sched_setaffinity(0, {wall["processor"]})
     seconds = limits["total_seconds"] if request["mode"] == "serve" else limits["seconds"]
     # V8 and others reserve far more address space than they use.
@@ -112,13 +113,13 @@ def _confine(here: dict[str, Any], request: dict[str, Any]) -> None:
 
 
 def _opened(file: Any, *given: Any, **named: Any) -> Any:
-    """`open`, with /dev/stdin working without /proc."""
+    """Python's `open`, in which /dev/stdin works without /proc."""
     is_input = isinstance(file, str) and file == "/dev/stdin"
     return _OPEN(0 if is_input else file, *given, **named)
 
 
 def _python(request: dict[str, Any], serving: bool) -> int:
-    """Run Python text as an interpreter would, and return its exit status."""
+    """Run Python text as the interpreter would, and return the exit status."""
     source = request["source"]
     for name in [name for name in sys.modules if name.partition(".")[0] == "rloo"]:
         del sys.modules[name]

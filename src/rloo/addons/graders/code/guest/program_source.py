@@ -1,5 +1,5 @@
-"""Parses a program's text with Python's own parser: what it defines, what it uses, and which of a
-completion's blocks it is. Nothing is run here."""
+"""Parses text with Python's parser: finds the program among a completion's blocks, the names that
+it defines and the names that it uses. This module runs no program."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BINDING = (*_FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign)
 # Invisible characters, and spaces that look like a plain one.
 UNSEEN = dict.fromkeys(map(ord, "\u200b\u200c\u200d\u2060\ufeff")) | {0xA0: " ", 0x202F: " "}
-# Line beginnings of a program in a text without fences.
+# Line beginnings that mark a program in a text without fences.
 _BEGINS = re.compile(
     r"(import|from|def|class|async|for|while|if|try|with|print)\b|@\w"
     r"|[\w*,. ]+?(: *[\w\[\], .]+)? *= *\S"
 )
 _MOST_TRIALS, _LONGEST_BEGIN = 200, 200
-# Modules whose names LeetCode and contest graders provide without an import, in the order of the
-# search for a name.
+# Modules whose names LeetCode and contest graders provide without an import, in the order in which
+# a name is searched.
 _BEFORE = [
     "typing", "collections", "heapq", "bisect", "itertools", "functools", "math", "string",
     "operator", "copy", "random", "datetime", "decimal", "fractions", "statistics", "re", "json",
     "sys", "io", "os", "time", "array", "queue", "threading",
 ]  # fmt: skip
-# Only the module itself is provided: names in these modules are common with other meanings.
+# For these, only the module is provided: the names inside them often have other meanings.
 _AS_MODULES = {"re", "json", "sys", "io", "os", "time", "array", "queue", "threading"}
 
 
@@ -43,9 +43,9 @@ def parse(text: str) -> ast.Module | None:
 
 
 def definitions(tree: ast.Module) -> dict[str, str | None]:
-    """The names that a module binds outside functions and classes. The value is the import (`math`,
-    `math:gcd`) if the name always comes from the same import, and else None. `from math import *`
-    gives the name `*math`."""
+    """The names that a module binds outside functions and classes. Each name maps to its import
+    (`math`, `math:gcd`), or to None unless it has exactly one import. `from math import *` is
+    represented by the name `*math`."""
     found: dict[str, str | None] = {}
 
     def bind(name: str, origin: str | None = None) -> None:
@@ -68,7 +68,7 @@ def definitions(tree: ast.Module) -> dict[str, str | None]:
             if not isinstance(node.ctx, ast.Load):
                 bind(node.id)
         elif not isinstance(node, ast.Lambda):
-            for name in ("name", "rest"):  # of exceptions and patterns
+            for name in ("name", "rest"):  # the name that an `except` or a pattern binds
                 if isinstance(named := getattr(node, name, None), str):
                     bind(named)
             waiting += ast.iter_child_nodes(node)
@@ -91,7 +91,7 @@ def imports(tree: ast.Module, name: str) -> list[str]:
 
 
 def uses(tree: ast.AST) -> set[str]:
-    """The names that a text reads and nowhere binds, without built-in ones."""
+    """The names that a text reads but never binds, except for built-in names."""
     read, bound = set[str](), set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -119,8 +119,8 @@ def methods(tree: ast.Module) -> set[str]:
 
 
 def implied(source: str, *, always: bool) -> dict[str, Any]:
-    """The names that a program uses without an import, as LeetCode allows: with `always`, or if it
-    has a class Solution."""
+    """The names that a program uses without an import, as LeetCode allows. They are provided with
+    `always`, or if the program has a class Solution."""
     tree = parse(source)
     if tree is None or not (always or "Solution" in definitions(tree)):
         return {}
@@ -160,8 +160,8 @@ def choose(request: dict[str, Any], wanted: Iterable[str] = ()) -> str:
 
 
 def _continued(prompt: str, text: str) -> list[str]:
-    """The text alone and as continuations of a prompt: as it is, with its indentation stripped, or
-    as the function's body."""
+    """The text alone, and three continuations of the prompt by the text: unchanged, without
+    indentation, and as the body of the prompt's function."""
     if not prompt:
         return []
     begun, body = prompt.rstrip(), text.strip("\n")
@@ -171,7 +171,8 @@ def _continued(prompt: str, text: str) -> list[str]:
 
 
 def _readable(text: str) -> str:
-    """The text, without invisible characters and common indentation if only then it is Python."""
+    """The text; without invisible characters and common indentation if only this makes it valid
+    Python."""
     for known in (text, text.translate(UNSEEN), textwrap.dedent(text.translate(UNSEEN))):
         if parse(known) is not None:
             return known
@@ -179,8 +180,7 @@ def _readable(text: str) -> str:
 
 
 def _within(text: str) -> str:
-    """The longest run of lines that is Python and begins like a program; the text if there is
-    none."""
+    """The longest run of lines that is valid Python and begins like a program, or else `text`."""
     lines, longest, trials = text.split("\n"), "", 0
     begins = [at for at, line in enumerate(lines) if _BEGINS.match(line[:_LONGEST_BEGIN])]
     last = -1
@@ -209,9 +209,10 @@ def _wrong_line(text: str) -> int | None:
 
 
 def _choose(blocks: Iterable[Sequence[str]], wanted: Iterable[str]) -> str:
-    """The program among blocks of (language, text). It is the last block of Python (else of no
-    language) that defines a `wanted` name. Without wanted names it is the last one that reads input
-    and acts, alone or with the definitions of other blocks. Those definitions are put before it."""
+    """The program among blocks of (language, text). It is the last block of Python (or else without
+    a language) that defines a `wanted` name. Without wanted names it is the last block that reads
+    input and does something, alone or with the definitions of other blocks. The needed definitions
+    of other blocks are put before the program."""
     blocks = [(language, _readable(text)) for language, text in blocks]
     texts = [text for language, text in blocks if _IS_PYTHON.fullmatch(language)]
     if not texts:
@@ -243,7 +244,7 @@ def _choose(blocks: Iterable[Sequence[str]], wanted: Iterable[str]) -> str:
 
 
 def _does_something(text: str) -> bool:
-    """Whether a block may be a program rather than printed output."""
+    """Whether a block may be a program, in contrast to printed output."""
     tree = parse(text)
     return tree is not None and not all(
         isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call) for node in tree.body
@@ -276,8 +277,8 @@ def _reads(tree: ast.Module) -> bool:
 
 
 def _completed(text: str, tree: ast.Module | None, others: list[ast.Module]) -> str:
-    """A text preceded by the definitions of other blocks that it needs, directly or indirectly. The
-    nearest earlier definition of a name counts."""
+    """A text preceded by the definitions of other blocks that the text needs, directly or
+    indirectly. If a name has several definitions, the nearest earlier one is used."""
     if tree is None or not others or "__future__" in text:
         return text
     known: dict[str, ast.stmt] = {}

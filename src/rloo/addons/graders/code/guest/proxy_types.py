@@ -1,5 +1,6 @@
-"""The judge's proxies for objects of a program. Operations of tests are forwarded to the program,
-except where the program would decide about a value of the tests."""
+"""The classes of the judge's proxies for objects of a program. A proxy forwards the operations of
+tests to the program, except operations whose result would let the program judge a value of the
+tests."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Methods of built-in types that return yes or no. An object that a test takes for a built-in value
-# may not override them.
+# Methods of built-in types that return a bool. An object that tests use as a built-in value must
+# not override them.
 _DECIDING = {
     name
     for kind in (str, bytes, list, tuple, dict, set, frozenset, int, float)
@@ -18,7 +19,7 @@ _DECIDING = {
 }
 # Dunder attributes of a function that tests may read.
 _TOLD = ("__name__", "__qualname__", "__annotations__")
-# Stands for an object that no program knows.
+# A placeholder for an object that no program knows.
 FOREIGN = object()
 
 
@@ -42,7 +43,7 @@ class Proxy:
         self._program.ask("setattr", self, name, value)
 
     def _is_known(self) -> bool:
-        """Whether this is a class that tests name, or tests made it by calling one."""
+        """Whether tests name this class, or have created this object by calling such a class."""
         maker = self.__dict__.get("_made", (self,))[0]
         return isinstance(maker, Proxy) and maker._number in self._program.classes
 
@@ -57,7 +58,7 @@ class Proxy:
         return bool(state) and bool(state == other._state()) and self._varies() and other._varies()
 
     def _says(self, what: str, other: Any) -> bool:
-        """Whether the program returns True; an exception counts as False."""
+        """Whether the program's operation returns True. An exception counts as False."""
         try:
             return self._program.ask(what, self, other) is True
         except Exception:
@@ -66,12 +67,12 @@ class Proxy:
     def _state(self) -> Any:
         try:
             return self._program.ask("state", self)
-        except Exception:  # it has no state
+        except Exception:  # the object has no state
             return None
 
     def _varies(self) -> bool:
-        """Whether the state depends on the constructor's arguments. All instances of a class that
-        ignores its arguments are equal."""
+        """Whether the object's state depends on the constructor's arguments. Otherwise all
+        instances of its class would be equal."""
         maker, args, named = self.__dict__.get("_made", (None, (), {}))
         if maker is None or named or not maker._name.endswith(("type", "Meta")):
             return True
@@ -127,13 +128,14 @@ class Proxy:
 
 
 class CoroutineProxy(Proxy):
-    """A coroutine of the program; the program runs it to its end at the first step."""
+    """A coroutine of the program. At the first step, the program runs the coroutine to
+    completion."""
 
     def send(self, _: Any = None) -> Any:
         """See `collections.abc.Coroutine`."""
         raise StopIteration(self._program.ask("await", self))
 
-    __next__ = send  # event loops step with it
+    __next__ = send  # event loops call it
 
     def throw(self, error: Any, *_: Any) -> Any:
         """See `collections.abc.Coroutine`."""
@@ -153,7 +155,7 @@ def _other_than(value: Any) -> Any:
 def _made_state(maker: Proxy, args: tuple[Any, ...]) -> Any:
     try:
         made = maker(*args)
-    except Exception:  # it checks its arguments
+    except Exception:  # the constructor checks its arguments
         return None
     return made._state() if isinstance(made, Proxy) else made
 
@@ -188,7 +190,7 @@ def _binary(what: str, *, turned: bool = False) -> Callable[..., Any]:
         said = self._program.ask(what, *((other, self) if turned else (self, other)))
         if isinstance(other, Proxy):
             return said
-        # `abs(f(x) - 3) < 0.1`: a program that receives the 3 could return anything close to it.
+        # `abs(f(x) - 3) < 0.1`: a program that receives the 3 could return a result that passes.
         if not isinstance(said, Proxy):
             raise TypeError("an operator of the program decides about a value of the tests")
         said.__dict__["_knows"] = True
@@ -230,8 +232,8 @@ setattr(Proxy, "__doc__", property(lambda self: self._program.ask("getattr", sel
 
 
 class ExtendedProxy(Proxy):
-    """An instance of a subclass of a built-in type. In operations with values of the tests it is
-    its plain value, and the judge computes the result."""
+    """An instance of a subclass of a built-in type. In operations with values of the tests, its
+    plain value is used and the judge computes the result."""
 
     def _plain(self) -> Any:
         found = self._program.ask("plain", self)

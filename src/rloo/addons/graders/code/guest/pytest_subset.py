@@ -1,4 +1,5 @@
-"""The part of pytest that tests of functions use, for the judge: the sandbox has no pytest."""
+"""A subset of pytest for the judge, since the sandbox has no pytest: what tests of functions
+use."""
 
 from __future__ import annotations
 
@@ -184,7 +185,7 @@ FIXTURES = {"capsys": _capsys, "monkeypatch": _monkeypatch}
 
 
 def call(function: Callable[..., Any], names: dict[str, Any]) -> None:
-    """Call a test function with each parameter set and its fixtures."""
+    """Call a test function with each of its parameter sets and with its fixtures."""
     sets = getattr(function, "sets_", [])
     for chosen in itertools.product(*sets):
         given = {name: value for some in chosen for name, value in some.items()}

@@ -1,5 +1,5 @@
-"""Limits on all processes of a program together: memory, files, time. Linux has no such limits, so
-they are polled, and a program may exceed them for a moment."""
+"""Limits on the sum over all processes of a program: memory, files, time. Linux has no such limits,
+so this module polls the usage. A program may therefore exceed a limit for a short time."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-_WRITTEN = 4  # most bytes written, as a multiple of the allowed bytes in files
+_WRITTEN = 4  # limit of written bytes, as a multiple of the limit of bytes in files
 # Seconds between two polls.
 TICK = 0.05
-# The wall-clock limit is _PATIENCE times the time limit plus _MORE seconds, since other programs
-# may use the processors.
+# The wall-clock limit is _PATIENCE times the time limit plus _MORE seconds: other programs may
+# occupy the processors.
 _PATIENCE, _MORE = 4, 10.0
-# Most bytes that an open file, a pipe and a memory area take in the kernel.
+# Most kernel memory of an open file, a pipe and a memory area, in bytes.
 _FILE, _PIPE, _AREA = 1 << 14, 1 << 16, 1 << 10
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -29,9 +29,9 @@ def wall_seconds(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """A process's values in /proc: its state (or that of a thread that outlives the first), CPU
-    seconds of its own and of children waited for, resident bytes, bytes of page tables, swap and
-    huge pages, and the number of voluntary context switches."""
+    """A process's values in /proc: its state (or the state of a thread if the first thread has
+    ended); CPU seconds of the process and of its reaped children; bytes of resident memory and of
+    page tables, swap and huge pages; the number of voluntary context switches."""
 
     place: str  # its folder in /proc
     begun: int
@@ -44,13 +44,13 @@ class ProcessUsage:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identifies the process even if its number is reused."""
+        """Identifies the process even if its process id is reused."""
         return self.place.split("/")[2], self.begun
 
 
 class ProgramClock:
-    """The time that a program has used: CPU time of all its processes, and time in which none of
-    them wants a processor. Waiting for a processor that others use is not counted."""
+    """The time that a program has used: CPU time of all its processes, and time in which all of
+    them are idle. Time in which a process waits for a busy processor is not counted."""
 
     def __init__(self, limits: dict[str, Any]) -> None:
         self._seconds, self._total = limits["seconds"], limits["total_seconds"]
@@ -62,12 +62,12 @@ class ProgramClock:
         self.grant()
 
     def grant(self) -> None:
-        """Start the time of one run."""
+        """Start the time limit of one run."""
         self._from, self._since = self._spent, time.monotonic()
 
     @property
     def due(self) -> bool:
-        """Whether it is time to poll."""
+        """Whether the next poll must be made now."""
         return time.monotonic() - self._looked >= TICK
 
     @property
@@ -83,22 +83,23 @@ class ProgramClock:
         return self._spent >= self._total or by_clock >= wall_seconds(self._total)
 
     def wait(self, seconds: float, *, came: bool) -> None:
-        """Add waited seconds; `came` tells whether data arrived. If so, a wait longer than TICK
-        means that this process had no processor, which is not counted."""
+        """Add seconds of waiting. If data arrived (`came`), at most TICK seconds count: in a longer
+        wait this process had no processor."""
         self._waited += min(seconds, TICK) if came else seconds
 
     def look(self, family: ProcessFamily) -> None:
-        """Count the time since the last poll."""
+        """Add the program's time since the last poll."""
         self._looked = time.monotonic()
         passed, self._waited = self._waited, 0.0
         for process in family.members:
             self._seen += max(0.0, process.own - self._own.get(process.key, 0.0))
             self._own[process.key] = process.own
-        # `_seen` covers processes that are never waited for; `waited` covers those that end fast.
+        # `_seen` includes processes that are never reaped; `waited` includes processes that end
+        # between two polls.
         living = sum(process.own + process.waited for process in family.members)
         used = max(self._seen, living + family.waited, self._used)
         more, self._used = used - self._used, used
-        # A process that has slept since the last poll may have been woken by the poll.
+        # A process that has slept since the last poll may run only because the poll woke it.
         wants = any(
             process.state in "RD" and self._slept.get(process.key, process.slept) == process.slept
             for process in family.members
@@ -109,14 +110,14 @@ class ProgramClock:
 
 @dataclass(frozen=True)
 class ProcessFamily:
-    """The processes of a program, and the CPU seconds of those that have ended."""
+    """The processes of a program, and the CPU seconds of its ended processes."""
 
     members: list[ProcessUsage]
     waited: float
 
 
 def family(clerk: int, stage: int) -> ProcessFamily:
-    """All descendants of the clerk except the stage process; the clerk adopts orphans."""
+    """All descendants of the clerk except for the stage process. The clerk adopts orphans."""
     processes = _processes()
     children: dict[int, list[int]] = {}
     for pid, fields in processes.items():
@@ -133,7 +134,7 @@ def family(clerk: int, stage: int) -> ProcessFamily:
 
 def _process(pid: int, fields: list[str]) -> ProcessUsage:
     place, state, resident = f"/proc/{pid}", fields[0], fields[21]
-    if state not in "RD" and int(fields[17]) > 1:  # the first thread may have ended, or sleep
+    if state not in "RD" and int(fields[17]) > 1:  # the first thread may have ended or sleep
         with suppress(OSError):
             for thread in os.listdir(f"{place}/task"):
                 other = _fields(f"{place}/task/{thread}/stat")
@@ -155,8 +156,8 @@ def _process(pid: int, fields: list[str]) -> ProcessUsage:
 def too_much(
     family: ProcessFamily, limits: dict[str, Any], folder: str | None, socket_bytes: int
 ) -> str | None:
-    """A description of the limit that a program exceeds, or None. `folder` has its files if no file
-    system limits them. A socket holds at most `socket_bytes`."""
+    """A description of the limit that a program exceeds, or None. `folder` has the program's files
+    unless a file system with a size limit has them. A socket buffers at most `socket_bytes`."""
     living = [process for process in family.members if process.state not in "ZX"]
     kernel = _in_the_kernel(living, socket_bytes, limits["memory"])
     if kernel is None:
@@ -183,8 +184,9 @@ def too_much(
 
 
 def _in_the_kernel(living: list[ProcessUsage], socket_bytes: int, most: int) -> int | None:
-    """Most bytes that Linux holds for open files, pipes, sockets, page tables and memory areas, or
-    some number above `most`. None if a process cannot be inspected; honest ones always can."""
+    """An upper bound on kernel memory for open files, pipes, sockets, page tables and memory areas,
+    in bytes; any number above `most` if the bound exceeds `most`. None if a process cannot be
+    inspected, which does not happen with honest programs."""
     size, shared = 0, dict[str, int]()
     for process in living:
         if size > most:  # inspecting large processes is slow
@@ -217,8 +219,8 @@ def _count_lines(path: str) -> int:
 
 
 def _is_hidden(place: str) -> bool:
-    """Whether a process has memory and a seccomp filter but cannot be inspected. Without a filter
-    it is one of ours, before it becomes a program."""
+    """Whether a process has memory and a seccomp filter but cannot be inspected. A process without
+    a filter is one of ours that has not started its program yet."""
     told = _status(place)
     return "VmRSS" in told and told.get("Seccomp", "0").strip() != "0"
 
@@ -240,7 +242,7 @@ def _in_files(place_of: str) -> int:
 
 
 def tasks_of(user: int) -> int:
-    """The number of this user's threads; Linux counts them all for RLIMIT_NPROC."""
+    """The number of this user's threads, all of which Linux counts for RLIMIT_NPROC."""
     count = 0
     for pid, fields in _processes().items():
         with suppress(OSError):
@@ -264,7 +266,7 @@ def _fields(path: str) -> list[str] | None:
 
 
 def _own(place: str, resident: int) -> int:
-    """A process's proportional set size in bytes. It is slow, and may be forbidden."""
+    """A process's proportional set size in bytes. Reading it is slow, and may be forbidden."""
     try:
         with open(f"{place}/smaps_rollup") as file:
             return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import struct
 
-# name -> number on x86_64, on aarch64 (None: no such call). They reach other processes, other
-# machines or the kernel itself, or create memory and objects that outlive a program or that no
-# limit counts.
+# Forbidden calls: name -> number on x86_64, on aarch64 (None: no such call). These calls affect
+# other processes, other machines or the kernel, or create memory and objects that outlive a program
+# or that no limit counts.
 DENIED = {
     # network; asyncio and multiprocessing need only socketpair
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
@@ -32,8 +32,8 @@ DENIED = {
     "mq_unlink": (241, 181), "mq_timedsend": (242, 182), "mq_timedreceive": (243, 183),
     "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219),
-    # memory that no limit counts: files without a folder, pages and buffers of pipes and sockets,
-    # file watches, Landlock rules
+    # memory that no limit counts: unnamed files, pages and buffers of pipes and sockets, file
+    # watches, Landlock rules
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75),
     "splice": (275, 76), "tee": (276, 77), "setsockopt": (54, 208), "inotify_init": (253, None),
     "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
@@ -52,7 +52,7 @@ DENIED = {
     "lookup_dcookie": (212, 18), "iopl": (172, None), "ioperm": (173, None),
     "modify_ldt": (154, None), "uselib": (134, None), "_sysctl": (156, None),
 }  # fmt: skip
-# Landlock does not cover these calls: they could change hidden files of the same user.
+# Landlock does not restrict these calls. They could change hidden files of the same user.
 DENIED_TO_A_SHARED_USER = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
     "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54),
@@ -62,16 +62,17 @@ DENIED_TO_A_SHARED_USER = {
 }  # fmt: skip
 
 # These calls succeed and do nothing. A lock on a system file would block other programs, and no
-# limit counts it; a session is a share of the processors.
+# limit counts locks. A new session would get a processor share in addition.
 PRETENDED = {"flock": (73, 32), "setsid": (112, 157)}
 
-# machine -> its column above, its AUDIT_ARCH, and clone, ioctl, prlimit64, prctl, fcntl and mmap.
+# machine -> its column above, its AUDIT_ARCH, and its numbers of clone, ioctl, prlimit64, prctl,
+# fcntl and mmap.
 MACHINES = {
     "x86_64": (0, 0xC000003E, 56, 16, 302, 157, 72, 9),
     "aarch64": (1, 0xC00000B7, 220, 29, 261, 167, 25, 222),
 }
 _CLONE3 = 435
-# Calls from this number on are unknown here, and to most programs.
+# Calls from this number on are unknown to this filter and to most programs.
 _FIRST_UNKNOWN = 455
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: user, pid, net, ipc, uts, cgroup, mount
 _DUMPABLE = 4  # PR_SET_DUMPABLE: would hide a process from inspection
@@ -87,7 +88,7 @@ _NUMBER, _ARCH, _FIRST, _SECOND, _FOURTH = 0, 4, 16, 24, 40  # offsets in struct
 
 
 def program(machine: str, *, shared_user: bool) -> bytes:
-    """The filter as `struct sock_filter[]`, 8 bytes per instruction. With `shared_user` only
+    """The filter as `struct sock_filter[]`, 8 bytes per instruction. `shared_user` means that only
     Landlock hides files of the same user. Raises ValueError for a machine with unknown call
     numbers."""
     if machine not in MACHINES:

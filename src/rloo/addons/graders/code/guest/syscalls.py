@@ -15,7 +15,7 @@ _READ_ONLY, _NO_SUID, _NO_DEVICES = 1, 2, 4
 _PR_PDEATHSIG, _PR_SUBREAPER, _PR_NO_NEW_PRIVS, _PR_SECCOMP = 1, 36, 38, 22
 _CAPSET = {"x86_64": 126, "aarch64": 91}
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446
-# Landlock's rights in version 6, the first with a scope for signals (Linux 6.12).
+# Landlock's rights in version 6, the first version with a scope for signals (Linux 6.12).
 LANDLOCK_VERSION = 6
 _EVERYTHING = (1 << 16) - 1
 _READ = 1 << 0 | 1 << 2 | 1 << 3  # execute, read files, list folders
@@ -48,7 +48,7 @@ def unshare(flags: int) -> None:
 
 
 def mount_memory(path: str, *, size: int, files: int, read_only: bool = False) -> None:
-    """Mount an empty tmpfs at `path` with at most so many bytes and files."""
+    """Mount an empty tmpfs at `path`, limited to `size` bytes and `files` files."""
     options = f"size={size},nr_inodes={files},mode=0755".encode()
     flags = _NO_SUID | _NO_DEVICES | (_READ_ONLY if read_only else 0)
     _call("mount", b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(flags), options)
@@ -65,7 +65,7 @@ def take_orphans() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, for good."""
+    """Permanently drop every capability."""
     _prctl(_PR_NO_NEW_PRIVS, 1)
     header = struct.pack("Ii", 0x20080522, 0)
     _syscall(_CAPSET[os.uname().machine], header, bytes(24))
@@ -89,8 +89,8 @@ def landlock_version() -> int:
 
 
 def restrict_signals(folder: str) -> None:
-    """Restrict this process and its children to signals among themselves. Moving files between
-    folders stays allowed under `folder`: every Landlock ruleset forbids it by default."""
+    """Allow this process and its children to send signals only to one another. Under `folder`,
+    moving files between folders stays allowed, which every Landlock ruleset forbids by default."""
     _restrict(struct.pack("QQQ", _MOVE, 0, _SIGNALS), {folder: _MOVE})
 
 
@@ -99,8 +99,8 @@ def restrict_files(
 ) -> None:
     """Restrict file access of this process and its children. They may read and execute files under
     `read`, read and write the files `use`, remove empty folders under `clear`, and do everything
-    under `write`. They get no other file, no TCP, and no sockets or signals of others. Paths that
-    do not exist are left out."""
+    under `write`. They have no access to other files, to TCP, or to sockets of other processes, and
+    cannot signal other processes. Paths that do not exist are ignored."""
     rights = dict.fromkeys(read, _READ)
     rights.update(dict.fromkeys(clear, _REMOVE_FOLDER))
     rights.update(dict.fromkeys(use, _READ | _WRITE_FILE))

@@ -1,9 +1,9 @@
 """Runs a dataset's Python tests on the definitions of a program.
 
-The tests run here, in the judge's process, with proxies for the program's names. So Python's own
-`assert`, comparisons and library judge a test, whatever the program has done to its copies. The
-tests and the program's text decide what a name in a test means; the running program never does.
-The tests alone decide whether they can run (`test_suite`).
+The tests run in the judge's process, with proxies for the program's names. Therefore the judge's
+`assert`, comparisons and library decide about a test, even if the program has changed its copies of
+them. The tests and the program's text determine the meaning of a name in a test; the running
+program has no influence on it. Only the tests determine whether they can run (`test_suite`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rloo.addons.graders.code.guest.test_suite import TestSuite, TestsUnusable, 
 
 
 def run_tests(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any]:
-    """The numbers of passed tests and of all tests, or why they are unusable (`missing`)."""
+    """The numbers of passed tests and of all tests, or why the tests are unusable (`missing`)."""
     try:
         suite = TestSuite(
             request["tests"],
@@ -55,8 +55,8 @@ def run_tests(request: dict[str, Any], stage: SandboxedProcess) -> dict[str, Any
     return {"passed": passed, "count": len(suite.units)}
 
 
-# The code flag of coroutines (inspect.CO_COROUTINE). Importing `inspect` would cost every program
-# memory.
+# The code flag of coroutines (inspect.CO_COROUTINE). An import of `inspect` would cost memory in
+# every program.
 _COROUTINE = 0x80
 
 
@@ -92,11 +92,11 @@ class _Runner:
         self._program = RemoteProgram(self._stage, self._asked)
         find, given = self._program.find, dict(self._own)
         for name in self._taken:
-            with suppress(Exception):  # the name stays undefined
+            with suppress(Exception):  # on an error, the name stays undefined
                 given[name] = find(self._suite.asked[name])
         given.update({name: _Module(find) for name in self._suite.modules})
         for name in {*given, *self._given}:
-            # Names that the tests have rebound since are theirs.
+            # Names that the tests have rebound keep the values of the tests.
             if self._names.get(name) is self._given.get(name):
                 self._names.pop(name, None)
                 self._names.update({name: given[name]} if name in given else {})
@@ -148,7 +148,7 @@ class _Runner:
             work()
         except (ProgramExited, ProgramTimeOver, SandboxFailed):
             raise
-        except BaseException:  # also SystemExit: any result of what a program returned
+        except BaseException:  # also SystemExit: a value of the program may raise any exception
             return False
         return True
 

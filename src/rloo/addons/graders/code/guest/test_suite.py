@@ -1,5 +1,5 @@
-"""Analyses a row's tests before any program runs: their imports, the names that they take from the
-program, and the test units. So whether tests can run does not depend on a program."""
+"""Analyses a row's tests before any program runs: their imports, the names that they use from the
+program, and the test units. Therefore no program influences whether the tests can run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast
 
 
 class TestsUnusable(Exception):
-    """The tests cannot run, which is no fault of the program."""
+    """The tests cannot run. This is not an error of the program."""
 
 
 @dataclass(frozen=True)
 class TestUnit:
-    """A unit that passes or fails: a text (`name` is empty), a test function in it, or a method of
-    a test class (`Class.method`)."""
+    """A unit that passes or fails: a text of tests (`name` is empty), a test function in the text,
+    or a method of a test class (`Class.method`)."""
 
     text: int
     name: str = ""
@@ -44,8 +44,9 @@ class TestUnit:
 
 @dataclass
 class TestSuite:
-    """Tests, with the `setup` that runs before them and the program. The tests' `check` is called
-    with `entry`. Tests may import `packages` and the library. Raises TestsUnusable."""
+    """The tests of a row. `setup` runs before the program and the tests. The tests' function
+    `check` is called with `entry`. Tests may import `packages` and the standard library. Raises
+    TestsUnusable."""
 
     tests: list[str]
     setup: str = ""
@@ -54,7 +55,7 @@ class TestSuite:
     trees: list[ast.Module] = field(init=False)
     begin: ast.Module = field(init=False)
     units: list[TestUnit] = field(init=False)
-    # Names taken from the program -> their names there.
+    # Names in the tests that refer to the program -> their names in the program.
     asked: dict[str, str] = field(init=False)
     modules: list[str] = field(init=False)
 
@@ -91,14 +92,14 @@ class TestSuite:
 
     @property
     def wanted(self) -> list[str]:
-        """The names that a program must define, as far as is known."""
+        """The names that a program must define, as far as this is known before the program."""
         known = {*dir(builtins), *self.taken}
         entry = self.entry.replace("()", "").rpartition(".")[2]
         return [name for name in self.asked.values() if name not in known] + [entry] * bool(entry)
 
     def names_in(self, text: str) -> tuple[dict[str, Any], list[str]]:
-        """The meaning of the names taken from a program with this text: (library objects that do
-        not depend on the running program, names to request from it)."""
+        """The meaning of the tests' names for a program with this text: (library objects, which do
+        not depend on the running program; names to request from the program)."""
         tree = program_source.parse(text)
         found = {} if tree is None else program_source.definitions(tree)
         methods = set() if tree is None else program_source.methods(tree)
@@ -123,8 +124,8 @@ class TestSuite:
 
     def _imported(self, name: str, found: dict[str, str | None], tree: ast.Module | None) -> Any:
         """The library object that a program's import binds to a name; None without such an import.
-        A function that tests call on results of the program judges them, so it is the library's
-        even if the program has rebound the name."""
+        If tests call the name on results of the program, the object judges these results. The
+        library's object is then used even if the program has rebound the name."""
         if name in found and (found[name] is not None or name not in self.helpers):
             origins = [found[name] or ""]
         else:
@@ -186,7 +187,7 @@ class TestSuite:
         trials = [node for node in nodes if isinstance(node, ast.Try)]
         tried = {id(n) for trial in trials for s in trial.body for n in ast.walk(s)}
         for node in nodes:
-            if id(node) in tried:  # the tests handle a missing module
+            if id(node) in tried:  # the tests catch the import error
                 continue
             if isinstance(node, ast.Import):
                 for alias in node.names:
@@ -199,7 +200,8 @@ class TestSuite:
 
 
 class _WithoutProgram(ast.NodeTransformer):
-    """Removes imports of the program's module; their names are requested from the program."""
+    """Removes imports of the program's module. The imported names are requested from the
+    program."""
 
     def __init__(self, suite: TestSuite) -> None:
         self._suite = suite
@@ -230,7 +232,7 @@ def _is_test_class(kind: ast.ClassDef) -> bool:
 
 
 def _check_numpy(nodes: list[ast.AST]) -> None:
-    """Check that the judge's numpy subset has all that tests use. Raises TestsUnusable."""
+    """Check that the judge's numpy subset has all names that tests use. Raises TestsUnusable."""
     names = {
         alias.asname or alias.name
         for node in nodes
@@ -263,7 +265,8 @@ def _module(name: str) -> Any:
 
 
 def _called_on_calls(nodes: list[ast.AST]) -> set[str]:
-    """The names called, or whose attributes are called, on the result of another name's call."""
+    """The names that are called on the result of another name's call, directly or by an
+    attribute."""
     found = set()
     for node in nodes:
         if not isinstance(node, ast.Call):
