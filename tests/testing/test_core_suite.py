@@ -1,11 +1,12 @@
 """The core's suite in a copy of the tree in which there is no `src/rloo/addons/`.
 
-The import rule (tests/test_sources.py) holds that no module of the core imports an add-on. This
-test checks that the core works where it reaches add-ons by name: the command line, options, rewards,
-datasets, observers and the contracts. So it runs the folders from which one of these is reached. It
-leaves out `kernels`, `model`, `engines` and tests/test_pretended_runs.py, in which nothing is found
-by name but the core's engines, which the trainer's tests find, too: with them it takes twice as
-long. tests/test_ci.py and tests/test_sources.py are about the whole tree.
+The import rule (tests/test_sources.py) already holds that no module of the core imports an add-on.
+This test runs the suites of the code that reaches add-ons by name: the command line, options,
+rewards, datasets, observers, contracts and the trainer. They take 6 minutes of CPU time.
+
+`kernels`, `model`, `engines` and tests/test_pretended_runs.py would take as long again. They find
+nothing by name but engines, which are of the core and which the trainer's tests find, too. The
+tests of the whole tree (tests/test_ci.py, tests/test_sources.py) need the whole tree.
 """
 
 import os
@@ -29,7 +30,7 @@ SUITE = (
     *("tests/test_broken_runs.py", "tests/test_inputs.py"),
 )
 WANT = "needs rloo.addons"
-# Tests that are skipped for want of add-ons. Each is of an add-on within the core.
+# Tests of the core together with an add-on. A test of an add-on stands in tests/addons.
 MOST_SKIPPED = 13
 
 
