@@ -246,6 +246,7 @@ def test_group_gradients_are_weighted_sums_of_scores(tmp_path):
     assert twos[1].allclose((0.5 - 2.0) * (scores[2] - scores[3]) / 2, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_variance_is_measured_for_each_size_and_estimator(tmp_path):
     job = variance_job(
         COUNTDOWN, num_prompts=2, num_completions=8, num_coordinates=50, sizes=[2, 4]
@@ -257,6 +258,7 @@ def test_variance_is_measured_for_each_size_and_estimator(tmp_path):
     assert len(result["mean_rewards"]) == 2
 
 
+@pytest.mark.slow
 def test_training_job_leaves_curves_and_every_prompts_figures(tmp_path):
     task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:70])
     job = training_job(task, "rloo_k8", rate=1e-4, seed=0, steps=2)
@@ -308,6 +310,7 @@ def test_only_seeds_that_all_arms_have_are_compared(tmp_path):
     assert [run["seed"] for run in summary["arms"]["grpo"]["runs"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_report_writes_tables_pictures_and_data(tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks.baselines.report import put_between, write_report

@@ -223,6 +223,7 @@ def test_every_file_of_slow_tests_is_in_one_part_of_the_table():
     assert {name for part in parts for name in (*part.uses, *part.needs)} == set(equipment)
 
 
+@pytest.mark.slow
 def test_every_watch_list_of_the_table_can_be_computed():
     tree = Tree(ROOT)
     for part in read_table(ROOT)[0]:

@@ -594,6 +594,7 @@ def test_messages_go_through_the_chat_template_with_its_options(folder):
 # -- whole runs -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train_from_the_shell_ends_with_a_folder_that_transformers_loads(folder, model):
     done = run(
         "train", "run.yaml", "--beta", "0.02", "--eval_on_start", "--eval_dataset=rows.jsonl"
@@ -769,6 +770,7 @@ def test_a_reward_that_needs_the_single_prompt_is_refused_before_sampling(folder
     assert "'prompt'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_embedded_run_replaces_no_other_and_can_be_resumed(folder):
     options = ["--eval_size", "8", "--num_prompts", "2", "--save_strategy", "steps"]
     small = ["train", *options, "--save_steps", "1"]

@@ -159,6 +159,15 @@ ALIKE = [
     "ademamix of 8 bits",
     "LoRA beside a head",
     "base of 8 bits",
+    "normalised advantages",
+    "batch statistics",
+    "a reward's own scale",
+    "running scale of rewards",
+    "bfloat16",
+    "mixture of experts",
+    "adafactor",
+    "LoRA that begins at random",
+    "DoRA",
 ]
 # Where an evaluation could move what training goes on from: the features that carry a state of
 # their own from step to step, or change what the policy or the engine is.
@@ -288,6 +297,7 @@ def test_saving_changes_nothing(plain):
     assert different(plain("full fine-tuning", save_steps=4)[1], plain("full fine-tuning")[1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every_second(EVALUATED))
 def test_evaluation_leaves_no_trace(make, plain, tmp_path, name):
     often = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
@@ -297,6 +307,7 @@ def test_evaluation_leaves_no_trace(make, plain, tmp_path, name):
     assert different(traces(watched), plain(name)[1]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "other"), in_pairs(ROUNDED, [{"packing": False}, {"rollout_engine": "hf"}]), ids=str
 )

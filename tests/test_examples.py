@@ -88,6 +88,7 @@ def test_a_reward_model_is_trained_and_then_used(monkeypatch, tmp_path):
         assert metrics["eval_reward"] == pytest.approx(metrics["eval_rewards/judge/mean"])
 
 
+@pytest.mark.slow
 def test_an_estimator_of_one_s_own_trains_the_embedded_task(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     small = ["--num_prompts", "2", "--num_generations", "3", "--max_completion_length", "16"]

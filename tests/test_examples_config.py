@@ -93,6 +93,7 @@ def test_areal_s_example_trains_and_evaluates(folder, capsys):
 
 
 @needs_addons
+@pytest.mark.slow
 def test_ms_swift_s_example_trains_an_adapter(folder, capsys):
     rows = train_imported(
         "ms-swift",
@@ -175,6 +176,7 @@ def run_table(name: str, **options) -> Outcome:
     )
 
 
+@pytest.mark.slow
 def test_the_hyperparameters_of_the_table_have_their_effect(folder):
     # The gradient is longer than both ends of the range that it is cut to.
     plain = run_table("plain", reward="reward.py:loud")

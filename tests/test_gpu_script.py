@@ -56,6 +56,7 @@ def test_its_commands_are_there_and_a_stage_ends_in_10_minutes(tmp_path):
             assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so():
     done = run("correct")

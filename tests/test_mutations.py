@@ -263,6 +263,7 @@ def project(tmp_path, monkeypatch, places):
     return root
 
 
+@pytest.mark.slow
 def test_what_a_test_watches_is_caught_the_rest_survives_and_is_not_run_again(
     project, mutations, tmp_path, capsys, monkeypatch
 ):

@@ -76,7 +76,12 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+FAST = ("whole", "checkpointed", "fp16", "fsdp2")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
+)
 def test_a_run_ends_and_no_token_or_micro_batch_waits(tmp_path, name):
     config = make_config(tmp_path, use_cpu=False, **{"max_steps": 2, **RUNS[name]})
     model = make_model("qwen3")
@@ -97,6 +102,7 @@ def test_a_run_ends_and_no_token_or_micro_batch_waits(tmp_path, name):
         assert device.replays > 0, "nothing was repeated"
 
 
+@pytest.mark.slow
 def test_rows_that_end_leave_graphs_of_smaller_sizes(tmp_path):
     """A wave of 4 * LEAST_ROWS rows shrinks twice, and a prompt goes on that has one row left."""
     size = 4 * LEAST_ROWS // len(ROWS)
@@ -113,6 +119,7 @@ def test_rows_that_end_leave_graphs_of_smaller_sizes(tmp_path):
     assert device.captures <= 2 * 4 * config.max_steps
 
 
+@pytest.mark.slow
 def test_a_run_that_is_saved_goes_on_as_if_it_had_not_stopped(tmp_path):
     options = {
         "use_cpu": False, "bf16": True, "gradient_checkpointing": True, "eval_strategy": "steps",
@@ -133,6 +140,7 @@ def test_a_run_that_is_saved_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert all((after[name] == before[name]).all() for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["update", "sample"])
 def test_where_memory_does_not_suffice_once_the_run_goes_on_with_less(tmp_path, phase):
     config = make_config(tmp_path, use_cpu=False, bf16=True, max_steps=2, beta=0.0)

@@ -216,6 +216,7 @@ def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_imports_go_from_low_to_high():
     modules = {name_of(path) for path in source_files()}
     graph = {name_of(path): own_imports(path, modules) for path in source_files()}

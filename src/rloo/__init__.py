@@ -28,8 +28,8 @@ __all__ = [
     "from_verifiers",
 ]
 
-# If bitsandbytes is installed, peft makes transformers import it. It then warns on stderr that an
-# operation that is not used here has no fast kernel.
+# If bitsandbytes is installed, peft makes transformers import it. bitsandbytes then warns on stderr
+# that an operation, which is not used here, has no fast kernel.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _HOMES = {
@@ -41,7 +41,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that `rloo --help` does not wait for torch.
+    # These names are imported on first use: `rloo --help` must not wait for torch.
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "from_verifiers":

@@ -1,4 +1,4 @@
-"""`python -m rloo`, which torchrun and accelerate launch as well: `torchrun -m rloo train ...`."""
+"""`python -m rloo`. torchrun and accelerate can launch it: `torchrun -m rloo train ...`."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The command `rloo`; `rloo.config.help_text` describes it."""
+"""The command `rloo`. Its help texts are in `rloo.config.help_text`."""
 
-# Torch is imported by the commands that need it, not here: help must not wait for it.
+# Only the commands that need torch import it, so that help is fast.
 from __future__ import annotations
 
 import os
@@ -36,13 +36,13 @@ NAMES = (
     "worker", "launch", "status", "stop",
 )  # fmt: skip
 Command = Callable[[list[str], StopSignals], int | None]
-# Commands whose only result is their output.
+# Commands whose output is their only result.
 SHOWING = ("plan", "eval", "config", "check-estimator", "doctor", "status")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status: 0, 1 for a run that failed, 2 for bad input, and
-    128 plus the signal's number if a signal stopped it (130: Ctrl-C)."""
+    128 plus the signal's number if a signal stopped the command (130: Ctrl-C)."""
     complete()
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = [*NAMES, *plugins.of_others("commands")]
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 status = run(given, signals) or 0
             except Exception:
-                signals.check()  # a signal may have broken it, such as an import
+                signals.check()  # a signal may have caused the error
                 raise
     except Exception as error:
         status, told = _told(error, given[0])
@@ -94,7 +94,7 @@ def _run(given: list[str], signals: StopSignals) -> int | None:
     except ValueError as error:
         if given[0] in NAMES:
             raise
-        raise ValueError(str(error)) from None  # one line, as for the commands of this package
+        raise ValueError(str(error)) from None  # no traceback, as for built-in commands
 
 
 def _help(given: list[str], signals: StopSignals) -> int:
@@ -106,8 +106,8 @@ def _help(given: list[str], signals: StopSignals) -> int:
 
 
 def _told(error: Exception, command: str) -> tuple[int, str | None]:
-    """The exit status for an error and the text to print: the traceback of user code if it raised,
-    else one line. The text is None for a bug in this package, which no input caused.
+    """The exit status for an error and the text to print: a traceback if user code raised the
+    error, else one line. The text is None if the error is a bug in this package.
     """
     in_run = getattr(error, "in_run", False)
     if shown := of_the_user(error):
@@ -115,15 +115,15 @@ def _told(error: Exception, command: str) -> tuple[int, str | None]:
     if not isinstance(error, (ValueError, OSError, FloatingPointError, NotAllowed)):
         return 1, None
     if isinstance(error, BrokenPipeError) and not in_run and command in SHOWING:
-        return 0, ""  # the reader of the output, such as `head`, has closed it
+        return 0, ""  # the reader of the output, such as `head`, closed the pipe
     said = "\n".join(map(_line, config_errors(error)))
     return 2 if isinstance(error, ValueError) and not in_run else 1, said
 
 
 @contextmanager
 def _brief_warnings() -> Iterator[None]:
-    """In this context, a warning is one line without its place in the code, unless user code raised
-    it."""
+    """In this context, a warning is one line without file and line number, unless user code issued
+    the warning."""
     usual = warnings.formatwarning
 
     def told(message: Any, category: Any, filename: str, *place: Any) -> str:
@@ -143,7 +143,7 @@ def _line(text: str) -> str:
 
 
 def _say(text: str) -> None:
-    """Print a last text on stderr. Closed streams must not change the exit status."""
+    """Print a last text on stderr, and flush. Closed streams do not change the exit status."""
     if text:
         say(text, sys.stderr)
     for stream in (sys.stdout, sys.stderr):
@@ -196,7 +196,7 @@ def _evaluate(arguments: list[str], signals: StopSignals) -> int:
         dataset=None,
     )
     check_inputs(config, trains=False)
-    # A file is one split, whatever it contains.
+    # A file counts as one split.
     is_file = os.path.isfile(str(config.eval_dataset))
     split = "" if is_file else f" ({config.eval_split or 'train'})"
     temperature = config.eval_options.temperature or config.temperature

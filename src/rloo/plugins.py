@@ -1,5 +1,5 @@
-"""Registry of add-ons by name: this package's in one table, and other packages' entry points
-(docs/plugins.md). Modules are imported on first use."""
+"""Registry of add-ons by name. The table below has the add-ons of this package, and entry points
+add those of other packages (docs/plugins.md). Modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ class MissingAddon(ValueError):
 
 
 def names(group: str) -> list[str]:
-    """Return the names in a group: this package's, then those of others."""
+    """Return the names in a group: first of this package, then of other packages."""
     return list(dict.fromkeys([*BUILT_IN[group], *REGISTERED[group], *_given(group)]))
 
 
 def load(group: str, name: str) -> Any:
-    """Return the object with that name. Raises KeyError for an unknown name, MissingAddon if its
-    add-on is not installed, and ValueError if two other packages register the name or its entry
-    point cannot be loaded."""
+    """Return the object with the name `name`. Raises KeyError for an unknown name, and MissingAddon
+    if the add-on is not installed. Raises ValueError if two other packages register the name, or if
+    its entry point cannot be loaded."""
     if name in BUILT_IN[group]:
         module, _, attribute = BUILT_IN[group][name].partition(":")
         try:
@@ -115,7 +115,7 @@ def find(group: str, name: str) -> Any:
 
 
 def of_others(group: str) -> dict[str, str]:
-    """Return the names that other packages register in a group, with the package of each."""
+    """Return the names that other packages register in a group, each with its package."""
     return dict.fromkeys(REGISTERED[group], "this program") | {
         name: " and ".join(map(origin, entries))
         for name, entries in _given(group).items()
@@ -129,7 +129,7 @@ def origin(entry: EntryPoint) -> str:
 
 
 def forget() -> None:
-    """Clear the cache of entry points, after packages were installed."""
+    """Clear the cache of entry points. Call this after packages were installed."""
     _given.cache_clear()
 
 

@@ -1,6 +1,6 @@
-"""Contract tests for authors of plugins. Each raises AssertionError that says which rule is broken.
+"""Tests for plugins. Each function raises AssertionError with the violated rule.
 
-The built-in rewards, engines, datasets, estimators, observers and commands pass them
+The built-in rewards, engines, datasets, estimators, observers and commands pass these tests
 (docs/plugins.md).
 """
 
@@ -27,8 +27,9 @@ def check_reward(
     completions: Sequence[Any],
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Score these completions and return the scores. A reward returns one number or None for each,
-    returns the same when called again, and does not change its arguments."""
+    """Score these completions and return the scores. A reward must return one number or None for
+    each completion, return equal scores in a second call, score each completion alone as among
+    others, and not change its arguments."""
     given = {"prompts": list(prompts), "completions": list(completions), **columns}
     found = _scores(reward, given)
     _require(
@@ -72,8 +73,8 @@ def _scores(reward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
 
 def check_engine(spec: EngineSpec, inputs: Any, weights: Any, *, max_tokens: int = 8) -> Any:
     """Create an engine from `inputs` (`rloo.engines.engine_registry.EngineInputs`), load `weights`
-    (a function that returns names and tensors), and sample. Returns the engine, which the caller
-    closes."""
+    (a function that returns names and tensors), and sample. Returns the engine; the caller must
+    close it."""
     from rloo.types import EngineCapabilities, Prompt, Sampling
 
     _require(isinstance(spec, EngineSpec), "an engine's entry point is an EngineSpec")
@@ -127,7 +128,8 @@ def _check_completion(completion: Any, max_tokens: int) -> None:
 
 
 def check_dataset(spec: DatasetSpec, name: str, split: str = "train", options: Any = None) -> Any:
-    """Load the rows of `name` twice and return them. They must have prompts and be equal."""
+    """Load the rows of `name` twice and return them. Both results must be equal, and every row must
+    have a prompt."""
     from rloo.config.config import RLOOConfig
 
     _require(isinstance(spec, DatasetSpec), "a dataset's entry point is a DatasetSpec")
@@ -145,8 +147,9 @@ def check_dataset(spec: DatasetSpec, name: str, split: str = "train", options: A
 
 
 def check_estimator(estimator: Callable[..., Any], **kwargs: Any) -> Any:
-    """Check an estimator on 2 groups of 4 completions and return its results. It returns finite
-    advantages, one per completion or token, without a gradient, and changes no reward."""
+    """Check an estimator on 2 groups of 4 completions and return its results. The estimator must
+    return finite advantages without a gradient, one per completion or one per token. It must return
+    equal results in a second call, and not change the rewards."""
     import torch
 
     from rloo.algorithm.estimators import EstimatorInput
@@ -219,8 +222,9 @@ def check_observer(make: Callable[..., Any], folder: Path) -> Any:
 def check_command(
     command: Callable[..., Any], arguments: Sequence[str], wrong: Sequence[str]
 ) -> int:
-    """Call a command with valid arguments, and then with `wrong` ones, for which it raises
-    ValueError. It has a docstring, which its `--help` prints. Returns the exit status."""
+    """Call a command with valid arguments, and then with the invalid arguments `wrong`, for which
+    it must raise ValueError. The command must have a docstring, which its `--help` prints. Returns
+    the exit status of the first call."""
     from rloo.algorithm.stop_signals import StopSignals
 
     _require(bool(inspect.getdoc(command)), "a command has a docstring, which its --help prints")

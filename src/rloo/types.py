@@ -16,7 +16,7 @@ Text = str | list[Message]
 FinishReason = Literal["stop", "length"]
 # (weight version, number of tokens) for each span of consecutive tokens.
 WeightVersions = tuple[tuple[int, int], ...]
-# The number of completions of each prompt, or for each prompt the indices of its completions.
+# The number of completions per prompt, or for each prompt the indices of its completions.
 NumSamples = int | Sequence[range]
 # A function that iterates over a model's weights: names and tensors.
 Weights = Callable[[], Iterable[tuple[str, Any]]]
@@ -26,12 +26,13 @@ Weights = Callable[[], Iterable[tuple[str, Any]]]
 class Prompt:
     """One row of the dataset, tokenised.
 
-    `id` is the row's number in its dataset. `epoch` is the pass over the dataset: a row that is
-    sampled twice in one rollout gets different completions. `content` is the prompt as the reward
-    functions see it, `columns` every other column. `pixels()` computes the tensors that a forward
-    pass needs for the prompt's images, by argument name; it is None for a prompt without images.
-    The last `offset` tokens are the start of a completion that continues: they count in its length,
-    and its noise positions include them.
+    `id` is the row's number in its dataset. `epoch` is the number of the pass over the dataset; the
+    noise depends on it, so a row that occurs twice in one rollout gets different completions.
+    `content` is the prompt as reward functions receive it, `columns` are all other columns.
+    `pixels()` computes the tensors that a forward pass needs for the prompt's images, by argument
+    name; it is None for a prompt without images. The last `offset` tokens are the start of a
+    completion that is continued: they count in the length of the completion and in its noise
+    positions.
     """
 
     id: int
@@ -44,7 +45,7 @@ class Prompt:
 
     @property
     def noise_id(self) -> int:
-        """A number that distinguishes this use of the prompt from all others."""
+        """A number that is unique to the prompt and the epoch."""
         return self.id + (self.epoch << 40)
 
 
@@ -52,12 +53,13 @@ class Prompt:
 class Episode:
     """The record of a multi-turn completion: the `messages` that follow the prompt, the numbers of
     turns, of tool calls and of failed calls, and the seconds that the calls took. `failed` is the
-    reason why the episode could not continue, if that is not the model's fault: it has no reward,
-    and perhaps no token. With an environment, `prompt` is the prompt with the environment's first
-    observation, and `start` a hash of the initial state. Episodes of a custom rollout function have
-    no `messages`, and may have `columns` for reward functions. `environment`, `state` (the compared
-    part of the initial state) and `columns` stay in the process that ran the episode. If there are
-    any, `rank` is that process, which scores the episode."""
+    reason why the episode could not continue, if the model did not cause it. A failed episode has
+    no reward, and may have no token. With an environment, `prompt` is the prompt with the
+    environment's first observation, and `start` a hash of the initial state. Episodes of a custom
+    rollout function have no `messages`, and may have `columns` for reward functions. `environment`,
+    `state` (the compared part of the initial state) and `columns` stay in the process that ran the
+    episode. If an episode has any of them, `rank` is that process, and that process scores the
+    episode."""
 
     messages: list[Message] | None
     turns: int
@@ -78,12 +80,13 @@ class Completion:
     """A completion that an engine returns.
 
     `finish` is "stop" if `token_ids` ends with a stop token or with the token that completed a stop
-    string (that token is included), otherwise "length". `policy_logprobs` are computed after the
-    temperature and before any filter or penalty; `behavior_logprobs` under the distribution that
-    was sampled from. Both are natural logarithms, one per token. `weight_versions` are the versions
-    of the weights that sampled the tokens, in order, with token counts; empty if all are the
-    rollout's version. In an `episode`, `trained` is False for tokens that no engine sampled (tool
-    output), and their log-probs are 0. `store_as_arrays` converts lists."""
+    string (that token is included), otherwise "length". `policy_logprobs` are log-probs after the
+    temperature and before any filter or penalty. `behavior_logprobs` are log-probs under the
+    distribution that was sampled from. Both are natural logarithms, one per token.
+    `weight_versions` are the versions of the weights that sampled the tokens, in order, with token
+    counts; empty if the rollout's version sampled all tokens. In an `episode`, `trained` is False
+    for tokens that no engine sampled (tool output). The log-probs of these tokens are 0.
+    `store_as_arrays` converts lists."""
 
     token_ids: Sequence[int]
     finish: FinishReason
@@ -104,14 +107,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling parameters. Order, as in transformers: penalty, temperature, top-k, top-p,
-    min-p.
+    """The sampling parameters. They are applied in the order of transformers: penalty, temperature,
+    top-k, top-p, min-p.
 
     A completion has at most `max_tokens` tokens, including the last `offset` tokens of its prompt.
-    `greedy` takes the most likely token and ignores temperature and filters; `policy_logprobs` are
-    then those at temperature 1, and `behavior_logprobs` are 0. `stop_token_ids` and `stop_strings`
-    end a completion. The strings are searched for in the text that `decode` returns for the
-    completion's tokens (one text per list of ids), special tokens included.
+    `greedy` chooses the most likely token and ignores temperature and filters. In that case
+    `policy_logprobs` are at temperature 1, and `behavior_logprobs` are 0. `stop_token_ids` and
+    `stop_strings` end a completion. Stop strings are searched in the text of the completion,
+    special tokens included. `decode` returns the text of each list of ids.
     """
 
     max_tokens: int
@@ -127,7 +130,7 @@ class Sampling:
 
     @property
     def filtered(self) -> bool:
-        """Whether the sampled distribution differs from the policy's (and so biases training)."""
+        """Whether the sampled distribution differs from the policy's, which biases training."""
         return (
             self.top_p < 1.0
             or self.top_k > 0
@@ -139,10 +142,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt, its completions and their rewards; membership never depends on row order or text.
+    """A prompt, its completions and their rewards. Two rows with equal text are two groups.
 
-    `rewards[k]` is the weighted sum over the reward functions, `None` where no function scored the
-    completion; `scores[name][k]` is what function `name` returned; `extras` are columns that reward
+    `rewards[k]` is the weighted sum over the reward functions, or None if no function scored the
+    completion. `scores[name][k]` is the score of function `name`. `extras` are columns that reward
     functions logged with `log_extra`.
     """
 
@@ -156,12 +159,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion to train on. `key` is (group, index in it); `reward` is NaN if none counts.
+    """A completion to train on. `key` is (group, index in the group). `reward` is NaN if the
+    completion has no reward that counts.
 
-    `place` is its index among the rollout's completions, with or without a score; it determines the
-    optimizer step. `trained` tells for each token whether the policy trains on it or only reads it
-    (tool output, user turns); None: it trains on all. `weight_versions` are as in `Completion`, and
-    lists are converted as there.
+    `place` is the index among all completions of the rollout, scored or not, and determines the
+    optimizer step. `trained` is True for each token that the policy trains on, and False for input
+    tokens (tool output, user turns). None: it trains on all tokens. `weight_versions` and the
+    conversion of lists are as in `Completion`.
     """
 
     key: tuple[int, int]
@@ -187,14 +191,14 @@ class Sample:
         return len(self.token_ids) if self.trained is None else sum(self.trained)
 
     def of_trained(self, values: Sequence[T]) -> Sequence[T]:
-        """Return those of `values`, one per token, whose tokens the policy trains on."""
+        """Return the values of the tokens that the policy trains on. `values`: one per token."""
         return of_trained(values, self.trained)
 
 
 def store_as_arrays(of: Completion | Sample) -> None:
-    """Convert the token ids to an array of 32-bit integers, and the log-probs to arrays of doubles:
-    20 bytes per token, 12 if both log-probs are the same object. A list of floats takes 32 bytes
-    per float."""
+    """Convert the token ids to an array of 32-bit integers, and the log-probs to arrays of doubles.
+    A token then takes 20 bytes, or 12 bytes if both log-probs are the same object. A list of floats
+    takes 32 bytes per float."""
     policy, behavior = of.policy_logprobs, of.behavior_logprobs
     logprobs = _array("d", policy)
     if behavior is not None:
@@ -209,7 +213,7 @@ def _array(kind: Literal["i", "d"], values: Sequence[Any]) -> array[Any]:
 
 
 def of_trained(values: Sequence[T], trained: tuple[bool, ...] | None) -> Sequence[T]:
-    """Return those of `values`, one per token, where `trained` is true; None: all."""
+    """Return the values, one per token, for which `trained` is true. None: return all."""
     if trained is None:
         return values
     return [value for value, kept in zip(values, trained, strict=True) if kept]
@@ -240,20 +244,21 @@ def sound(value: T) -> T:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapabilities:
-    """The properties of an engine that its callers need, so that no code depends on its name.
+    """The properties of an engine that its callers need. No caller depends on an engine's name.
 
-    `name` is its name in `rollout_engine`. `copies_weights`: it has a copy of at least some
-    weights, which only `load` updates. `shares_memory`: it reads the policy's own tensors. They
-    must not change while it samples, or, if it also copies weights, between `load` and the end of
-    `sample`. `exact_noise`: `noise` determines every random draw; without it, equal calls may
-    differ. `filters`: it supports top-k, top-p, min-p and a repetition penalty. `central`: only the
-    main rank samples, for all ranks. `whole_groups`: a rank samples all completions of a prompt,
-    unless there are more ranks than prompts. `keeps_finished`: finished completions stay in the
-    batch until its last one ends.
+    `name` is the value of `rollout_engine`. `copies_weights`: the engine copies at least some
+    weights, and only `load` updates the copy. `shares_memory`: the engine reads the policy's
+    tensors. These tensors must not change during `sample`, or, if the engine also copies weights,
+    between `load` and the end of `sample`. `exact_noise`: `noise` determines every random draw;
+    without `exact_noise`, equal calls may differ. `filters`: the engine supports top-k, top-p,
+    min-p and a repetition penalty. `central`: only the main rank samples, for all ranks.
+    `whole_groups`: a rank samples all completions of a prompt, unless there are more ranks than
+    prompts. `keeps_finished`: finished completions stay in the batch until the last completion of
+    the batch ends.
 
     The other fields are the memory of a completion during sampling: per prompt token, per new
-    token, and per row. At most `cache_bytes` are sampled at the same time (None: no limit). While
-    it samples, `cast_bytes` more hold weights in another dtype.
+    token, and per row. Completions that are sampled at the same time take at most `cache_bytes`
+    (None: no limit). During sampling, `cast_bytes` more hold weights in another dtype.
     """
 
     name: str
@@ -286,46 +291,48 @@ class Engine(Protocol):
     """An engine that samples completions, token ids in and token ids out."""
 
     capabilities: EngineCapabilities
-    # The version of its weights: that of the last load, -1 before the first one.
+    # The version of the last loaded weights; -1 before the first load.
     version: int
 
     def load(self, weights: Weights, version: int) -> None:
-        """Load weights for `sample`. Does nothing, and does not call `weights`, if `version` is
-        that of the last load. A version never stands for two states of the weights."""
+        """Load weights for `sample`. If `version` is the version of the last load, does nothing and
+        does not call `weights`. Equal versions mean equal weights."""
 
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """Return `samples` completions for each prompt, in the order of `prompts`. Ranges select,
-        among the completions that a prompt has over all ranks, those with these indices.
+        """Return `samples` completions for each prompt, in the order of `prompts`. If `samples` are
+        ranges, a prompt's range selects the indices of its completions to sample; other ranks
+        sample the others.
 
-        `noise` is a 64-bit number derived from (seed, purpose, step). Together with the prompt's id
-        and epoch, the sample's index and the token's position, it determines every random draw,
-        whatever else is in the batch.
+        `noise` is a 64-bit number derived from (seed, purpose, step). `noise`, the prompt's id and
+        epoch, the sample's index and the token's position together determine every random draw,
+        independent of the other completions in the batch.
         """
 
     def stats(self) -> dict[str, float]:
-        """Return counts of the engine's events so far, by metric name."""
+        """Return the engine's metrics, by name: counts of events so far."""
 
 
 @runtime_checkable
 class PrefixCaching(Protocol):
-    """An engine that can reuse the cache of completions that continue."""
+    """An engine that can reuse the cache of completions that are continued."""
 
     def prefix_caching(self) -> AbstractContextManager[None]:
-        """In this context, `sample` may cache what it computes. A completion that continues with
-        its earlier tokens and the same weights (by its prompt's id and epoch, and its index) is
-        then computed from where it stopped. Completions do not change, except for rounding."""
+        """In this context, `sample` may cache keys and values. A completion that is continued with
+        its earlier tokens and the same weights is then computed from the position where it stopped.
+        The prompt's id and epoch and the completion's index identify it. Completions do not change,
+        except for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Scored groups to train on, and their origin.
 
-    `metrics` and `num_tokens` (prompts and completions) cover everything that was sampled for the
-    rollout. `version` is that of the weights when the rollout was returned. `position` is the
-    dataset position after it, from which a checkpoint resumes once a step was made on the rollout.
-    `epoch` counts the passes over the dataset.
+    `metrics` and `num_tokens` (prompts and completions) cover all completions that were sampled for
+    the rollout. `version` is the version of the weights when the rollout was returned. `position`
+    is the dataset position after the rollout. A checkpoint resumes from this position once a step
+    was made on the rollout. `epoch` counts the passes over the dataset.
     """
 
     groups: list[Group]
@@ -350,11 +357,10 @@ class RolloutGenerator(Protocol):
         """Cancel pending rollouts."""
 
     def describe(self) -> dict[str, Any]:
-        """Return the dataset and the rewards, by name, for the header of a run."""
+        """Return facts about the dataset and the rewards, by name, for the header of a run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current position in the dataset, as JSON values."""
+        """Return the position in the dataset and other state, as JSON values."""
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Continue from a position, with the rollout whose first optimizer step is number
-        `step`."""
+        """Restore what `state_dict` returned. The next rollout starts at optimizer step `step`."""

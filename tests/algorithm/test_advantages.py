@@ -127,6 +127,7 @@ def test_credit_and_gradient_do_not_depend_on_how_they_are_computed(seed):
     assert is_close(gradient_of(policy, samples, after, config), packed)
 
 
+@pytest.mark.slow
 def test_micro_batches_below_a_group_add_up_to_the_whole():
     for seed in range(100, 112):
         rng = random.Random(seed)

@@ -116,6 +116,7 @@ def test_in_dispatch_order_with_full_ratios_older_samples_are_unbiased():
 
 
 # docs/algorithm.md has these: the smallest cosine, and the scales, over the outcomes.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("threshold", "cosine", "scales"),
     [

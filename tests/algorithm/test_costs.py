@@ -102,19 +102,19 @@ COSTS = {
         lambda beta: of_policy(beta, **MASKED),
         {0.0: (0.6543, 0.7811), 0.3: (0.1403, 0.1598)},
     ),
-    "the same, 82 % truncated": (
+    "`mask_truncated_completions`, 82 % truncated": (
         lambda beta: of_policy(beta, seed=SELDOM_ENDS, **MASKED),
         {0.0: (-0.0389, -0.0873), 0.3: (-0.0288, -0.1538)},
     ),
-    "64 %, with `estimator_kwargs.kl_of_truncated false`": (
+    "the same, 64 % truncated, with `estimator_kwargs.kl_of_truncated false`": (
         lambda beta: of_policy(beta, estimator_kwargs={"kl_of_truncated": False}, **MASKED),
         {0.3: (0.3141, 0.2965)},
     ),
-    "rewards missing at 25 % of each prompt's completions": (
+    "rewards missing for 25 % of each prompt's completions": (
         missing(0.25, 0.25),
         {0.0: (0.8086, 1)},
     ),
-    "rewards missing at 60 % of one prompt's, 5 % of another's": (
+    "rewards missing for 60 % of one prompt's completions, 5 % of another prompt's": (
         missing(0.6, 0.05),
         {0.0: (1.3717, 0.7495)},
     ),
@@ -122,7 +122,10 @@ COSTS = {
         resampled,
         {0.0: (2.0965, 1), 0.3: (1.9650, 0.9622)},
     ),
-    "another sampler, no correction": (off_policy, {0.0: (1.0898, 0.9791), 0.3: (0.9062, 0.9704)}),
+    "another rollout policy, no correction": (
+        off_policy,
+        {0.0: (1.0898, 0.9791), 0.3: (0.9062, 0.9704)},
+    ),
     "`sequence_truncate`, no bound": (
         lambda beta: off_policy(beta, "sequence_truncate"),
         {0.0: (1, 1), 0.3: (1, 1)},
@@ -147,6 +150,7 @@ COSTS = {
 CASES = [(name, beta) for name, (_, figures) in COSTS.items() for beta in figures]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "beta"), CASES)
 def test_the_bias_of_an_option_through_the_production_path_is_as_stated(name, beta):
     make, figures = COSTS[name]

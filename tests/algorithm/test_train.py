@@ -50,6 +50,7 @@ def test_two_runs_with_equal_configs_are_identical_to_the_last_bit(tmp_path):
     assert not equal(results[0][0], weights(other))
 
 
+@pytest.mark.slow
 def test_the_budget_of_a_micro_batch_does_not_change_the_result(tmp_path):
     results = []
     for budget in (10_000, 60, 12):
@@ -273,6 +274,7 @@ def make_interrupted(tmp_path, **options) -> RLOOConfig:
     return config
 
 
+@pytest.mark.slow
 def test_tokens_of_a_rollout_that_was_thrown_away_are_not_counted(tmp_path):
     make_trainer(make_config(tmp_path / "whole")).train()
     config = make_interrupted(tmp_path / "parts")
@@ -287,6 +289,7 @@ def test_a_resumed_run_refuses_what_its_optimizer_would_ignore(tmp_path):
         make_trainer(replace(config, learning_rate=0.5)).train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_names_the_other_options_that_differ(tmp_path):
     config = make_interrupted(tmp_path)
     trainer = make_trainer(replace(config, beta=0.9))
@@ -301,6 +304,7 @@ def test_a_checkpoint_that_began_from_other_weights_is_refused(tmp_path):
         other.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_a_packed_run_goes_on_padded_where_that_is_asked_for(tmp_path):
     config = make_interrupted(tmp_path)
     make_trainer(replace(config, packing=False, rollout_engine="hf")).train(True)
@@ -374,6 +378,7 @@ def test_the_schedule_counts_steps_without_signal(tmp_path):
     assert set(trainer.policy.stepper.scheduler.get_last_lr()) == {0.0}
 
 
+@pytest.mark.slow
 def test_dropout_kept_as_numbers_is_removed_too(tmp_path):
     options = transformers.OPTConfig(
         vocab_size=97,

@@ -238,6 +238,7 @@ def test_group_mean_scales_the_gradient_by_exactly_k_minus_1_over_k():
         assert (gradient - expected).abs().max().item() < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_what_is_measured_of_an_estimator_is_what_the_production_loss_does(beta):
     """`rloo check-estimator` weighs scores with advantages; training differentiates a loss."""

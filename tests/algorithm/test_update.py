@@ -349,6 +349,7 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_the_host_asks_no_more_often_for_more_micro_batches(beta, monkeypatch):
     """Of a GPU each question waits for all that was begun; what is told stays the same."""

@@ -305,6 +305,7 @@ def test_a_fault_in_a_row_is_found_at_construction_and_names_the_row():
         )
 
 
+@pytest.mark.slow
 def test_rows_that_are_tokenised_together_are_what_each_is_alone():
     tokenizer = make_tokenizer()
     texts = ["a" * (1 + row % 7) if row % 3 else f"^{row}" for row in range(2500)]

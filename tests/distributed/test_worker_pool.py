@@ -44,6 +44,7 @@ def test_a_worker_answers_and_raises_what_was_raised_there(hire):
         hire("support.workers:broken").call(b"", 30)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_or_is_late_is_lost_and_says_how(hire):
     for message, seconds, status, words in (
         (b"die", 30, -9, "was ended by signal 9"),
@@ -84,6 +85,7 @@ time.sleep(0.5)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [COMPUTES, SLEEPS], ids=["computes", "scores"])
 def test_a_worker_ends_with_the_process_that_it_works_for_whatever_it_does(code, tmp_path):
     paths = os.pathsep.join(sys.path)

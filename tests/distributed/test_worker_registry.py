@@ -122,6 +122,7 @@ def test_a_worker_goes_only_where_the_secret_is_known(tmp_path, elsewhere):
     assert b"no run has listened" in process.communicate(timeout=30)[1]
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_is_lost_at_once_and_another_does_its_job(tmp_path, hub, elsewhere):
     processes = [elsewhere(), elsewhere()]
     crew = WorkerPool(2, partial(hire, hub))
@@ -144,6 +145,7 @@ def test_one_that_is_killed_is_lost_at_once_and_another_does_its_job(tmp_path, h
     crew.close()
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_lost_at_its_deadline_and_comes_back(hub, elsewhere):
     process = elsewhere()
     worker = hire(hub)

@@ -373,6 +373,7 @@ def test_waves_are_as_large_as_the_memory_allows():
         assert facts.rows_at_once(9, 10, 20) == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss"])
 def test_in_bf16_the_native_engine_is_as_near_the_trainer_as_generate(name):
     model = make_sharp_model(name)

@@ -15,6 +15,7 @@ from support.models import VOCAB_SIZE
 SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", slow_but(["recurrent_gemma", "rwkv", "gemma4"], [*RECURRENT, *OTHERS])
 )
@@ -34,6 +35,7 @@ def test_what_padding_in_front_of_a_state_would_do():
     assert rounding_errors(model, prompts, groups).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, rows, said",
     [
@@ -63,6 +65,7 @@ def test_a_step_that_is_not_the_forward_is_not_taken():
     assert rounding_errors(model, prompts, groups).max() > 5e-4
 
 
+@pytest.mark.slow
 def test_completions_do_not_depend_on_which_prompts_are_sampled_with_them():
     model, prompts = make_architecture("lfm2"), make_prompts((3, 5, 3, 3))
     engine, _ = build_engine("hf", EngineInputs(model, 0))
@@ -72,6 +75,7 @@ def test_completions_do_not_depend_on_which_prompts_are_sampled_with_them():
         assert [c.token_ids for c in alone] == [c.token_ids for c in group]
 
 
+@pytest.mark.slow
 def test_a_model_whose_tokens_see_those_behind_them_is_refused():
     torch.manual_seed(0)
     config = transformers.XLNetConfig(

@@ -74,6 +74,7 @@ def test_the_episodes_are_all_there_are():
     assert sum(chances) == pytest.approx(1.0, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("beta", "packing"), [slow(0.0, False), (0.3, True), slow(0.0, True), slow(0.3, False)]
 )

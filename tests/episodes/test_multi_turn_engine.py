@@ -159,6 +159,7 @@ def make_brace_engine(name: str, **limits) -> tuple[MultiTurnEngine, Prompt]:
     ), prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines_go_on_behind_answers_as_the_model_itself_would(name):
     engine, prompt = make_brace_engine(name)

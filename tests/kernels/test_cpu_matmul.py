@@ -279,6 +279,7 @@ def timed(monkeypatch, seconds_of):
     )
 
 
+@pytest.mark.slow
 def test_a_class_is_chosen_only_where_all_of_its_rows_gain(monkeypatch, unmeasured):
     def seconds(library, rows, width):
         gains = (rows >= cpu_matmul.MANY_ROWS and width < cpu_matmul.WIDE) or (rows == 64)
@@ -340,6 +341,7 @@ def test_where_onednn_is_missing_or_computes_something_else_mkl_is_chosen(
     assert says[problem] in cpu_matmul.unavailable_reason()
 
 
+@pytest.mark.slow
 def test_threads_are_as_before_the_measurement(unmeasured):
     before = torch.get_num_threads()
     chosen = cpu_matmul.choose()

@@ -132,6 +132,7 @@ def test_kernels_really_compute(monkeypatch):
     assert calls == {**wanted, "attend": each, "attend_backward": each}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_checkpointing": True}, {"packing": False}], ids=str
 )

@@ -26,6 +26,7 @@ def test_logprobs_and_gradients_are_those_of_each_completion_alone(name):
         assert error <= 1e-4 * gradient.norm() + 1e-5, parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["gemma4"], NAMES))
 def test_a_run_trains_it_at_default_options(name, tmp_path):
     config = make_config(tmp_path, max_steps=2, gradient_checkpointing=True)

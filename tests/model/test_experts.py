@@ -141,6 +141,7 @@ def test_the_step_is_that_of_the_loss_and_of_its_weighted_part_and_counts_every_
             torch.testing.assert_close(change[key], expected, atol=1e-6, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_over_micro_batches_it_is_the_mean_by_tokens(tmp_path):
     samples = make_samples(3, 4)
     metrics, _ = step("qwen3_moe", tmp_path, 0.5, max_tokens=1, learning_rate=0.0)
@@ -154,6 +155,7 @@ def test_over_micro_batches_it_is_the_mean_by_tokens(tmp_path):
     assert whole["aux_loss"] == pytest.approx(metrics["aux_loss"], rel=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_mixture_of_experts_trains_and_logs_its_balance(name, tmp_path):
     config = make_config(tmp_path, router_aux_loss_coef=0.1, max_steps=2)

@@ -54,6 +54,7 @@ def test_a_divided_parameter_is_the_same_numbers(make):
     assert dict(policy.weights()).keys() == before.keys()
 
 
+@pytest.mark.slow
 def test_it_computes_and_learns_as_if_it_were_whole(make):
     """In autocast too, and with a forward without gradients between."""
     for bf16 in (False, True):
@@ -88,6 +89,7 @@ def test_a_whole_copy_is_another_one(make):
     assert full_tensor(policy.model.get_output_embeddings().weight).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", (False, True))
 def test_a_base_of_few_bits_stays_whole_and_its_adapter_is_divided(make, tmp_path, bf16):
     make_wide("qwen3").save_pretrained(tmp_path)
@@ -140,6 +142,7 @@ def test_a_model_that_reads_images_is_refused(make):
         make(make_vision_model("llava"))
 
 
+@pytest.mark.slow
 def test_an_engine_is_made_with_one_layer_after_the_other(make):
     """Beside its copy there is never all of the model; where that does not fit, it is said."""
     config = Qwen3Config(

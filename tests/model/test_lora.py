@@ -107,6 +107,7 @@ def test_checkpointing_of_both_kinds_reaches_the_first_layers_adapter(reentrant)
     assert all(p.grad is not None and p.grad.any() for p in policy.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "engine"), in_pairs(KINDS, ["native", "hf"]))
 def test_engines_sample_with_the_adapter(kind, engine):
     policy = make_policy(make_adapted(**KINDS[kind]))
@@ -308,6 +309,7 @@ def base_weights(trainer: RLOOTrainer) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_training_moves_the_adapter_alone_and_begins_with_no_kl(tmp_path):
     trainer = adapted_trainer(make_config(tmp_path, gradient_checkpointing=True), tmp_path)
     assert isinstance(trainer.model, PeftModel)
@@ -323,6 +325,7 @@ def test_training_moves_the_adapter_alone_and_begins_with_no_kl(tmp_path):
     assert all(row["clip_ratio/region_mean"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_reward_rises(tmp_path):
     config = make_config(tmp_path, max_steps=40, num_generations=8, beta=0.0, learning_rate=3e-2)
     lora = make_lora(r=8, target_modules=["o_proj", "down_proj", "lm_head"])
@@ -332,6 +335,7 @@ def test_reward_rises(tmp_path):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 2
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_alone_and_a_damaged_one_is_refused(tmp_path):
     config = make_config(tmp_path, max_steps=2, save_steps=2)
     adapted_trainer(config, tmp_path).train()
@@ -348,6 +352,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_a_damaged_one_is_refused(tmp_p
         adapted_trainer(config, tmp_path).train(resume_from_checkpoint=str(path))
 
 
+@pytest.mark.slow
 def test_resuming_with_another_adapter_or_base_is_refused(tmp_path):
     config = make_config(tmp_path, max_steps=2, save_steps=2)
     adapted_trainer(config, tmp_path).train()
@@ -366,6 +371,7 @@ def test_resuming_with_another_adapter_or_base_is_refused(tmp_path):
         resume()
 
 
+@pytest.mark.slow
 def test_a_new_adapter_s_random_numbers_do_not_matter_to_resuming(tmp_path):
     config = make_config(tmp_path, max_steps=2, save_steps=2)
     adapted_trainer(config, tmp_path).train()
@@ -393,6 +399,7 @@ def test_what_is_saved_is_what_peft_loads(tmp_path):
     assert (saved["r"], saved["lora_dropout"]) == (4, 0.05)
 
 
+@pytest.mark.slow
 def test_a_folder_with_an_adapter_is_a_model_that_training_goes_on_from(tmp_path):
     trainer = adapted_trainer(make_config(tmp_path), tmp_path)
     trainer.train()
@@ -414,6 +421,7 @@ def test_a_folder_with_an_adapter_is_a_model_that_training_goes_on_from(tmp_path
     assert again.processing_class("w1 w2").input_ids == [5, 6]
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_and_evaluates_an_adapter(tmp_path, capsys):
     folder = str(tmp_path / "run")
     options = "num_prompts=2 num_generations=2 max_steps=1 max_completion_length=4 bf16=false"
@@ -432,6 +440,7 @@ def test_the_command_line_trains_and_evaluates_an_adapter(tmp_path, capsys):
     assert status == 0, capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_full_model_is_not_saved_beside_an_adapter_of_an_earlier_run(tmp_path):
     trainer = adapted_trainer(make_config(tmp_path), tmp_path)
     trainer.train()

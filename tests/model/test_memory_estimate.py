@@ -95,6 +95,7 @@ def test_the_peak_of_a_phase_is_what_it_held_at_most():
     assert peaks == pytest.approx(expected, abs=1000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -127,6 +128,7 @@ def test_the_peak_is_predicted_from_small_measurements(name, options, monkeypatc
     assert predicted == pytest.approx(measured_peak_bytes(policy, samples), rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_chunks_of_the_head_are_foreseen(monkeypatch):
     # 3,200 tokens and 4,096 words make 52 MB of logits, of which 4 MB exist at a time.
     options = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
@@ -249,6 +251,7 @@ def test_a_budget_that_fits_for_certain_is_not_measured(monkeypatch):
     assert fitting_budget(policy, WORKLOAD) == token_budget.FittedBudget(400)
 
 
+@pytest.mark.slow
 def test_a_budget_that_just_fits_stays(monkeypatch):
     policy = make_policy(make_model("qwen3"), max_tokens_per_micro_batch=400)
     provide(monkeypatch, share_of_largest(policy, WORKLOAD, 1.05))
@@ -278,6 +281,7 @@ def test_a_budget_is_verified_and_lowered_on_where_memory_is_not_linear(monkeypa
     assert 300 < found <= 400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 def test_a_budget_that_does_not_fit_becomes_the_largest_that_does(monkeypatch, packing):
     policy = make_policy(
@@ -317,6 +321,7 @@ def lower_to_half(monkeypatch, trainer) -> None:
     provide(monkeypatch, share_of_largest(trainer.policy, workload, 0.5))
 
 
+@pytest.mark.slow
 def test_a_rehearsal_changes_nothing(tmp_path, monkeypatch):
     plain_config, config = make_config(tmp_path / "plain"), make_config(tmp_path / "measured")
     plain = make_trainer(plain_config)
@@ -328,6 +333,7 @@ def test_a_rehearsal_changes_nothing(tmp_path, monkeypatch):
     assert without_times(metrics_of(plain_config)) == without_times(metrics_of(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, 4000])
 def test_a_lowered_budget_is_recorded_and_kept_by_a_resumed_run(tmp_path, monkeypatch, given):
     options = {"max_steps": 4, "save_steps": 2, "max_tokens_per_micro_batch": given}
@@ -374,6 +380,7 @@ def fail_backward(policy, calls: set[int]) -> None:
     policy.stepper.backward = failing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"beta": 0.0}, {"num_iterations": 2}, {"normalize_advantages": True}], ids=str
 )
@@ -394,6 +401,7 @@ def test_a_step_that_did_not_fit_is_made_again_as_if_the_budget_had_been_lower(t
     assert equal(weights(trainer), weights(lower))
 
 
+@pytest.mark.slow
 def test_the_credit_may_be_what_did_not_fit(tmp_path):
     options = {"normalize_advantages": True}
     trainer = make_trainer(make_config(tmp_path / "failing", **options))
@@ -450,6 +458,7 @@ def shaped_model(tmp_path_factory) -> Path:
 
 
 @needs_addons
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

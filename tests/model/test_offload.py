@@ -42,6 +42,7 @@ def learn(policy, steps: int = 3) -> dict[str, torch.Tensor]:
 # -- activations ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,6 +124,7 @@ def test_what_comes_back_lies_as_it_lay(monkeypatch):
 # -- optimizer state ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor", "adamw_8bit"])
 def test_a_parked_state_changes_no_step(optim, device):
     results = []
@@ -147,6 +149,7 @@ def test_a_parked_state_changes_no_step(optim, device):
     assert {id(t) for t in policy.stepper.parked._buffers.values()} == known
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:resuming from step 2")
 def test_a_parked_state_is_saved_and_loaded(tmp_path):
     results = []
@@ -196,6 +199,7 @@ def test_an_optimizer_that_moves_its_state_itself_is_refused():
         offload.check(config, torch.device("cuda"))
 
 
+@pytest.mark.slow
 def test_both_options_train_as_without_them_in_less_of_the_gpu_s_memory(gpu):
     results, peaks = [], []
     for options in ({}, {"offload": ["optimizer"], "activation_offloading": True}):

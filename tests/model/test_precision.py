@@ -98,6 +98,7 @@ MADE = [
 
 
 # Reentrant checkpointing says so of passes without gradients; a frozen embedding has none either.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(("made", "beta", "by_onednn"), in_pairs(MADE, [0.0, 0.1], [["bf16"], []]))
 def test_an_update_casts_each_trained_weight_once(made, beta, by_onednn, monkeypatch):

@@ -194,6 +194,7 @@ def make_trainer(config, folder: Path, name: str = "qwen3", model=None, **option
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("nf4", "qwen3"), ("nf4", "llama"), ("nested fp4", "qwen3"), ("int8", "qwen3")],
@@ -214,6 +215,7 @@ def test_training_moves_the_adapter_alone_and_begins_with_no_kl(tmp_path, folder
     assert all(row["mismatch/max"] < 1e-5 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_saved_adapter_is_what_peft_loads_on_a_base_of_few_bits(tmp_path, folder):
     config = make_config(tmp_path, load_in_4bit=True)
     trainer = make_trainer(config, folder)
@@ -244,6 +246,7 @@ def test_a_saved_base_of_few_bits_is_loaded_as_it_is(tmp_path, folder):
     trainer.train()
 
 
+@pytest.mark.slow
 def test_models_given_loaded_and_options_in_other_places(tmp_path, folder):
     config = make_config(tmp_path, max_steps=1)
     trainer = make_trainer(config, folder, model=load_few_bits(folder), peft_config=make_lora())

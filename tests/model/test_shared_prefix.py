@@ -127,6 +127,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every_second(sorted(CONFIGS.keys() - {"gpt2"})))
 def test_no_array_grows_with_tokens_squared(name, monkeypatch):
     monkeypatch.setattr("rloo.model.shared_prefix.MASK_ELEMENTS", 2**14)

@@ -91,6 +91,7 @@ def test_what_a_function_draws_follows_from_the_seed_alone(scorers_of):
     assert drawn[0] == drawn[2] != drawn[1] == drawn[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [

@@ -12,13 +12,13 @@ from pathlib import Path
 # Where the outcome of every test is written, and whose trainer is tested ("trl": TRL's own, by
 # which one sees what the stand-ins are worth).
 OUTCOMES, TRAINER = "RLOO_TRL_OUTCOMES", "RLOO_TRL_TRAINER"
-_MOCKED = "it replaces transformers' generate, which does not sample here"
+_MOCKED = "the test replaces transformers' generate, which does not sample here"
 _LOOP = (
-    "it counts the calls of Trainer's training_step, for optimizer steps that begin in one pass "
-    "over a rollout and end in the next"
+    "the test counts the calls of Trainer's training_step, for optimizer steps that begin in one "
+    "pass over a rollout and end in the next"
 )
-_SERVER = "it needs a vLLM server, and TRL skips it"
-_VIDEO = "its processor needs torchvision, without which there is no stand-in"
+_SERVER = "the test needs a vLLM server, and TRL skips the test"
+_VIDEO = "the processor of Gemma 4 needs torchvision; no substitute model can be made without it"
 # Tests, as regular expressions -> why they say nothing about the trainer.
 NOT_JUDGED = {
     r".*::test_train_vllm_.*|.*::test_train_vlm_and_vllm.*": _SERVER,
@@ -29,7 +29,7 @@ NOT_JUDGED = {
 # A test -> why it fails: at most four.
 FAILS = {
     "TestRLOOTrainer::test_train_with_generation_kwargs": (
-        "num_beams 2: beam search does not sample from the policy, so it is refused"
+        "num_beams 2 is refused: beam search does not sample from the policy"
     ),
 }
 _outcomes: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
 The import rule (tests/test_sources.py) already holds that no module of the core imports an add-on.
 This test runs the suites of the code that reaches add-ons by name: the command line, options,
-rewards, datasets, observers, contracts and the trainer. They take 6 minutes of CPU time.
+rewards, datasets, observers, contracts and the trainer. They take 5 to 6 minutes of CPU time.
 
 `kernels`, `model`, `engines` and tests/test_pretended_runs.py would take as long again. They find
 nothing by name but engines, which are of the core and which the trainer's tests find, too. The
@@ -31,7 +31,7 @@ SUITE = (
 )
 WANT = "needs rloo.addons"
 # Tests of the core together with an add-on. A test of an add-on stands in tests/addons.
-MOST_SKIPPED = 13
+MOST_SKIPPED = 12
 
 
 @pytest.fixture
@@ -82,4 +82,4 @@ def test_the_suite_of_the_core_passes_without_add_ons(without_addons):
     wanting = skipped.count(WANT)
     assert len(cases) == with_addons, "a test is collected in one of both trees alone"
     assert 0 < wanting <= MOST_SKIPPED, f"{wanting} tests are skipped for want of add-ons"
-    assert len(cases) - len(skipped) >= 2400
+    assert len(cases) - len(skipped) >= 2200

@@ -10,7 +10,7 @@ import pytest
 
 from rloo import plugins, testing
 from rloo.config.config import RLOOConfig
-from support.plugins import EXAMPLE, install, install_example
+from support.plugins import EXAMPLE, install, install_example, pip_install_example
 
 SOURCE = Path(plugins.__file__).resolve().parent.parent
 
@@ -99,7 +99,9 @@ def test_the_example_passes_the_contract_tests(example, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_part_of_the_example_is_used_by_commands(example, tmp_path):
+def test_every_part_of_the_example_is_used_by_commands(tmp_path):
+    """As pip installs it."""
+    example = pip_install_example(tmp_path / "installed")
     options = (
         "train --dataset squares:9 --model countdown --reward vowels --estimator median "
         "--rollout_engine lightest --max_steps 2 --num_prompts 2 --num_generations 2 "

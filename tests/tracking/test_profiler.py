@@ -28,6 +28,7 @@ def seconds_of(report: str, row: str) -> float:
     return float(re.search(rf"^\| {row} +\| +([\d.]+) ", report, re.MULTILINE)[1])
 
 
+@pytest.mark.slow
 def test_a_profiled_run_is_the_same_run(tmp_path):
     results = []
     for profiled in (False, True):
@@ -41,6 +42,7 @@ def test_a_profiled_run_is_the_same_run(tmp_path):
     assert not (tmp_path / "False" / "run" / "profile").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_steps, profiled", [(1, 1), (2, 2), (4, 3)])
 def test_the_third_rollout_or_the_last_is_accounted_for(
     tmp_path, capsys, monkeypatch, max_steps, profiled
@@ -94,6 +96,7 @@ def test_peaks_operators_and_time_outside_of_them_are_those_of_the_phase(tmp_pat
     assert kept.sum() == 1_000_000
 
 
+@pytest.mark.slow
 def test_another_run_in_the_folder_takes_the_profile_away(tmp_path):
     make_trainer(make_config(tmp_path, max_steps=1, **SMALL)).train()
     config = make_config(tmp_path, max_steps=1, overwrite_output_dir=True)

@@ -266,6 +266,7 @@ def test_damage_is_detected_named_and_passed_over(tmp_path, name, damage):
     assert re.search(f"checkpoint-2.*{name}.*the one before is taken", damaged)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_anywhere_in_the_manifest_is_detected(tmp_path):
     path = save(tmp_path, 3)
     file = path / "manifest.json"

@@ -87,6 +87,7 @@ PHASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phase", "kind"),
     every_second(zip(PHASES, (*KINDS, "SIGTERM", "SIGHUP"), strict=True)),
@@ -126,6 +127,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_signal_among_the_steps_of_a_rollout_loses_none_of_them(tmp_path, name):
     options = SEVERAL[name] | {"eval_strategy": "no", "eval_on_start": False, "max_steps": 5}
@@ -146,6 +148,7 @@ def test_a_signal_among_the_steps_of_a_rollout_loses_none_of_them(tmp_path, name
     assert differences(tmp_path / "whole/run", tmp_path / "parts/run") == []
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_said_to_be_finished_and_its_result_is_loaded(tmp_path, capsys):
     first = make(tmp_path)
     output = first.train("auto")
@@ -162,6 +165,7 @@ def test_a_finished_run_is_said_to_be_finished_and_its_result_is_loaded(tmp_path
         make(tmp_path, temperature=0.5).train("auto")
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_writes_its_last_evaluation_once(whole, tmp_path):
     make(tmp_path).train()
     make(tmp_path).train(resume_from_checkpoint=True)
@@ -233,6 +237,7 @@ def test_a_second_ctrl_c_ends_at_once_and_saves_nothing(tmp_path):
     assert list((tmp_path / "run").glob("checkpoint-*")) == []
 
 
+@pytest.mark.slow
 def test_an_ignored_signal_stays_ignored_and_other_threads_install_nothing(tmp_path):
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -250,6 +255,7 @@ def test_an_ignored_signal_stays_ignored_and_other_threads_install_nothing(tmp_p
     assert seen == [signal.getsignal(signal.SIGTERM)] and other.state.global_step == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("event", "step"), [("on_step_end", 4), ("on_optimizer_step", 3)])
 def test_a_callback_that_fails_leaves_nothing_out_and_nothing_half_done(
     whole, tmp_path, event, step
@@ -309,6 +315,7 @@ class Torn:
         return getattr(self.file, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [{2}, {3, 4, 5}], ids=str)
 def test_a_row_that_could_not_be_written_comes_later(whole, tmp_path, monkeypatch, calls):
     names = {"metrics.jsonl", "completions.jsonl"}
@@ -320,6 +327,7 @@ def test_a_row_that_could_not_be_written_comes_later(whole, tmp_path, monkeypatc
     assert "No space left on device" in trainer.monitor.notes[0]
 
 
+@pytest.mark.slow
 def test_rows_that_no_file_takes_wait_in_the_checkpoint(whole, tmp_path, monkeypatch):
     trainer = make(tmp_path)
     with full_disk(monkeypatch, {"metrics.jsonl"}, range(3, 100)):

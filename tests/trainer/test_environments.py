@@ -57,6 +57,7 @@ def rows_of(trainer) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_an_environment_begins_answers_and_rewards(tmp_path):
     trainer = make_trainer(tmp_path)
     assert trainer.reward_func_names == ["Letters"]
@@ -172,6 +173,7 @@ class Says(Letters):
         return f"There are {self.called}."
 
 
+@pytest.mark.slow
 def test_an_environment_may_say_the_whole_prompt(tmp_path):
     """As in TRL: without a dataset, and with rows that have no prompt."""
     for name, rows in (

@@ -84,6 +84,7 @@ def short(completions):
     return [-float(len(c.split())) for c in completions]
 
 
+@pytest.mark.slow
 def test_a_run_measures_and_never_trains_what_only_judges(tmp_path):
     options = {"eval_on_start": True, "max_steps": 2}
     found = []

@@ -26,6 +26,7 @@ def told(trainer) -> list[str]:
     return [note for note in trainer.policy.notes if "cpu_kwargs.kernels" in note]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     c_build.unavailable_reason() is not None, reason=str(c_build.unavailable_reason())
 )
@@ -43,6 +44,7 @@ def test_a_run_with_kernels_is_the_run_without_to_rounding(tmp_path):
     assert max(float((one[n] - other[n]).abs().max()) for n in one) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     c_build.unavailable_reason() is not None, reason=str(c_build.unavailable_reason())
 )

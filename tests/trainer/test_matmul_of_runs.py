@@ -16,6 +16,7 @@ def make(folder, **options):
     return make_trainer(make_config(folder, save_steps=1, logging_steps=1, **options))
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_recorded_and_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu_settings, "_WORTH_MEASURING", 0)
     chosen = ["packed", "forward:many:wide", "backward"]
@@ -40,6 +41,7 @@ def test_another_choice_is_told(tmp_path):
     assert any("onednn ['packed'] -> []" in note for note in resumed.policy.notes)
 
 
+@pytest.mark.slow
 def test_a_run_with_onednn_is_the_run_with_mkl_to_rounding(tmp_path):
     runs = {}
     for name, kinds in (("mkl", []), ("onednn", list(cpu_matmul.KINDS))):
@@ -70,6 +72,7 @@ def test_a_small_model_is_not_measured_for(tmp_path, monkeypatch):
         make(tmp_path / "measured")
 
 
+@pytest.mark.slow
 def test_where_16_bits_cannot_be_packed_a_note_says_so_and_they_are_not(tmp_path, monkeypatch):
     def pack(matrix):
         if matrix.dtype == torch.bfloat16:

@@ -50,6 +50,7 @@ def make_trainer(folder: Path, tools=(add,), rows=ROWS, reward=reward_of, **opti
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["native", "hf"])
 def test_a_run_trains_on_episodes_and_writes_them_down(tmp_path, engine):
     trainer = make_trainer(

@@ -31,6 +31,7 @@ def interrupted(config, step=2) -> RLOOTrainer:
     return trainer
 
 
+@pytest.mark.slow
 def test_a_script_that_is_run_twice_keeps_both_runs(tmp_path, capsys):
     config = make_config(tmp_path, max_steps=2)
     first = make_trainer(config)
@@ -48,6 +49,7 @@ def test_a_script_that_is_run_twice_keeps_both_runs(tmp_path, capsys):
     assert [row["step"] for row in metrics_of(config)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_that_was_moved_goes_on_as_the_line_says(tmp_path, capsys):
     whole = make_trainer(make_config(tmp_path / "whole"))
     whole.train()
@@ -63,6 +65,7 @@ def test_an_unfinished_run_that_was_moved_goes_on_as_the_line_says(tmp_path, cap
     assert equal(weights(rest), weights(whole))
 
 
+@pytest.mark.slow
 def test_training_again_begins_anew_with_the_weights_that_there_are(tmp_path):
     config = make_config(tmp_path, logging_steps=2)
     trainer = make_trainer(config)
@@ -83,6 +86,7 @@ def test_training_again_begins_anew_with_the_weights_that_there_are(tmp_path):
     assert all(torch.equal(weight, first[name]) for name, weight in middle.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resume", [None, True, "auto"])
 def test_training_again_after_an_interrupt_goes_on_to_the_last_bit(tmp_path, resume):
     whole = make_trainer(make_config(tmp_path / "whole"))
@@ -115,6 +119,7 @@ def test_a_folder_that_another_run_holds_is_refused_as_it_is(tmp_path):
     assert summary["status"] == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whose", ["args", "trainer.args"])
 def test_a_notebook_asks_for_another_length_by_assignment(tmp_path, whose):
     seen = []
@@ -147,6 +152,7 @@ def test_a_notebook_asks_for_another_length_by_assignment(tmp_path, whose):
         args.max_steps = 0
 
 
+@pytest.mark.slow
 def test_a_longer_training_asked_for_goes_on_from_a_checkpoint(tmp_path):
     whole = make_trainer(make_config(tmp_path / "whole", lr_scheduler_type="constant"))
     whole.train()
@@ -158,6 +164,7 @@ def test_a_longer_training_asked_for_goes_on_from_a_checkpoint(tmp_path):
     assert equal(weights(trainer), weights(whole))
 
 
+@pytest.mark.slow
 def test_options_changed_for_another_trainer_are_refused_by_the_first(tmp_path):
     class Changes(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):

@@ -197,6 +197,7 @@ def test_what_a_run_writes_has_the_mode_that_the_process_gives(tmp_path, mask):
     assert {path.stat().st_mode & 0o777 for path in weights} == {0o666 & ~mask}
 
 
+@pytest.mark.slow
 def test_a_summary_has_the_room_of_completions_and_what_the_first_command_named(tmp_path):
     first = make_trainer(make_config(tmp_path, save_steps=1, max_steps=3))
     context, longest = first.model.config.max_position_embeddings, 6  # tokens of the longest row

@@ -133,6 +133,7 @@ def test_a_given_optimizer_and_schedule_are_used(tmp_path):
     assert not equal(before, weights(trainer))
 
 
+@pytest.mark.slow
 def test_gradients_of_a_step_that_an_error_ended_are_not_of_the_next(tmp_path):
     """A script may catch an error and train again."""
 
@@ -190,6 +191,7 @@ def test_an_optimizer_that_would_not_train_the_model_is_refused(tmp_path, make, 
         )
 
 
+@pytest.mark.slow
 def test_train_returns_what_trainer_returns_and_the_history_ends_with_it(tmp_path):
     config = make_config(tmp_path, logging_steps=2)
     trainer = make_trainer(config)
@@ -269,6 +271,7 @@ def test_of_a_stream_no_more_is_read_than_is_evaluated(tmp_path):
     assert trainer.evaluate()["eval_num_prompts"] == 2
 
 
+@pytest.mark.slow
 def test_several_sets_are_measured_before_training_every_n_steps_and_at_the_end(tmp_path):
     config = make_config(tmp_path, eval_on_start=True, eval_strategy="steps", eval_steps=2)
     trainer = make_trainer(config, eval_dataset={"a": HELD_OUT, "b": ROWS})
@@ -300,6 +303,7 @@ def test_one_completion_a_prompt_is_measured(tmp_path):
     assert metrics["eval_pass@1_greedy"] == sum(score >= 2 for score in greedy) / 3
 
 
+@pytest.mark.slow
 def test_epochs_are_what_evaluations_and_checkpoints_can_follow(tmp_path):
     config = make_config(
         tmp_path,
@@ -393,6 +397,7 @@ class Wish(transformers.TrainerCallback):
             setattr(control, self.flag, True)
 
 
+@pytest.mark.slow
 def test_flags_that_callbacks_set_are_followed(tmp_path):
     def run(flag, **options):
         config = make_config(tmp_path / flag, save_strategy="no", max_steps=6, **options)
@@ -417,6 +422,7 @@ def test_flags_that_callbacks_set_are_followed(tmp_path):
         make_trainer(config, callbacks=[Wish("should_evaluate")]).train()
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_in_the_middle_of_a_rollout_happens_at_its_end(tmp_path):
     config = make_config(tmp_path, save_strategy="no", num_iterations=3, max_steps=6)
     make_trainer(config, callbacks=[Wish("should_save")]).train()
@@ -427,6 +433,7 @@ def test_what_is_asked_for_in_the_middle_of_a_rollout_happens_at_its_end(tmp_pat
     assert trainer.state.global_step == 2
 
 
+@pytest.mark.slow
 def test_callbacks_are_added_removed_and_taken_out(tmp_path):
     class Other(Diary):
         pass
@@ -446,6 +453,7 @@ def test_callbacks_are_added_removed_and_taken_out(tmp_path):
     assert other not in trainer.callback_handler.callbacks
 
 
+@pytest.mark.slow
 def test_tensorboard_has_what_was_logged(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -505,6 +513,7 @@ def checkpoints_of(trainer) -> list[str]:
     return sorted(path.name for path in Path(trainer.args.output_dir).glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_early_stopping_on_the_evaluations_reward(tmp_path):
     stopper = transformers.EarlyStoppingCallback(early_stopping_patience=2)
     trainer = make_scored(tmp_path, [1.0, 3.0, 2.0, 2.5, 9.0, 9.0], callbacks=[stopper])
@@ -515,6 +524,7 @@ def test_early_stopping_on_the_evaluations_reward(tmp_path):
     assert (summary["status"], summary["end"]["reward"]) == ("finished", 2.5)
 
 
+@pytest.mark.slow
 def test_patience_is_not_forgotten_by_resuming(tmp_path):
     stopper = transformers.EarlyStoppingCallback(early_stopping_patience=2)
     first = make_scored(tmp_path, [3.0, 2.0, 1.0], callbacks=[stopper])
@@ -526,6 +536,7 @@ def test_patience_is_not_forgotten_by_resuming(tmp_path):
     assert (second.state.best_metric, second.state.best_global_step) == (3.0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["steps", "best"])
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path, strategy):
     kept = {}
@@ -561,6 +572,7 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path, strategy):
     assert summary["end"]["reward"] == 4.0
 
 
+@pytest.mark.slow
 def test_the_best_is_kept_where_checkpoints_fall_between_evaluations(tmp_path):
     options = {"eval_steps": 2, "save_steps": 3, "load_best_model_at_end": True}
     trainer = make_scored(tmp_path, [1.0, 4.0, 3.0, 4.0], **options)
@@ -571,6 +583,7 @@ def test_the_best_is_kept_where_checkpoints_fall_between_evaluations(tmp_path):
     assert evaluations_of(trainer.args)[-1]["name"] == "best"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_knows_the_best_checkpoint(tmp_path):
     options = {"load_best_model_at_end": True, "save_total_limit": 2}
     first = make_scored(tmp_path, [4.0, 1.0, 2.0, 4.0], max_steps=3, **options)
@@ -583,6 +596,7 @@ def test_a_resumed_run_knows_the_best_checkpoint(tmp_path):
     assert equal(weights(second), best)
 
 
+@pytest.mark.slow
 def test_less_can_be_better(tmp_path):
     trainer = make_scored(
         tmp_path,
@@ -596,6 +610,7 @@ def test_less_can_be_better(tmp_path):
     assert (trainer.state.best_metric, trainer.state.best_global_step) == (1.0, 2)
 
 
+@pytest.mark.slow
 def test_a_metric_that_is_not_there_is_named_with_those_that_are(tmp_path):
     named = {"metric_for_best_model": "eval_accuracy"}
     with pytest.raises(
@@ -708,6 +723,7 @@ def uploads(hub):
 MODEL_FILES = {"model.safetensors", "config.json", "tokenizer.json", "README.md", "config.yaml"}
 
 
+@pytest.mark.slow
 def test_a_push_that_failed_is_made_by_the_same_command(tmp_path, hub):
     options = {"push_to_hub": True, "hub_model_id": "me/words", "hub_strategy": "end"}
     hub.upload_folder, upload = None, hub.upload_folder
@@ -735,6 +751,7 @@ def test_pushing_uploads_model_card_and_records_but_no_checkpoint(tmp_path, hub)
     assert b"datasets:\n- me/prompts" in content["README.md"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "places"),
     [
@@ -770,6 +787,7 @@ def test_pushes_while_training_follow_the_strategy(tmp_path, hub, strategy, plac
             assert "optimizer.safetensors" in content
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_on_the_way_is_noted_and_training_goes_on(tmp_path, hub, monkeypatch):
     monkeypatch.setattr(hub, "fails", True)
     trainer = make_trainer(make_config(tmp_path, push_to_hub=True, save_steps=2))
@@ -791,6 +809,7 @@ def test_a_repository_that_cannot_be_made_is_found_before_sampling(tmp_path, hub
         make_trainer(make_config(tmp_path, push_to_hub=True), never).train()
 
 
+@pytest.mark.slow
 def test_the_token_is_used_and_written_nowhere(tmp_path, hub):
     config = make_config(tmp_path, push_to_hub=True, hub_token="hf_secret", save_steps=2)
     trainer = make_trainer(config)
@@ -908,6 +927,7 @@ def test_a_callback_reads_the_options_of_the_run(tmp_path):
     assert seen == {"beta": 0.05, "k": 4, "device": "cpu"}
 
 
+@pytest.mark.slow
 def test_an_attention_by_name_has_no_effect_unless_nothing_is_packed(tmp_path):
     make_model("qwen3").save_pretrained(tmp_path / "tiny")
     make_tokenizer().save_pretrained(tmp_path / "tiny")

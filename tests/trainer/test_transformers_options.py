@@ -33,6 +33,7 @@ def logged(trainer) -> list[int]:
     return [row["step"] for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
@@ -52,6 +53,7 @@ def test_logs_are_written_when_the_strategy_says(tmp_path, options, steps):
         assert trainer.state.log_history[-2]["loss"] == pytest.approx(sum(last) / 4)
 
 
+@pytest.mark.slow
 def test_with_logs_by_epoch_all_completions_of_its_last_rollout_are_recorded(tmp_path):
     options = {"logging_strategy": "epoch", "log_completions": True}
     trainer = make_trainer(make_config(tmp_path, **EPOCHS, **options))
@@ -61,12 +63,14 @@ def test_with_logs_by_epoch_all_completions_of_its_last_rollout_are_recorded(tmp
     assert [step for step, count in counts.items() if count == 12] == [4, 8], counts
 
 
+@pytest.mark.slow
 def test_evaluations_wait_for_eval_delay(tmp_path):
     config = make_config(tmp_path, eval_strategy="steps", eval_steps=1, eval_delay=3)
     make_trainer(config, eval_dataset=ROWS.select(range(2))).train()
     assert [row["step"] for row in rows_of(config, "evaluations.jsonl")] == [3, 4]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_model_alone_loads_and_is_not_resumed_from(tmp_path):
     options = {"save_steps": 2, "save_only_model": True}
     config = make_config(tmp_path, **options)
@@ -103,6 +107,7 @@ def test_the_best_of_models_alone_is_loaded_at_the_end(tmp_path):
     assert equal(weights(trainer), dict(loaded.named_parameters()))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_saves_all_of_its_state_even_so(tmp_path):
     def stop_in_step_3(completions, trainer_state, **_):
         if trainer_state.global_step == 2:
@@ -152,6 +157,7 @@ def test_tf32_needs_a_gpu_that_has_it(tmp_path):
     make_trainer(make_config(tmp_path, tf32=False))
 
 
+@pytest.mark.slow
 def test_a_chat_template_renders_prompts_and_is_saved(tmp_path):
     template = "{% for m in messages %}{{ m['content'] }} w9 {% endfor %}"
     tokenizer = make_tokenizer()

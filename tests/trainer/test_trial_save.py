@@ -55,6 +55,7 @@ def make_large():
     return AutoModelForCausalLM.from_config(LlamaConfig(**{**COMMON, **sizes}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["temperature", "config"])
 def test_large_models_are_tried_without_their_weights(name):
     model = make_large()

@@ -125,6 +125,7 @@ def test_code_that_comes_with_a_model_runs_only_where_it_is_trusted(tmp_path, mo
     assert equal(weights(trainer), dict(model.named_parameters()))
 
 
+@pytest.mark.slow
 def test_string_prompts_reach_rewards_as_strings_and_messages_as_messages(tmp_path):
     reward, calls = recorded(count_words)
     config = make_config(tmp_path / "text", max_steps=1, num_prompts=2, shuffle_dataset=False)
@@ -151,6 +152,7 @@ def test_string_prompts_reach_rewards_as_strings_and_messages_as_messages(tmp_pa
     ]
 
 
+@pytest.mark.slow
 def test_an_adapter_on_experts_trains_and_the_base_stays(tmp_path):
     peft = pytest.importorskip("peft")
     experts = peft.LoraConfig(
@@ -219,6 +221,7 @@ def test_constant_rewards_of_1_and_0_weighted_7_to_3_are_logged_as_their_sum(tmp
     assert metrics_of(config)[0]["reward"] == pytest.approx(0.7, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_coroutine_functions_train_as_plain_ones(tmp_path):
     async def words(completions, **_):
         return count_words(completions)
@@ -235,6 +238,7 @@ def test_coroutine_functions_train_as_plain_ones(tmp_path):
     assert equal(*results)
 
 
+@pytest.mark.slow
 def test_a_function_that_never_applies_changes_nothing(tmp_path):
     def never(completions, **_):
         return [None] * len(completions)
@@ -427,6 +431,7 @@ IDLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS, ROWS.to_iterable_dataset()], ids=["rows", "stream"])
 def test_padding_and_loader_workers_change_nothing_and_that_is_said(tmp_path, rows):
     with pytest.warns(UserWarning) as told:

@@ -1,7 +1,7 @@
-"""Advantages from scored completions: KL penalty, baseline, scale, in that order.
+"""Advantages from scored completions: subtract the KL penalty, subtract the baseline, scale.
 
-They are known before the update, or come from it. The second is the default with a KL penalty: the
-log-probs of the update's own forward pass give them, which saves a forward pass of the policy."""
+Advantages are computed before the update or during it. With a KL penalty, the update computes them
+by default: its forward pass yields the log-probs for the penalty, which saves a separate pass."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ Key = tuple[int, int]
 
 @dataclass(slots=True)
 class Advantages:
-    """The advantages of a rollout, and the log-probs of its completions' first forward pass.
+    """The advantages of a rollout, and the log-probs of each completion's first forward pass.
 
-    `by_completion` has one number per completion, or one per token with token-level ratios. It
-    starts empty if the advantages come `from_update`: the first optimizer step then covers the
-    whole rollout in micro-batches of whole groups, and adds each batch's. `stats` are the metrics
-    of a separate forward pass, if there was one. `is_shared` is true once every rank has all of
-    them."""
+    `by_completion` has one advantage per completion, or one per token with token-level ratios. If
+    `from_update`, `by_completion` starts empty: the first optimizer step covers the whole rollout
+    in micro-batches of whole groups, and adds the advantages of each micro-batch. `stats` are the
+    metrics of a separate forward pass, if there was one. `is_shared` is true once every rank has
+    the advantages and log-probs of all ranks."""
 
     by_completion: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
@@ -52,7 +52,8 @@ class Advantages:
         return self.from_update or bool(self.by_completion[key].any())
 
     def of_batch(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """Return a batch's advantages, (N,) or (T,), as tensors like its log-probs `now` (T,)."""
+        """Return a batch's advantages, (N,) or (T,), with device and dtype of its log-probs
+        `now`."""
         values = torch.cat([self.by_completion[key] for key in batch.keys])
         return send(values, now.device).to(now.dtype)
 
@@ -61,15 +62,15 @@ class Advantages:
         self.by_completion.update(_by_key(batch.keys, batch.lengths, values))
 
     def old(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """Return the log-probs (T,) of each completion's first forward pass; `now` if this is
-        it."""
+        """Return the log-probs (T,) of each completion's first forward pass. `now` (T,) are the
+        log-probs of the current pass."""
         parts = zip(batch.keys, now.split(batch.lengths), strict=True)
         seen = self.old_logprobs
         return torch.cat([seen.setdefault(key, part).to(now.device) for key, part in parts])
 
     def after_first_step(self, metrics: Mapping[str, float]) -> Advantages:
         """Return the advantages for the remaining steps on the same rollout. `metrics` of the first
-        step have the KL, if its forward pass gave the advantages."""
+        step include the KL if `from_update`."""
         if not self.from_update:
             return self
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
@@ -78,9 +79,10 @@ class Advantages:
 
 def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
     """Compute the advantages and log-probs that must be known before the first step. Without a KL
-    penalty in the reward, advantages follow from the rewards alone. With one they need log-probs.
-    The update's forward pass gives these. A separate pass does if the first step covers a part of
-    the rollout, the estimator uses the whole rollout, or a group exceeds the token budget."""
+    penalty in the reward, only the rewards determine the advantages. With a KL penalty, advantages
+    need log-probs, which the update's forward pass computes. A separate pass computes the log-probs
+    if the first step covers a part of the rollout, if the estimator uses the whole rollout, or if a
+    group exceeds the token budget."""
     if not samples:
         return Advantages()
     in_parts = terms.batches.parts_per_rollout > 1
@@ -133,7 +135,8 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext
 def batch_advantages(
     batch: MicroBatch, now: Tensor, reference: Tensor, terms: LossContext
 ) -> Tensor:
-    """Return the advantages of a micro-batch of whole groups: (N,), or (T,) by token."""
+    """Return the advantages of a micro-batch of whole groups: (N,), or (T,) with token-level
+    ratios."""
     penalty = token_penalty(now, reference, terms)
     returns = EstimatorInput(
         batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N
@@ -151,7 +154,7 @@ def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Te
 def _sample_advantages(
     samples: Sequence[Sample], penalties: Mapping[Key, Tensor], terms: LossContext
 ) -> dict[Key, Tensor]:
-    """Return the advantages of a whole rollout; without `penalties` there is no KL penalty."""
+    """Return the advantages of a whole rollout. Without `penalties` the KL penalty is 0."""
     keys, lengths = [s.key for s in samples], [s.num_trained for s in samples]
     penalty = torch.zeros(sum(lengths), dtype=torch.float64)
     if penalties:

@@ -2,9 +2,10 @@
 
 Groups are numbered in the order in which their prompts are taken from the dataset. Group n starts
 when n < (max_staleness + version + 1) x groups per rollout. `version` is the number of rollouts
-trained so far (AReaL's gate, arXiv 2505.24298, equation 3). Groups are trained in order, and none
-is dropped for its age: training on whichever finishes first would favour short completions. A
-checkpoint stores how many rollouts were trained. Pending rollouts are sampled again on resume.
+trained so far (AReaL's gate, arXiv 2505.24298, equation 3). Groups are trained on in the order of
+their numbers, and no group is dropped because it is old. To train on groups in the order in which
+they finish would favour short completions. A checkpoint stores the number of trained rollouts.
+Pending rollouts are sampled again on resume.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class AsyncEngine(Engine, Protocol):
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """As `sample`, on the main process, but return futures at once."""
+        """As `sample`, but return futures at once. Only the main process calls it."""
 
     def cancel_pending(self) -> None:
         """Cancel pending requests."""
@@ -49,7 +50,7 @@ class AsyncEngine(Engine, Protocol):
 @dataclass(slots=True)
 class _PendingRollout:
     """A rollout in flight: the number of its first group, its noise key and the dataset position
-    after it. The main process also has the futures of each group."""
+    after its prompts. On the main process it also has the futures of each group."""
 
     number: int
     prompts: list[Prompt]
@@ -61,16 +62,17 @@ class _PendingRollout:
 
     @property
     def num_done(self) -> int:
-        """The number of its groups that are ready for training."""
+        """The number of groups that are ready for training."""
         return sum(future.done() for future in self.scored or self.sampled)
 
 
 @dataclass(slots=True)
 class AsyncRolloutGenerator(RankRollout):
-    """Rollouts that an engine in another process samples, with weights at most `max_staleness`
-    rollouts older than those that train on them. Reward functions run in worker processes, the main
-    process's `scorers`. If that is impossible, `why_here` gives the reason, and they run in this
-    process when their rollout is trained."""
+    """Generates rollouts with an engine in another process. The engine's weights are at most
+    `max_staleness` rollouts older than the weights that are trained. Reward functions run in worker
+    processes, the `scorers` of the main process. If worker processes are impossible, `why_here` is
+    the reason. Reward functions then run in this process, just before their rollout is trained
+    on."""
 
     why_here: str | None = None
     scorers: RewardWorkerPool | None = None
@@ -79,7 +81,7 @@ class AsyncRolloutGenerator(RankRollout):
     _after: dict[str, Any] = field(default_factory=dict)
     _epoch: float = 0.0
     _decoder: Any = None
-    # Weight version -> rollouts it was trained on, for versions that pending groups may have.
+    # Weight version -> number of rollouts trained before it, for the versions of pending groups.
     _rollouts_trained_at_version: dict[int, int] = field(default_factory=dict)
     _async_metrics: dict[str, float] = field(default_factory=dict)
     _pace: _Timings | None = None
@@ -96,7 +98,7 @@ class AsyncRolloutGenerator(RankRollout):
             placed = self.config.async_options.remote_workers in ("score", "both")
             hub = self.world.worker_registry if placed else None
             self.scorers = RewardWorkerPool(self.rewards, some, hub)
-            # Other threads decode with it at the same time.
+            # Threads of the scorers decode with this copy while the main thread uses the tokenizer.
             self._decoder = copy.deepcopy(self.tokenizer)
 
     @property
@@ -105,15 +107,16 @@ class AsyncRolloutGenerator(RankRollout):
         return self._epoch
 
     def describe(self) -> dict[str, Any]:
-        """As `SyncRolloutGenerator`, plus `max_staleness` and the place where rewards are
-        computed."""
+        """As `SyncRolloutGenerator.describe`, plus `max_staleness` and which processes compute
+        rewards."""
         told = SyncRolloutGenerator.describe(self) | {"max_staleness": self.config.max_staleness}
         if self.scorers is not None:
             return told | {"rewards_in": f"{self.scorers.size} processes"}
         return told | {"rewards_in": f"this process, since {self.why_here}"}
 
     def close(self) -> None:
-        """Cancel pending rollouts, put their prompts back, and end the scoring processes."""
+        """Cancel pending rollouts, return their prompts to the dataset, and end the reward
+        workers."""
         self._pending.clear()
         self._beside.cancel_pending()
         if self.scorers is not None:
@@ -121,11 +124,12 @@ class AsyncRolloutGenerator(RankRollout):
         self.prompts.load_state_dict(self._after)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last rollout returned; pending rollouts do not count."""
+        """Return the dataset position after the last returned rollout, and the state of the reward
+        functions. Pending rollouts are not included."""
         return {"prompts": self._after, "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Continue from what `state_dict` returned; pending rollouts are cancelled."""
+        """Restore what `state_dict` returned, and cancel pending rollouts."""
         self._pending.clear()
         self._beside.cancel_pending()
         if self.scorers is not None:
@@ -174,7 +178,7 @@ class AsyncRolloutGenerator(RankRollout):
         return groups, logged
 
     def _begin(self, num_prompts: int) -> None:
-        """Submit the rollouts that the gate allows, but none that the run will not train."""
+        """Submit the rollouts that `max_staleness` allows, up to the last step of the run."""
         per_rollout = self.batches.steps_per_rollout
         while len(self._pending) <= self.config.max_staleness:
             step = self.step + len(self._pending) * per_rollout
@@ -198,7 +202,7 @@ class AsyncRolloutGenerator(RankRollout):
     def _score_when_sampled(self, begun: _PendingRollout, scorers: RewardWorkerPool) -> None:
         names, state = column_names(begun.prompts), b""
         if self.rewards.reads_state:
-            # Only its values: the class would import torch, and this object may change.
+            # A copy of the state's values: its class would import torch, and the state may change.
             known = {**vars(self.trainer), "log_history": [*self.trainer.log_history]}
             state = written(SimpleNamespace(**known))
         for index, (prompt, sampled) in enumerate(zip(begun.prompts, begun.sampled, strict=True)):
@@ -214,8 +218,9 @@ class AsyncRolloutGenerator(RankRollout):
             sampled.add_done_callback(partial(_then, begin, scored))
 
     def _staleness(self, first: int, groups: Sequence[Group]) -> dict[str, float]:
-        """Return the metrics of staleness: by how many rollouts the weights that sampled a token
-        are older than those it trains. Raises RuntimeError for more than max_staleness."""
+        """Return the metrics of staleness. The staleness of a token is the number of rollouts by
+        which the weights that sampled the token are older than the weights that train on it. Raises
+        RuntimeError if the staleness exceeds max_staleness."""
         tokens: Counter[int] = Counter()
         for number, group in enumerate(groups, start=first):
             for version, count in (span for c in group.completions for span in c.weight_versions):
@@ -237,9 +242,10 @@ class AsyncRolloutGenerator(RankRollout):
         }
 
     def _trained_on(self, version: int) -> int:
-        """Return the number of rollouts that the weights of `version` were trained on, at least. A
-        version that an evaluation loaded counts as the last known one before it. A version older
-        than all known ones counts as too old, and one newer than the engine's as too new."""
+        """Return the number of rollouts (or a lower bound) that the weights of `version` were
+        trained on. A version that an evaluation loaded counts as the last known version before it.
+        A version older than all known versions counts as too old. A version newer than the engine's
+        counts as too new."""
         never = self.config.max_staleness + 1
         if version > self.engine.version:
             return self._trained + 1
@@ -274,7 +280,8 @@ class AsyncRolloutGenerator(RankRollout):
 
 
 class _Timings(NamedTuple):
-    """When a rollout was returned, and the seconds of sampling and scoring up to then."""
+    """The time at which a rollout was returned, and the seconds of sampling and scoring until
+    then."""
 
     clock: float
     sampled: float
@@ -295,8 +302,9 @@ def _then(
 
 
 def make_rollouts(config: RLOOConfig, world: World, *parts: Any) -> SyncRolloutGenerator:
-    """Return the rollout generator that the options ask for, from the parts of
-    `SyncRolloutGenerator` in their order: with `samples_beside`, an asynchronous one."""
+    """Return the rollout generator that the options select. `parts` are the fields of
+    `SyncRolloutGenerator` after `config`, in order. With `samples_beside`, the generator is
+    asynchronous."""
     if config.samples_beside:
         return AsyncRolloutGenerator(config, *parts, world=world)
     if world.collectives is None:

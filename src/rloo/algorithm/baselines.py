@@ -1,8 +1,8 @@
 """The leave-one-out baseline, and other means and standard deviations that estimators use.
 
-Values are (E,), one per completion or per token. `group` maps each to its group; on a GPU, group
-numbers are below E. All functions keep the dtype of their inputs, float64 included. A missing value
-is NaN. `leave_one_out` takes only rewards without missing ones.
+Inputs have E values, (E,): one per completion, or one per token. `group` is the group number of
+each value; on a GPU, group numbers must be below E. Results have the dtype of the inputs, float64
+included. NaN is a missing value. Only `leave_one_out` does not accept NaN.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
         A_i = r_i - 1 / (K - 1) * sum of r_j over j != i
 
     (Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024,
-    arXiv 2402.14740, section 3). Exactly 0 in a group of equal rewards, and for a group of one."""
+    arXiv 2402.14740, section 3). The advantage is exactly 0 in a group of equal rewards, and in a
+    group of one."""
     lowest = _group_min(rewards, group)[group]
     above = rewards - lowest
     total = _group_sum(above, group)[group]
@@ -36,13 +37,14 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 def subtract_baseline(
     values: Tensor, group: Tensor, *, mean_level: Level = "group", mean_leave1out: bool = True
 ) -> Tensor:
-    """Return values minus their baseline, with the shape (E,) of `values`. The baseline is the mean
-    over the group or over all elements, without the element itself if `mean_leave1out`.
+    """Return each value minus its baseline, (E,). The baseline is the mean over the group or over
+    all values. With `mean_leave1out` the mean leaves out the value itself.
 
-    The default is leave-one-out, `r_i - mean of the other r_j of the group`, which equals
-    `K / (K - 1) * (r_i - group mean)`. A missing value (NaN) does not count in other baselines.
-    Missing values and values that are alone get exactly 0, as do all members of a group with equal
-    values (sums are relative to the group's minimum). A mean with the element itself is biased.
+    The default is leave-one-out, `r_i - mean of the other r_j of the group`. It equals
+    `K / (K - 1) * (r_i - group mean)`. Baselines ignore missing values (NaN). The result is exactly
+    0 for a missing value, for the only value of a group, and for all values of a group with equal
+    values (sums are relative to the group's minimum). A mean that includes the value itself is a
+    biased baseline.
     """
     if mean_level == "none":
         return torch.where(values.isnan(), 0.0, values)
@@ -59,10 +61,10 @@ def inverse_std(
     epsilon: float = 1e-4,
     epsilon_in_variance: bool = False,
 ) -> Tensor:
-    """Return the factor of the advantages, (N,): 1 / (standard deviation + epsilon), or 1 /
-    sqrt(variance + epsilon) with `epsilon_in_variance` (verl); 1 where the deviation is 0. The
-    deviation, with Bessel's correction, is over the group or batch, or over the others if
-    `std_leave1out` (NeMo-RL)."""
+    """Return the factors that scale advantages, (N,): 1 / (standard deviation + epsilon), or with
+    `epsilon_in_variance` (verl) 1 / sqrt(variance + epsilon). A factor is 1 if the deviation is 0.
+    The deviation is over the group or batch, with Bessel's correction. With `std_leave1out`
+    (NeMo-RL) the deviation leaves out the completion itself."""
     if std_level == "none":
         return torch.ones_like(rewards_N)
     index = group_N if std_level == "group" else torch.zeros_like(group_N)
@@ -71,15 +73,15 @@ def inverse_std(
 
 
 def whiten(values: Tensor, *, epsilon: float = 1e-4, epsilon_in_variance: bool = False) -> Tensor:
-    """Scale all values to mean 0 and standard deviation 1 (TRL's `normalize_advantages`; over
-    tokens, AReaL's `adv_norm` and verl's `masked_whiten`). NaN is ignored and becomes 0."""
+    """Shift and scale all values to mean 0 and standard deviation 1 (TRL's `normalize_advantages`;
+    over tokens, AReaL's `adv_norm` and verl's `masked_whiten`). NaN is ignored and becomes 0."""
     whole = torch.zeros(values.shape, dtype=torch.long, device=values.device)
     factor = _inverse_deviation(_variance(values, whole), epsilon, epsilon_in_variance)
     return _subtract_mean(values, whole, leave_one_out=False) * factor
 
 
 def _num_groups(index: Tensor) -> int:
-    """Return an upper bound of the number of groups; on a GPU len(index), which needs no sync."""
+    """Return an upper bound of the number of groups. On a GPU: len(index), without a sync."""
     size = index.numel()
     return int(index.max()) + 1 if size and index.device.type == "cpu" else size
 
@@ -94,7 +96,7 @@ def _group_min(values: Tensor, index: Tensor) -> Tensor:
 
 
 def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
-    """Return values minus their bin's mean. NaN is ignored and becomes 0, as does a lone value."""
+    """Return values minus their bin's mean. NaN is ignored. NaN and a bin's only value become 0."""
     valid = ~values.isnan()
     counts = _group_sum(valid.to(values.dtype), index)
     floor = _group_min(torch.where(valid, values, torch.inf), index)
@@ -109,21 +111,21 @@ def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Ten
 
 
 def _variance(values: Tensor, index: Tensor) -> Tensor:
-    """Variance of each value's bin, with Bessel's correction, ignoring NaN; 0 below two values."""
+    """Variance of each value's bin, with Bessel's correction, ignoring NaN; 0 for one value."""
     deviations = _subtract_mean(values, index, leave_one_out=False)
     counts = _group_sum((~values.isnan()).to(values.dtype), index)
     return (_group_sum(deviations**2, index) / (counts - 1).clamp(min=1))[index]
 
 
 def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
-    """For each value, the variance of the others in its bin with Bessel's correction; 0 for fewer
-    than two others. If S is the sum of squares about the bin's mean m, the sum of squares of the
-    others about their own mean is S - n / (n - 1) * (x - m)^2."""
+    """For each value x, the variance of the other values of its bin with Bessel's correction; 0 for
+    fewer than two other values. If the bin has n values with mean m and sum of squares S about m,
+    the sum of squares of the other values about their mean is S - n / (n - 1) * (x - m)^2."""
     counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
     deviations = _subtract_mean(values, index, leave_one_out=False)
     squares = _group_sum(deviations**2, index)[index]
     others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
-    # A remainder from rounding equal values does not count as variance.
+    # The rounding error of equal values does not count as variance.
     rounding = 16 * torch.finfo(values.dtype).eps
     others = torch.where(others <= rounding * squares, 0.0, others)
     return others / (counts - 2).clamp(min=1)

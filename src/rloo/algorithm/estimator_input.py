@@ -1,4 +1,4 @@
-"""The scored completions that an estimator may look at, as flat tensors."""
+"""The input of an estimator: scored completions as flat tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ class EstimatorInput:
     """The scored completions of one group, or of a whole rollout: N completions with T tokens in
     all.
 
-    They are concatenated, group by group; the tensors are float64, without gradients. `reward_N`
-    are the rewards after clipping and scaling, without KL; none is missing. `penalty_T` is the KL
-    penalty of each token, beta times its KL estimate in nats: 0 if the KL is not in the reward.
-    `sequence_T` is the completion of each token, `group_N` the group of each completion (on a GPU,
-    numbered from 0). `truncated_N` tells whether a completion hit the length limit.
+    Completions are concatenated, group by group. Rewards and penalties are float64, without
+    gradients. `reward_N` are the rewards after clipping and scaling, without KL penalty; no reward
+    is missing. `penalty_T` is the KL penalty of each token, beta times its KL estimate in nats: 0
+    if the KL is not in the reward. `sequence_T` is the index of each token's completion. `group_N`
+    is the number of each completion's group (on a GPU, groups are numbered from 0). `truncated_N`
+    is true for completions that reached the length limit.
     """
 
     reward_N: Tensor
@@ -59,7 +60,7 @@ class EstimatorInput:
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 
     def select(self, kept_N: Tensor) -> EstimatorInput:
-        """Return the completions where `kept_N`, bool (N,), is true."""
+        """Return only the completions for which `kept_N`, bool (N,), is true."""
         kept_T = kept_N[self.sequence_T]
         return EstimatorInput(
             self.reward_N[kept_N],
@@ -74,7 +75,8 @@ class EstimatorInput:
         return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())
 
     def split(self, sizes: list[int]) -> list[EstimatorInput]:
-        """Split into parts of `sizes` completions, each of whole groups, with copied tensors."""
+        """Split into parts of `sizes` completions with copied tensors. Each part has whole
+        groups."""
         lengths = self.length_N.long().split(sizes)
         penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
         columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]

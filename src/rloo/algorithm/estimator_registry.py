@@ -1,5 +1,5 @@
-"""The estimator that the options name. The package's estimators are called directly. The result of
-a user's estimator is checked, and each error names the user's file and line."""
+"""Load the estimator that the options name. The package's estimators are called directly. The
+result of a user's estimator is checked, and each error names the user's file and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rloo import plugins
-from rloo.algorithm.estimators import ESTIMATORS, Estimator, EstimatorInput, composed, rloo
+from rloo.algorithm.estimators import Estimator, EstimatorInput, composed, rloo
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import PAPER, estimator_config_of
 from rloo.config.user_functions import load_function
@@ -22,8 +22,9 @@ from rloo.config.user_functions import load_function
 
 @dataclass(frozen=True, slots=True)
 class LoadedEstimator:
-    """An estimator with its arguments. If `over_rollout`, it takes the whole rollout at once, not
-    one group. `smallest_group` is the fewest scored completions that a group needs to count."""
+    """An estimator with its arguments. If `over_rollout`, it receives the whole rollout in one
+    call, else one group. A group with fewer than `smallest_group` scored completions is not trained
+    on."""
 
     name: str
     function: Estimator
@@ -32,9 +33,10 @@ class LoadedEstimator:
 
     @property
     def compute(self) -> Estimator:
-        """The function from returns to advantages, (N,) or (T,). A user's function raises
-        ValueError if it or its result fails."""
-        return self.function if self.name in ESTIMATORS else self._compute_checked
+        """The function from returns to advantages, (N,) or (T,). For a user's function, it raises
+        ValueError if the function fails or its result is invalid."""
+        built_in = self.name in plugins.BUILT_IN["estimators"]
+        return self.function if built_in else self._compute_checked
 
     def __str__(self) -> str:
         return f"the estimator {self.name}{_place(self.function)}"
@@ -80,19 +82,15 @@ class LoadedEstimator:
 
 def load_estimator(config: RLOOConfig) -> LoadedEstimator:
     """Return the estimator of `config`: by default `rloo`, which is `composed` with default
-    options. Raises ValueError for an unknown function, arguments that it does not take, and groups
-    that are too small for it."""
+    options. Raises ValueError for an unknown function, for arguments that the function does not
+    accept, and if groups are too small for the estimator."""
     name, arguments = config.estimator, config.estimator_kwargs or {}
     if name == "composed":
         form = estimator_config_of(config)
         chosen = rloo if form == PAPER else partial(composed, form=form)
         return LoadedEstimator(name, chosen, form.over_rollout, form.smallest_group)
-    if name in ESTIMATORS:
-        function = ESTIMATORS[name]
-    elif name in plugins.names("estimators"):
-        function = plugins.load("estimators", name)
-    else:
-        function = load_function(name, "estimator")
+    known = name in plugins.names("estimators")
+    function = plugins.load("estimators", name) if known else load_function(name, "estimator")
     _check_arguments(name, function, arguments)
     scope = getattr(function, "scope", "group")
     if scope not in ("group", "batch"):
@@ -133,7 +131,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _failing_line(error: Exception, function: Callable[..., Any]) -> str:
-    """`file, line n`: the last line of the function's own file that led to `error`."""
+    """`file, line n`: the last line in the function's file on the traceback of `error`."""
     code, frames = _code_of(function), traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
     last = (own or frames)[-1]

@@ -1,9 +1,10 @@
 """Advantage estimators: from rewards to advantages.
 
 An estimator is a function of `EstimatorInput` that returns one advantage per completion, (N,), or
-one per token, (T,). It gets the completions of one group. With `batch_scope` it gets those of the
-whole rollout, however that is split into micro-batches. The group estimators of this module take
-all groups at once, which gives the same result."""
+one per token, (T,). An estimator receives the completions of one group. An estimator with
+`batch_scope` receives the completions of the whole rollout, even if the update splits the rollout
+into micro-batches. The group estimators of this module receive several groups in one call, with the
+same result."""
 
 from __future__ import annotations
 
@@ -23,20 +24,20 @@ E = TypeVar("E", bound=Callable[..., Any])
 
 
 def batch_scope(function: E) -> E:
-    """Mark an estimator that takes the whole rollout, not one group at a time."""
+    """Mark an estimator that receives the whole rollout in one call, not one group."""
     function.scope = "batch"  # type: ignore[attr-defined]
     return function
 
 
 def rloo(returns: EstimatorInput) -> Tensor:
-    """Each return minus the mean of the others of its group: REINFORCE Leave-One-Out (Ahmadian et
-    al. 2024, arXiv 2402.14740, equations 5 to 9). The default."""
+    """Each return minus the mean of the other returns of its group: REINFORCE Leave-One-Out
+    (Ahmadian et al. 2024, arXiv 2402.14740, equations 5 to 9). This is the default estimator."""
     return leave_one_out(returns.return_N, returns.group_N)
 
 
 def grpo(returns: EstimatorInput, epsilon: float = 1e-4) -> Tensor:
-    """Each return minus the mean of its group, itself included, over the group's standard
-    deviation: GRPO (Shao et al. 2024, arXiv 2402.03300, equation 3)."""
+    """Each return minus the mean of all returns of its group, divided by their standard deviation:
+    GRPO (Shao et al. 2024, arXiv 2402.03300, equation 3)."""
     above_N = subtract_baseline(returns.return_N, returns.group_N, mean_leave1out=False)
     return above_N * inverse_std(
         returns.return_N, returns.group_N, std_level="group", epsilon=epsilon
@@ -45,16 +46,17 @@ def grpo(returns: EstimatorInput, epsilon: float = 1e-4) -> Tensor:
 
 @batch_scope
 def reinforce_pp(returns: EstimatorInput, epsilon: float = 1e-8) -> Tensor:
-    """Each token's reward-to-go, whitened to mean 0 and deviation 1 over all tokens of the rollout:
-    REINFORCE++ without a baseline (Hu 2025, arXiv 2501.03262, as verl computes it); (T,)."""
+    """Return the reward-to-go of each token, (T,), whitened to mean 0 and deviation 1 over all
+    tokens of the rollout: REINFORCE++ without a baseline (Hu 2025, arXiv 2501.03262, as in
+    verl)."""
     come_T = returns.per_token(returns.reward_N) - returns.penalty_to_go_T
     return whiten(come_T, epsilon=epsilon, epsilon_in_variance=True)
 
 
 def composed(returns: EstimatorInput, form: EstimatorConfig = PAPER) -> Tensor:
-    """The estimator that the advantage options and its own arguments configure: baseline, standard
-    deviation, clipping, normalisation and KL placement. Returns (N,), or (T,) if advantages differ
-    by token. With default options it equals `rloo`."""
+    """An estimator that is composed of options and `estimator_kwargs`: baseline, standard
+    deviation, clipping, normalisation and KL placement. Returns (N,), or (T,) if the tokens of a
+    completion have different advantages. With default options it equals `rloo`."""
     if form.mask_truncated_completions and not form.kl_of_truncated:
         free_T = returns.truncated_N[returns.sequence_T]
         returns = replace(returns, penalty_T=torch.where(free_T, 0.0, returns.penalty_T))
@@ -76,7 +78,8 @@ def composed(returns: EstimatorInput, form: EstimatorConfig = PAPER) -> Tensor:
 
 
 def _above_baseline(returns: EstimatorInput, paid_T: Tensor, form: EstimatorConfig) -> Tensor:
-    """(return - baseline) / deviation, (N,) or (T,). `paid_T`: KL penalty in a token's return."""
+    """(return - baseline) / deviation, (N,) or (T,). `paid_T`: KL penalty in each token's
+    return."""
     level: Level = "none" if form.mean_level == "running" else form.mean_level
     mean: dict[str, Any] = {"mean_level": level, "mean_leave1out": form.mean_leave1out}
     group_N, sequence_T = returns.group_N, returns.sequence_T
@@ -94,15 +97,7 @@ def _above_baseline(returns: EstimatorInput, paid_T: Tensor, form: EstimatorConf
     )
     result = subtract_baseline(returns_N, group_N, **mean) * factor_N
     if form.kl_placement == "reward_to_go" and form.kl_in_baseline:
-        # A token does not pay for the tokens before it.
+        # The return of a token does not include the KL penalty of earlier tokens.
         paid_before_T = returns.penalty_N[sequence_T] - paid_T
         result = result[sequence_T] + paid_before_T * factor_N[sequence_T]
     return result
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    "composed": composed,
-    "rloo": rloo,
-    "grpo": grpo,
-    "reinforce_pp": reinforce_pp,
-}

@@ -14,8 +14,8 @@ from rloo.rewards.running_norm import RunningMoments
 @dataclass
 class KLController:
     """The adaptive KL coefficient and statistics of past rewards. `beta` is the current
-    coefficient, `used_beta` that of the last rollout. `decayed_mean` is a moving average of the
-    rollouts' mean rewards; `past` are the moments of all earlier rewards."""
+    coefficient, `used_beta` is the coefficient of the last rollout. `decayed_mean` is a moving
+    average of the rollouts' mean rewards; `past` are the moments of all earlier rewards."""
 
     beta: float
     used_beta: float = field(init=False)
@@ -38,8 +38,8 @@ class KLController:
         self.past.load_state_dict(state["past"])
 
     def update_reward_stats(self, rewards: Sequence[float], decay: float) -> None:
-        """Add a rollout's rewards after they were used, so that none is part of its own
-        baseline."""
+        """Add the rewards of a rollout. Call this after they were used, so that no reward is part
+        of its own baseline."""
         if rewards:
             average = fmean(rewards)
             before = average if self.decayed_mean is None else self.decayed_mean
@@ -47,9 +47,9 @@ class KLController:
             self.past.update(rewards)
 
     def update_kl(self, kl: float, completions: int, config: RLOOConfig) -> None:
-        """Adapt `beta` so that the KL approaches `kl_kwargs.target`, by at most 20 % per `horizon`
-        completions (Ziegler et al. 2019, arXiv 1909.08593, section 2.2). `kl` is in nats per
-        token."""
+        """Adapt `beta` so that the KL approaches `kl_kwargs.target` (Ziegler et al. 2019, arXiv
+        1909.08593, section 2.2). `beta` changes by at most 20 % per `horizon` completions. `kl` is
+        in nats per token."""
         self.used_beta = self.beta
         control = config.kl_options
         if control.target is not None:

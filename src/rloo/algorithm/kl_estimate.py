@@ -21,14 +21,14 @@ def kl_estimate(
     """An estimate of KL(policy || reference) for each sampled token, in nats: (T,).
 
     With x = log policy - log reference, k1 is x, k2 is x^2 / 2 and k3 is exp(-x) - 1 + x (Schulman
-    2020). All are differentiable; `clip` bounds them on both sides. Raises ValueError for an
-    unknown name.
+    2020). All three are differentiable. `clip` bounds the estimate to [-clip, clip]. Raises
+    ValueError for an unknown `estimator`.
     """
     estimate = x = policy_T - reference_T
     if estimator == "k2":
         estimate = x**2 / 2
     elif estimator == "k3":
-        # x is bounded in both terms: otherwise the linear one would pull away from the reference.
+        # x is bounded in both terms: else the linear term would push away from the reference.
         x = x.clamp(min=-MAX_LOG_RATIO)
         # expm1 keeps the digits that exp(-x) - 1 loses for small x.
         estimate = torch.expm1(-x) + x

@@ -1,13 +1,14 @@
 """The loss of REINFORCE Leave-One-Out as pure functions on tensors.
 
-Sequences are ragged and flat: per-token tensors have one entry for each completion token (`_T`),
-per-completion tensors one for each completion (`_N`); `sequence_T` maps a token to its completion.
-All functions keep the dtype of their inputs, float64 included.
+Sequences are ragged and stored flat. Tensors named `_T` have one entry for each completion token,
+tensors named `_N` have one entry for each completion. `sequence_T` is the index of each token's
+completion. Results have the dtype of the inputs, float64 included.
 
     reward -> clip -> minus beta * KL -> minus the mean of the other rewards -> (scale) -> loss
 
-The default is that of Ahmadian et al. 2024 (arXiv 2402.14740), equations 5 to 9: the whole
-completion is one action, so log-probs are summed, and the KL penalty is part of the reward.
+The default loss is that of Ahmadian et al. 2024 (arXiv 2402.14740), equations 5 to 9. The whole
+completion is one action, so the log-probs of its tokens are summed. The KL penalty is part of the
+reward.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 
 class LossInputs(NamedTuple):
     """The inputs of a micro-batch's loss. `logprobs` and `entropy` (T,) have gradients.
-    `advantages` are (N,) or (T,). `old` is as in `policy_loss`. `behavior` are the log-probs under
-    the distribution that the tokens were sampled from."""
+    `advantages` are (N,) or (T,). `old` is `old_T` of `policy_loss`. `behavior` (T,) are the
+    log-probs under the distribution that the tokens were sampled from."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -45,9 +46,9 @@ class LossInputs(NamedTuple):
 def loss(
     inputs: LossInputs, config: RLOOConfig, beta: float, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of a micro-batch over `loss_denominator`, to be minimised, and sums for the
-    metrics. The loss is the clipped surrogate with importance weights, plus `beta` times the KL if
-    the KL is in the loss, minus the entropy bonus."""
+    """Return the loss of a micro-batch, to be minimised, and sums for the metrics. The loss is the
+    clipped surrogate with importance weights, plus `beta` times the KL if the KL is in the loss,
+    minus the entropy bonus. It is divided by `denominator` (from `loss_denominator`)."""
     weights, sums = _correction(inputs, config)
     form, old = PolicyLossConfig.of(config), inputs.old
     result = policy_loss(inputs.logprobs, old, inputs.advantages, inputs.completions, form, weights)
@@ -60,14 +61,14 @@ def loss(
 
 
 def has_other_terms(config: RLOOConfig, beta: float) -> bool:
-    """Return whether the loss has terms that do not vanish when the advantage is 0."""
+    """Return whether the loss has terms that are not 0 when the advantage is 0."""
     return (beta != 0 and config.kl_placement == "loss") or config.entropy_coef != 0
 
 
 def _other_terms(inputs: LossInputs, config: RLOOConfig, beta: float) -> Tensor:
-    """The KL term minus the entropy bonus, (T,); 0 for tokens that are masked as truncated."""
+    """The KL term minus the entropy bonus, (T,); 0 for truncated completions if masked."""
     logprobs, total_T = inputs.logprobs, torch.zeros_like(inputs.logprobs)
-    if config.entropy_coef != 0:  # its backward costs passes over the vocabulary
+    if config.entropy_coef != 0:  # the entropy's backward pass reads the vocabulary
         total_T = total_T - config.entropy_coef * inputs.entropy
     if beta != 0 and config.kl_placement == "loss":
         assert inputs.reference is not None
@@ -83,7 +84,7 @@ def _other_terms(inputs: LossInputs, config: RLOOConfig, beta: float) -> Tensor:
 
 
 def _correction(inputs: LossInputs, config: RLOOConfig) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """The weights of the off-policy correction, if any, and their sums."""
+    """The weights of the off-policy correction (None without correction), and their sums."""
     mode = config.rollout_importance_sampling_mode
     if mode is None or mode == "off":
         return None, {}
@@ -112,12 +113,13 @@ def importance_weights(
     upper: float,
     lower: float | None = None,
 ) -> Tensor:
-    """Return weights (T,), detached, that correct for sampling from another distribution.
+    """Return weights (T,), detached, that correct for tokens sampled from another distribution.
 
     `log_ratio_T` is the trainer's log-prob before the rollout's first update, minus the behavior
-    log-prob. The weight is the ratio of each token, or of its whole completion (the product).
-    Truncating bounds it by `upper` (Espeholt et al. 2018). Masking sets it to 0 above `upper` or
-    below `lower` (IcePop; token_mask is AReaL's decoupled loss, arXiv 2505.24298, equation 5).
+    log-prob. The weight of a token is its ratio, or the ratio of its completion (the product over
+    its tokens). Truncation bounds the weight by `upper` (Espeholt et al. 2018). Masking sets a
+    weight above `upper` or below `lower` to 0 (IcePop; token_mask is AReaL's decoupled loss, arXiv
+    2505.24298, equation 5).
     """
     log_ratio = log_ratio_T.detach()
     if mode.startswith("sequence"):
@@ -131,8 +133,8 @@ def importance_weights(
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
-    """The form of the clipped surrogate: the level of the ratio, its clipping range, and how terms
-    are summed. The options have the same names, except that `epsilon_low` is `epsilon`."""
+    """The form of the clipped surrogate: the level of the ratio, its clip range, and the
+    aggregation of terms. `of` lists the options."""
 
     ratio_level: RatioLevel = "sequence"
     aggregation: Aggregation = "sequence"
@@ -156,7 +158,8 @@ PAPER = PolicyLossConfig()
 
 
 class PolicyLoss(NamedTuple):
-    """The surrogate `loss`, a scalar, and masks of clipped ratios, (N,) or (T,) by level."""
+    """The surrogate `loss`, a scalar, and masks of clipped ratios: (N,), or (T,) with level
+    "token"."""
 
     loss: Tensor
     clipped_low: Tensor
@@ -166,10 +169,10 @@ class PolicyLoss(NamedTuple):
 def loss_denominator(
     aggregation: Aggregation, *, num_sequences: int, num_tokens: int, constant: float | None
 ) -> float:
-    """Return the divisor of the summed loss of one optimizer step, over all ranks and
-    micro-batches: the number of completions that count; with token_mean, the number of their
-    tokens; with constant, the number of completions times `constant` (Dr. GRPO). Raises ValueError
-    if `constant` is None."""
+    """Return the divisor of an optimizer step's loss, a sum over all ranks and micro-batches. The
+    divisor is the number of completions in the loss. With "token_mean", it is the number of their
+    tokens. With "constant", it is the number of completions times `constant` (Dr. GRPO). Raises
+    ValueError if `constant` is None."""
     if aggregation == "token_mean":
         return float(max(num_tokens, 1))
     if aggregation == "constant":
@@ -190,13 +193,14 @@ def policy_loss(
     """Return the clipped surrogate, to be minimised, as a sum over this micro-batch.
 
     `advantages` are (N,), or (T,) with level "token". `old_T` are the trainer's log-probs before
-    the first update on these completions (with one update `logprobs_T.detach()`: the ratio is 1 and
-    the gradient that of REINFORCE). Level "sequence": one ratio per completion, the product (TRL,
-    the paper), and one term. "sequence_mean": the geometric mean, as the ratio of each of its
-    tokens (GSPO, arXiv 2507.18071). "token": one ratio per token (AReaL, ms-swift, verl). Before
-    the first update, all three have the same gradient. `delta` bounds the ratio where the advantage
-    is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the terms of tokens;
-    sequence-level weights are equal for all tokens of a completion. `aggregate` sums the terms.
+    the first update on these completions. In the first update they are `logprobs_T.detach()`: the
+    ratio is 1 and the gradient is that of REINFORCE. Level "sequence" has one ratio and one term
+    per completion: the product of its tokens' ratios (TRL, the paper). "sequence_mean" has one term
+    per token; the ratio of each token is the geometric mean over its completion (GSPO, arXiv
+    2507.18071). "token" has one ratio and one term per token (AReaL, ms-swift, verl). Before the
+    first update, all three levels have the same gradient. `delta` bounds the ratio if the advantage
+    is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the terms of tokens, or their
+    mean the term of a completion. `aggregate` sums the terms.
     """
     sequence_T, size = completions
     level, aggregation = form.ratio_level, form.aggregation
@@ -226,8 +230,9 @@ def policy_loss(
 
 
 def aggregate(values_T: Tensor, completions: Completions, aggregation: Aggregation) -> Tensor:
-    """Return the sum over tokens, a scalar for `loss_denominator` to divide; "sequence_token_mean"
-    first divides each completion by its length (AReaL's printed formula)."""
+    """Return the sum over tokens, a scalar. `loss` divides the sum by `loss_denominator`.
+    "sequence_token_mean" first divides each completion's sum by its length (the formula on AReaL's
+    RLOO page)."""
     if aggregation == "sequence_token_mean":
         return (sum_by(values_T, *completions) / _lengths(*completions)).sum()
     return values_T.sum()

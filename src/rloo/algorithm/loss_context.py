@@ -17,7 +17,7 @@ from rloo.config.config import RLOOConfig
 @dataclass(frozen=True)
 class LossContext:
     """The settings of a rollout's loss: the options, the batch sizes, and `beta`, the current KL
-    coefficient (which `kl_kwargs.target` adapts)."""
+    coefficient (with `kl_kwargs.target` it changes during a run)."""
 
     config: RLOOConfig
     batches: BatchSizes
@@ -39,17 +39,17 @@ class LossContext:
         return load_estimator(self.config)
 
     def watched(self, truncated_N: Tensor) -> Tensor:
-        """Return bool (N,): the completions that the metrics kl and entropy are means over. These
-        are all, except that truncated completions are left out if they are masked and pay no KL (as
-        in TRL)."""
+        """Return the mask, bool (N,), of the completions that the metrics kl and entropy include.
+        Only truncated completions are left out, if they are masked and have no KL penalty (as in
+        TRL)."""
         pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
         return ~truncated_N | (pay or not self.config.mask_truncated_completions)
 
     def advantages(self, returns: EstimatorInput, *, all_scored: bool = False) -> Tensor:
-        """Return advantages, (N,), or (T,) with token-level ratios. Completions masked as truncated
-        get 0, as do those without a reward (NaN), which the estimator does not receive, unless
-        `all_scored`. Groups are whole. Raises ValueError if the estimator fails or returns invalid
-        advantages."""
+        """Return advantages, (N,), or (T,) with token-level ratios. `returns` has whole groups.
+        Truncated completions get 0 if they are masked. Completions without a reward (NaN) get 0 and
+        are not passed to the estimator. `all_scored` states that every completion has a reward.
+        Raises ValueError if the estimator fails or returns invalid advantages."""
         level, scored_N = self.config.importance_sampling_level, ~returns.reward_N.isnan()
         if not all_scored and not scored_N.all():
             scored = scored_N[returns.sequence_T] if level == "token" else scored_N

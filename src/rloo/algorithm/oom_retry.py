@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def fit_token_budget(parts: TrainerComponents, state: TrainState) -> None:
-    """Lower the token budget before the first sample if the largest micro-batch does not fit into
-    memory. A resumed run keeps its earlier budget. Raises ValueError if no budget fits."""
+    """Lower the token budget if the largest micro-batch does not fit into memory. A resumed run
+    keeps its earlier budget. Raises ValueError if no budget fits."""
     changes, policy = state.budget_changes, parts.policy
     if changes and changes[-1]["to"] == policy.max_tokens:
         return
@@ -38,8 +38,9 @@ def fit_token_budget(parts: TrainerComponents, state: TrainState) -> None:
 
 
 def _try_packing(policy: Policy) -> None:
-    """Run a packed row of a few tokens. If the model cannot, updates fall back to padding, with a
-    note. This also tries the GPU's kernels for packed rows before the first step."""
+    """Run the model on packed rows of a few tokens. If this fails, updates use padding, and a note
+    gives the reason. On a GPU, this also tests the kernels for packed rows before the first
+    step."""
     if not policy.packed:
         return
     try:
@@ -55,7 +56,7 @@ def _try_packing(policy: Policy) -> None:
 def verify_packed_forward(
     parts: TrainerComponents, state: TrainState, samples: Sequence[Sample]
 ) -> None:
-    """Compare training's forward passes with the model's own, on a run's first few samples."""
+    """Compare the forward passes of training with the model's forward, on a run's first samples."""
     policy = parts.policy
     if not samples or policy.checked:
         return
@@ -63,7 +64,7 @@ def verify_packed_forward(
     groups = groupby(samples, key=lambda sample: sample.key[0])
     few = [s for _, members in groups for s in islice(members, 2)][:4]
     _settle_packing(parts, partial(policy.check_forward, few))
-    if policy.packed != packed:  # other sizes fit now
+    if policy.packed != packed:  # with padding, other budgets fit
         fit_token_budget(parts, state)
     report_notes(parts)
 
@@ -78,10 +79,10 @@ def _settle_packing(parts: TrainerComponents, trial: Callable[[], object]) -> No
 def with_oom_retry(
     stage: Callable[..., T], before_retry: Callable[..., object] = lambda *_: None
 ) -> Callable[..., T]:
-    """Wrap `stage`, which takes components, state and some inputs, the samples last. If it runs out
-    of memory, it is retried with half the token budget, once in a run. `before_retry` is called
-    with the same arguments. Raises torch.OutOfMemoryError the second time, and if the weights may
-    have changed."""
+    """Wrap `stage`. Its arguments are components, state and some inputs, with the samples as the
+    last argument. If `stage` runs out of memory, it is retried with half the token budget, once in
+    a run. `before_retry` is called before the retry with the same arguments. Raises
+    torch.OutOfMemoryError if memory runs out a second time, and if the weights may have changed."""
 
     @wraps(stage)
     def retrying(parts: TrainerComponents, state: TrainState, *inputs: Any) -> T:
@@ -89,7 +90,7 @@ def with_oom_retry(
             return stage(parts, state, *inputs)
         except torch.OutOfMemoryError as error:
             _require_first(parts, state, error)
-        # Here the error no longer refers to the frames and the memory that they allocated.
+        # Outside of the except block, the error no longer keeps the frames and their tensors alive.
         _halve_budget(parts, state, inputs[-1])
         before_retry(parts, state, *inputs)
         return stage(parts, state, *inputs)
@@ -100,7 +101,7 @@ def with_oom_retry(
 def recompute_advantages(
     parts: TrainerComponents, state: TrainState, active: ActiveRollout, *_: object
 ) -> None:
-    """Recompute the advantages of a rollout, unless an optimizer step on it was made."""
+    """Recompute the advantages of a rollout, unless an optimizer step was made on the rollout."""
     if active.steps_done == 0:
         active.credit = parts.compute_advantages(parts, state, active.samples)
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 
 class Completions(NamedTuple):
-    """The completion of each token, (T,), and the number of completions `size` of a micro-batch."""
+    """The index of each token's completion, `sequence_T` (T,), and the number of completions,
+    `size`, of a micro-batch."""
 
     sequence_T: Tensor
     size: int

@@ -1,5 +1,5 @@
-"""Rollouts of several ranks: each rank samples and scores an equal part, and all gather the result.
-`RankRollout` is the generator of one process with these two stages replaced."""
+"""Rollouts of several ranks: each rank samples and scores an equal part, and all ranks gather the
+result. `RankRollout` is `SyncRolloutGenerator` with these two stages replaced."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def generate_on_ranks(
     noise: int,
     world: World,
 ) -> list[list[Completion]]:
-    """Return `engine.sample` for all prompts. Each rank samples an equal part, unless the engine is
-    `central`. If there are more ranks than prompts, several ranks sample one group."""
+    """Return the completions of all prompts, as `engine.sample`. Each rank samples an equal part,
+    unless the engine is `central`: then the main rank samples all. If there are more ranks than
+    prompts, several ranks sample one group."""
     if world.collectives is None:
         return engine.sample(prompts, count, sampling, noise)
     mine = _part(engine.capabilities, len(prompts), count, world)
@@ -67,7 +68,7 @@ def generate_on_ranks(
 
 
 def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: World) -> range:
-    """The indices, among all completions, of those that this rank samples."""
+    """The indices of the completions that this rank samples."""
     if capabilities.central:
         return range(prompts * count if world.is_main else 0)
     if capabilities.whole_groups and prompts >= world.size:
@@ -77,8 +78,8 @@ def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: Wor
 
 
 def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
-    """Seed the global generators of the other ranks from `noise` and the prompts, since checkpoints
-    store only the main rank's."""
+    """Seed the global random generators of all ranks but the main one from `noise` and the prompts:
+    checkpoints store only the generators of the main rank."""
     if not world.is_main:
         first = prompts[0].noise_id if prompts else 0
         transformers.set_seed(noise_key(noise, f"rank {world.rank}", first) >> 32)
@@ -135,7 +136,7 @@ def _of_rank(completion: Completion, rank: int) -> Completion:
 
 @dataclass(slots=True)
 class RankRollout(SyncRolloutGenerator):
-    """A rollout generator whose completions all ranks sample and score."""
+    """A rollout generator in which each rank samples and scores a part of the completions."""
 
     world: World = field(kw_only=True)
 
@@ -154,9 +155,10 @@ class RankRollout(SyncRolloutGenerator):
 
 @dataclass(frozen=True, slots=True)
 class RewardScorer:
-    """Scores completions. Each rank scores an equal part of the groups, or the episodes that it ran
-    if only it has the data that rewards need. `noise` is the noise key of these completions: with
-    the prompts, it seeds the global generators of the other ranks."""
+    """Scores completions. Each rank scores an equal part of the groups. If only the rank that ran
+    an episode has the data that rewards need, that rank scores the episode. `noise` is the noise
+    key of these completions. `noise` and the prompts seed the global random generators of all ranks
+    but the main one."""
 
     rewards: RewardSet
     tokenizer: PreTrainedTokenizerBase
@@ -172,9 +174,10 @@ class RewardScorer:
         learn: bool = True,
         called: Sequence[Called] | None = None,
     ) -> tuple[list[Group], dict[str, float]]:
-        """Score all completions of a rollout; return the groups and the metrics that rewards
-        logged. Each reward function is called once, unless the main process passes `called`, the
-        results for each group. `learn`: see `RewardSet.score`."""
+        """Score all completions of a rollout. Return the groups and the metrics that reward
+        functions logged. Each rank calls each reward function once. With `called` from the main
+        process (the results of each group) no function is called. `learn`: see
+        `RewardSet.score`."""
         prompts = begun_prompts(prompts, sampled)
         world = self.world
         flat = [completion for some in sampled for completion in some]
@@ -200,7 +203,7 @@ class RewardScorer:
         return make_groups(prompts, sampled, texts, scores), scores.metrics
 
     def _shares(self, sampled: Sequence[Sequence[Completion]]) -> list[Sequence[int]]:
-        """The indices of the completions that each rank scores, in their order."""
+        """The indices of the completions that each rank scores, in ascending order."""
         flat = [completion for some in sampled for completion in some]
         ranks = range(self.world.size)
         if not self.rewards.shared:
@@ -214,7 +217,8 @@ class RewardScorer:
 
 
 def _scores_to_json(raw: RawScores) -> Any:
-    """Return values that can be sent; extra columns become what the log files hold of them."""
+    """Return values that can be sent to other ranks. Extra columns are converted as for log
+    files."""
     logs = [(name, strict(log.extras), log.metrics) for name, log in raw.logs.items()]
     return raw.count, raw.seen, raw.by_function, logs
 

@@ -11,7 +11,7 @@ from rloo.rewards import RewardSet, Scores
 from rloo.rewards.reward_set import RawScores
 from rloo.types import Completion, Group, Prompt, Text, text_of
 
-# A prompt with its completions; the texts of some completions with their raw scores.
+# `Sampled`: a prompt with its completions. `Called`: texts of completions with their raw scores.
 Sampled = tuple[Prompt, Sequence[Completion]]
 Called = tuple[list[Text], RawScores]
 
@@ -24,7 +24,7 @@ def score_completions(
     trainer_state: Any = None,
 ) -> tuple[list[Group], dict[str, float]]:
     """Score all completions of a rollout, with one call of each reward function. Return the groups
-    and the metrics that rewards logged."""
+    and the metrics that reward functions logged."""
     prompts = begun_prompts(prompts, sampled)
     groups = list(zip(prompts, sampled, strict=True))
     done = call_rewards(groups, column_names(prompts), rewards, tokenizer, trainer_state)
@@ -40,12 +40,12 @@ def call_rewards(
     tokenizer: PreTrainedTokenizerBase,
     trainer_state: Any,
 ) -> list[Called]:
-    """Return the texts and raw scores of some groups. One call scores all completions except failed
-    episodes, which get no score."""
+    """Return the texts and raw scores of some groups. Each reward function is called once, with all
+    completions except failed episodes. Failed episodes get no score."""
     if not groups:
         return []
     prompts, texts, ids, columns = arguments_of(groups, names, tokenizer)
-    if "environments" not in rewards.offered:  # the next episodes may have them by now
+    if "environments" not in rewards.offered:  # environments may run later episodes by now
         columns.pop("environments", None)
     flat = [completion for _, completions in groups for completion in completions]
     places = [n for n, c in enumerate(flat) if c.episode is None or c.episode.failed is None]
@@ -63,7 +63,7 @@ def call_rewards(
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:
-    """Return the dataset columns that at least one of these prompts has."""
+    """Return the names of the dataset columns that at least one of these prompts has."""
     return list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
 
 
@@ -93,8 +93,8 @@ def arguments_of(
 
 
 def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
-    """The prompt as its episodes started with it. An environment extends it alike in all of its
-    episodes, except those that failed."""
+    """The prompt with which the episodes of `prompt` started. An environment may extend a prompt,
+    equally in all of its episodes that did not fail."""
     begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
     return next(begun, prompt)
 
@@ -102,7 +102,7 @@ def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
 def begun_prompts(
     prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]]
 ) -> list[Prompt]:
-    """Return the prompts as their episodes started with them."""
+    """Return the prompts with which their episodes started."""
     return [_begun(*both) for both in zip(prompts, sampled, strict=True)]
 
 

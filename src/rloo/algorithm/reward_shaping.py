@@ -1,4 +1,4 @@
-"""From scored groups to the samples that the loss counts, with shaped rewards."""
+"""From scored groups to training samples with shaped rewards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from rloo.types import Completion, Group, Rollout, Sample
 def make_training_samples(
     rollout: Rollout, config: RLOOConfig, past: KLController | None = None
 ) -> list[Sample]:
-    """Return the completions that the loss counts, with shaped rewards. These are the scored ones
-    in groups with enough scores for the estimator. A preset that counts all completions adds the
-    others with the reward NaN. `past` is needed for a mean or deviation over earlier rollouts."""
+    """Return the training samples of a rollout, with shaped rewards. They are the scored
+    completions of groups that have enough scores for the estimator. A preset that counts all
+    completions adds the other completions, with the reward NaN. `past` is needed for a mean or
+    deviation over earlier rollouts."""
     smallest = load_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
@@ -66,7 +67,7 @@ def _samples(
 
 
 def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
-    """Return all rewards of a rollout after `_shaped`, without missing ones."""
+    """Return the shaped rewards of all scored completions."""
     return [
         _shaped(reward, completion, config)
         for group in groups
@@ -76,7 +77,7 @@ def shaped_rewards(groups: Sequence[Group], config: RLOOConfig) -> list[float]:
 
 
 def _shaped(reward: float, completion: Completion, config: RLOOConfig) -> float:
-    """Apply bias, scaling (in AReaL's order), missing-EOS penalty and clipping to a reward."""
+    """Apply bias and scaling (in this order, as in AReaL), missing-EOS penalty and clipping."""
     reward = (reward + config.reward_bias) * config.reward_scaling
     if completion.finish == "length":
         reward -= config.missing_eos_penalty or 0.0
@@ -89,8 +90,8 @@ def _shaped(reward: float, completion: Completion, config: RLOOConfig) -> float:
 def _normalize_rewards(
     rewards: list[float], config: RLOOConfig, past: KLController | None
 ) -> list[float]:
-    """Divide rewards by their rollout's or earlier ones' deviation, or subtract the running
-    mean."""
+    """Normalise rewards with mean and deviation of their rollout ("batch") or of earlier rollouts
+    ("running"), or subtract the running mean."""
     if config.normalize_rewards == "batch":
         values = torch.tensor(rewards, dtype=torch.float64)
         scaled = whiten(values, epsilon=config.advantage_epsilon)

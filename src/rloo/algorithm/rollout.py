@@ -1,4 +1,4 @@
-"""From prompts to scored groups."""
+"""Rollout generation in one process: take prompts, sample completions, score groups."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from rloo.types import Completion, Engine, Group, Prompt, Rollout, Sampling, of_
 
 @dataclass(slots=True)
 class SyncRolloutGenerator:
-    """Samples and scores in this process on demand, so that every rollout has the engine's current
-    weights. `trainer` is the run's state that reward functions see. `step` is the number of the
-    next rollout's first optimizer step, which determines its noise."""
+    """Samples and scores rollouts in this process on demand. Every rollout is sampled with the
+    current weights. `trainer` is the state of the run that reward functions receive. `step` is the
+    number of the next rollout's first optimizer step, and determines the noise of its sampling."""
 
     config: RLOOConfig
     batches: BatchSizes
@@ -49,17 +49,17 @@ class SyncRolloutGenerator:
         return self.prompts.epoch
 
     def describe(self) -> dict[str, Any]:
-        """Return the number of rows and the names of the rewards."""
+        """Return the number of dataset rows and the names of the reward functions."""
         prompts = self.prompts
         rows = "a stream" if isinstance(prompts, IterablePromptDataset) else len(prompts)
         return {"rows": rows, "rewards": self.rewards.names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the dataset and the state of the rewards."""
+        """Return the position in the dataset and the state of the reward functions."""
         return {"prompts": self.prompts.state_dict(), "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Continue from what `state_dict` returned, with the rollout that starts at `step`."""
+        """Restore what `state_dict` returned. The next rollout starts at optimizer step `step`."""
         self.prompts.load_state_dict(state["prompts"])
         self.rewards.load_state_dict(state["rewards"])
         self.step = step
@@ -68,11 +68,12 @@ class SyncRolloutGenerator:
         """Do nothing: no rollout is in flight."""
 
     def next(self) -> Rollout:
-        """Return one rollout and the metrics of everything that was sampled for it.
+        """Return one rollout, with the metrics of all groups that were sampled for it.
 
-        With `dynamic_sample`, groups without signal are replaced by groups of further prompts,
-        sampled at most `max_resample_times` times (DAPO, arXiv 2503.14476, section 3.2). Groups
-        without signal fill the places that are still empty.
+        With `dynamic_sample`, groups whose rewards are all equal are replaced by groups of further
+        prompts. Further prompts are sampled at most `max_resample_times` times (DAPO, arXiv
+        2503.14476, section 3.2). Groups with equal rewards fill the places that are then still
+        empty.
         """
         wanted = self.batches.prompts_per_rollout
         groups, logged = self._collect(wanted)
@@ -100,7 +101,7 @@ class SyncRolloutGenerator:
         require_free(own, metrics)
         metrics |= task_metrics(everything, self.config.eval_options.pass_threshold)
         metrics |= logged | speed | self._stats()
-        if not self.sampling.filtered:  # else the update computes it
+        if not self.sampling.filtered:  # else the update computes the entropy
             logprobs = (of_trained(c.policy_logprobs, c.trained) for c in completions)
             metrics |= sampled_entropy(logprobs)
         tokens, version = sampled + read, self.engine.version
@@ -111,11 +112,11 @@ class SyncRolloutGenerator:
         return self.clock.seconds["time/sample"]
 
     def _stats(self) -> dict[str, float]:
-        """Metrics of the sampling."""
+        """Metrics of sampling."""
         return self.engine.stats()
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
-        """Take prompts, sample and score completions; return groups and the rewards' metrics."""
+        """Take prompts, sample and score completions. Return groups and metrics of the rewards."""
         prompts = self.prompts.next(num_prompts)
         noise = noise_key(self.config.seed, "train", self.step)
         with self.clock.phase("sample"):
@@ -132,5 +133,5 @@ class SyncRolloutGenerator:
     def score(
         self, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], noise: int
     ) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups with their rewards, and the metrics that rewards logged."""
+        """Return the groups with their rewards, and the metrics that reward functions logged."""
         return score_completions(self.rewards, self.tokenizer, prompts, sampled, self.trainer)

@@ -1,5 +1,6 @@
-"""The two stages of a run that compute with the policy: advantages, and an optimizer step. Each is
-timed. The code that builds the trainer's components wraps each in `with_oom_retry`."""
+"""The two stages of a run that compute with the policy: advantages, and an optimizer step. Each
+stage is timed. The code that builds the trainer's components wraps each stage in
+`with_oom_retry`."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def advantages_stage(
 def update_stage(
     parts: TrainerComponents, state: TrainState, active: ActiveRollout, minibatch: Sequence[Sample]
 ) -> dict[str, float]:
-    """Make one optimizer step on a part of the rollout's samples; return the metrics. The first of
-    several steps also determines the advantages of the others."""
+    """Make one optimizer step on a part of the rollout's samples, and return the metrics. The first
+    of several steps also determines the advantages of the later steps."""
     policy = parts.policy
     if policy.divides:
         with policy.in_step():
@@ -46,9 +47,9 @@ def update_stage(
 
 
 def before_reduce(world: World, batches: BatchSizes, stop: StopSignals, credit: Advantages) -> None:
-    """Run between the last backward pass and the all-reduce of the gradients. The remaining steps
-    on a rollout need the log-probs and advantages that each rank computed in the first one. From
-    here on, signals are deferred."""
+    """Run between the last backward pass and the all-reduce of the gradients. In the first of
+    several steps on a rollout, gather the log-probs and advantages of all ranks, which the later
+    steps need. From here on, signals are deferred."""
     if batches.steps_per_rollout > 1 and not credit.is_shared:
         credit.old_logprobs = all_gather_by_key(credit.old_logprobs, world)
         if credit.from_update:

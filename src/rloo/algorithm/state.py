@@ -1,4 +1,4 @@
-"""A run's components, which do not change, and its state, which does."""
+"""The components of a run, which do not change, and the state of a run, which changes."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ PENDING = {
     "step_open": "step_open",
     "refused_in_a_row": "refused_in_a_row",
 }
-# Fields of Sample that a checkpoint has -> their names in it.
+# Fields of Sample that a checkpoint stores -> their names in the checkpoint.
 _SAVED_AS = {f.name: f.name for f in fields(Sample) if f.name != "pixels"}
 _SAVED_AS |= {"weight_versions": "versions"}
 
 
 def minibatches(samples: Sequence[Sample], batches: BatchSizes) -> Iterator[list[Sample]]:
-    """Split the rollout into optimizer steps of `completions_per_step`, `num_iterations` times. The
-    split is by place in the rollout, so that a completion without a score moves no other."""
+    """Split the rollout into optimizer steps of `completions_per_step` completions,
+    `num_iterations` times. The place in the rollout decides in which step a sample is. A completion
+    without a score therefore does not move other completions into another step."""
     parts: dict[int, list[Sample]] = {}
     for sample in samples:
         parts.setdefault(sample.place // batches.completions_per_step, []).append(sample)
@@ -75,7 +76,7 @@ class TrainerComponents:
 
 @dataclass(slots=True)
 class ActiveRollout:
-    """A rollout with its samples, their advantages, and the number of optimizer steps done on
+    """A rollout with its samples, their advantages, and the number of optimizer steps made on
     it."""
 
     rollout: Rollout
@@ -108,7 +109,7 @@ class ActiveRollout:
 
     @classmethod
     def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> ActiveRollout:
-        """The inverse of `state_dict`; `position` is where the dataset continues after it."""
+        """The inverse of `state_dict`; `position` is the dataset position after the rollout."""
         rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
         known, old = dict(saved["known"]), dict(saved["old_logprobs"])
         credit = Advantages(known, old, saved["stats"], is_shared=True)
@@ -131,13 +132,14 @@ class TrainState:
     """The state of a run. `trainer` and `control` are transformers' objects, for callbacks and
     rewards; `trainer.global_step` counts optimizer steps.
 
-    `position` is the dataset position to resume from: after the last rollout that a step was made
-    on. `active_rollout` is set while some of its steps remain. `generators` are the RNG states
-    after the last finished step. `budget_changes` list the steps from which micro-batches were
-    smaller, which changes the order of sums. `evaluation_pending` and `save_pending` are requests
-    of callbacks in the middle of a rollout. `step_open` and `open_epoch` record that callbacks have
-    not received the end of a step or epoch, for a run that stops there. While
-    `weights_ahead_of_record`, the weights include a step that is not recorded yet."""
+    `position` is the dataset position to resume from: after the last rollout with an optimizer
+    step. `active_rollout` is set while some of its steps remain. `generators` are the RNG states
+    after the last finished step. `budget_changes` lists the steps from which on micro-batches were
+    smaller, which changes the order of floating-point sums. `evaluation_pending` and `save_pending`
+    are requests of callbacks in the middle of a rollout. `step_open` and `open_epoch` record that
+    callbacks have not yet received the end event of a step or epoch; if the run stops there, the
+    resumed run sends the event. `weights_ahead_of_record` is true while the weights include a step
+    that is not recorded yet."""
 
     trainer: TrainerState
     control: TrainerControl
@@ -185,7 +187,8 @@ class TrainState:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, but with this session's steps and intervals."""
+        """Restore what `state_dict` returned. Maximum steps and intervals of `trainer` stay
+        unchanged."""
         self.trainer.global_step = saved["state"]["global_step"]
         self.trainer.log_history = saved["state"]["log_history"]
         self.position = {name: saved[name] for name in self.position}

@@ -14,8 +14,8 @@ MAX_REFUSED_STEPS = 3
 
 
 def begin_step(parts: TrainerComponents) -> None:
-    """Call `on_step_begin` of the callbacks, and reset the communication metrics: they do not
-    include what an evaluation or the start of the run sent."""
+    """Call `on_step_begin` of the callbacks, and reset the communication metrics, so that these do
+    not include the traffic of an evaluation or of the start of the run."""
     parts.events.send("on_step_begin")
     if (links := parts.world.collectives) is not None:
         links.received, links.seconds = 0, 0.0
@@ -24,8 +24,8 @@ def begin_step(parts: TrainerComponents) -> None:
 def record(
     parts: TrainerComponents, state: TrainState, hand: ActiveRollout, stats: dict[str, float]
 ) -> None:
-    """Count an optimizer step, log it, and collect what callbacks request. A rollout's own metrics
-    are logged with its first step, since all its advantages are known by then."""
+    """Count an optimizer step, log it, and collect requests of callbacks. The metrics of a rollout
+    are logged with its first step, since all advantages are known by then."""
     first, config = not hand.steps_done, parts.config
     adaptive, rollout = state.kl_controller, hand.rollout
     if first:
@@ -70,8 +70,8 @@ def record(
 def finish_step(
     parts: TrainerComponents, state: TrainState, stats: dict[str, float] | None = None
 ) -> None:
-    """Log a step's metrics, call the callbacks' end of step, and note their requests. If a callback
-    ended the run here, the resumed run calls them again without metrics (None)."""
+    """Log a step's metrics, call `on_step_end` of the callbacks, and note their requests. If a
+    callback ended the run here, the resumed run calls this function again with `stats` None."""
     state.step_open = True
     parts.monitor.log(stats)
     note_pending_work(state)
@@ -80,7 +80,7 @@ def finish_step(
 
 def note_pending_work(state: TrainState) -> None:
     """Note the callbacks' requests before the next event. Raises ValueError for an impossible
-    one."""
+    request."""
     control = state.control
     state.evaluation_pending |= control.should_evaluate and state.evaluated_at != state.step
     state.save_pending |= control.should_save

@@ -15,13 +15,14 @@ from typing import Any
 from rloo.config.launcher_env import is_launched
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 
-# Within so many seconds, a repeated signal counts as the same one.
+# Under a launcher, a signal that is repeated within this time is ignored.
 FOLLOW_UP_SECONDS = 1.0
 
 
 class Stopped(SystemExit):
-    """Raised after a signal other than Ctrl-C stopped a run and the run was saved. If a script does
-    not catch it, it exits with 128 + the signal's number, which no scheduler takes for success."""
+    """Raised after a signal other than Ctrl-C stopped a run and the run was saved. A script that
+    does not catch it exits with status 128 + the signal's number, which schedulers count as a
+    failure."""
 
     def __init__(self, number: int) -> None:
         self.status, self.signal = 128 + number, signal.Signals(number)
@@ -36,17 +37,17 @@ class ForcedInterrupt(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Handles stop signals while `handling`. Python allows this in the main thread only. A signal
-    that is ignored (nohup, a background job) stays ignored.
+    """Handles stop signals inside a `handling` block. Python allows this in the main thread only. A
+    signal that is ignored (nohup, a background job) stays ignored.
 
-    The first signal raises KeyboardInterrupt or `Stopped` at once, or, inside a `deferred` block,
-    at the end of that block. A second one of the same kind ends the run at once. With `usr1_saves`,
-    SIGUSR1 sets `save_wanted` instead."""
+    The first signal raises KeyboardInterrupt or `Stopped`: inside a `deferred` block at the end of
+    that block, elsewhere at once. A second signal of the same kind ends the run at once. With
+    `usr1_saves`, SIGUSR1 sets `save_wanted` instead."""
 
     def __init__(self, *, usr1_saves: bool = False) -> None:
         self.save_wanted = False
         self.received: int | None = None  # the first signal
-        self._seen: dict[int, float] = {}  # when each kind came first
+        self._seen: dict[int, float] = {}  # time of the first signal of each kind
         self.usr1_saves = usr1_saves
         self._held = 0
         self._ends = False
@@ -68,7 +69,7 @@ class StopSignals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Defer signals in this block, and raise at its end if one arrived."""
+        """Defer signals in this block. At the end of the block, raise if a signal arrived."""
         self.hold()
         try:
             yield
@@ -78,8 +79,9 @@ class StopSignals:
 
     @contextmanager
     def ending(self) -> Iterator[None]:
-        """In this block, a signal ends the process with its status and one line. Use it for
-        imports: there is nothing to save, and C++ code that calls Python aborts on an exception."""
+        """In this block, a signal ends the process with the signal's status and a one-line message.
+        Use the block for imports: there is nothing to save, and C++ code that calls Python aborts
+        on an exception."""
         self._ends = True
         try:
             yield
@@ -97,7 +99,8 @@ class StopSignals:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """At the end of this block, undo every `hold` of it and raise if a signal arrived."""
+        """At the end of this block, undo every `hold` inside the block, and raise if a signal
+        arrived."""
         before = self._held
         try:
             yield
@@ -106,12 +109,14 @@ class StopSignals:
         self.check()
 
     def check(self) -> None:
-        """Raise a deferred signal, or one that user code swallowed when it was first raised."""
+        """Raise the exception of a deferred signal, or of a signal whose exception user code
+        swallowed."""
         if self.received is not None and not self._held:
             raise self._error(self.received)
 
     def pass_on(self, number: int) -> None:
-        """Handle signal `number`, which another process of the run received, as if it came here."""
+        """Handle signal `number`, which another process of the run received, as if this process had
+        received it."""
         if self.received is None:
             self._receive(number, None)
 

@@ -1,4 +1,4 @@
-"""Token-level records of a few groups, as their first update computed them, for the report."""
+"""Token-level records of a few groups for the report, with the values of their first update."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rloo.types import Sample
 
 NUM_GROUPS = 2
 NUM_COMPLETIONS = 16
-# Half of the tokens of a longer completion are from its start and half from its end.
+# A longer completion is recorded by its first 256 and last 256 tokens.
 NUM_TOKENS = 512
 
 
 def detailed(
     hand: ActiveRollout, config: RLOOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Return one row for each of two groups, the first ones with signal if there are any: the
+    """Return one row for each of two groups. Groups whose rewards differ come first. A row has the
     prompt, and its first 16 completions with reward, advantage and tokens. `mismatch` is the
     trainer's log-prob of each token minus the engine's, in nats. `trained` is 0 for tokens of tool
     output, which have no mismatch. Data that only another rank has is left out. An advantage is one
-    number, or one per token."""
+    number per completion, or one per token."""
     groups = hand.rollout.groups
     first = sorted(range(len(groups)), key=lambda n: not has_reward_variance(groups[n], config))
     samples = {sample.key: sample for sample in hand.samples}
@@ -57,7 +57,7 @@ def detailed(
 def _seen(
     hand: ActiveRollout, sample: Sample | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    """The advantage, tokens and mismatch of a completion, as far as this rank knows them."""
+    """The advantage, tokens and mismatch of a completion, as far as this rank has them."""
     if sample is None:  # it is not trained on
         return {}
     found: dict[str, Any] = {}
@@ -90,8 +90,8 @@ def _ends(values: Sequence[Any]) -> list[Any]:
 
 
 def pieces(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return the text that each token adds, special tokens included. A character of several tokens
-    is in the text of the last of them."""
+    """Return the text that each token adds, special tokens included. If a character consists of
+    several tokens, the last token has its text."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         return [str(tokenizer.decode([token])) for token in token_ids]

@@ -1,8 +1,8 @@
 """The RLOO algorithm on one page: sync weights, generate, score, advantages, update, record.
 
 Read in this order: train, rollout, baselines, estimators, advantages, loss, update.
-`trainer/training_loop.py` calls `train_on_rollout` until the run ends. It evaluates and saves in
-between."""
+`trainer/training_loop.py` calls `train_on_rollout` until the run ends. Between the calls, the
+training loop evaluates and saves."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from rloo.algorithm.step_record import begin_step, record
 def train_on_rollout(
     parts: TrainerComponents, state: TrainState, save: Callable[[], object] = lambda: None
 ) -> None:
-    """Sample and score a rollout and make all of its optimizer steps, or the remaining ones on
-    resume. `save` is called between two steps if a signal requested a checkpoint."""
+    """Sample and score a rollout and make all of its optimizer steps. On resume, make the remaining
+    steps of the active rollout. `save` is called between two steps if a signal requested a
+    checkpoint."""
     active = state.active_rollout or start_rollout(parts, state)
     for number, minibatch in enumerate(active.remaining_minibatches(parts.batches)):
         if number:
             begin_step(parts)
-        # A signal that arrives after the optimizer's step waits until the step is recorded.
+        # A signal that arrives after the optimizer's step is handled once the step is recorded.
         with parts.stop.released():
             metrics = parts.update(parts, state, active, minibatch)
             record(parts, state, active, metrics)

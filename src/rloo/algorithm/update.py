@@ -1,4 +1,4 @@
-"""One optimizer step: samples to micro-batches, loss, gradients, step."""
+"""One optimizer step: micro-batches, loss, gradients, step of the optimizer."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from rloo.types import Sample
 def update(
     policy: Policy, samples: Sequence[Sample], credit: Advantages, terms: LossContext
 ) -> dict[str, float]:
-    """Make one optimizer step on `samples`: forward and backward of the micro-batches, then the
-    step. Nothing of the policy changes before the step. If only advantages contribute to the loss,
-    samples with an advantage of exactly 0 are skipped, but count in the loss denominator. If all
-    are skipped, there is no step."""
+    """Make one optimizer step on `samples`: forward and backward passes of the micro-batches, then
+    the step. The policy does not change before the step. If an advantage multiplies every term of
+    the loss, samples with an advantage of exactly 0 are skipped, but count in the loss denominator.
+    If all samples are skipped, there is no step. Returns the metrics."""
     config = terms.config
     denominator = loss_denominator(
         config.loss_aggregation,
@@ -67,7 +67,7 @@ def update(
     for sums in done:
         add(tally, sums)
     metrics = credit.stats | averages(tally, samples, config)
-    if not computes_all:  # those computed have signal, which would bias the entropy
+    if not computes_all:  # the entropy of the computed samples is a biased mean
         metrics.pop("entropy", None)
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
     metrics |= imbalance(dealt, packed=policy.packed)
@@ -76,7 +76,7 @@ def update(
     if not live:
         return metrics | policy.stepper.skip()
     policy.stepper.sum_gradients()
-    # A step on few effective samples is a small one (VCPO, arXiv 2602.17616).
+    # With fewer effective samples, the learning rate of the step is lower (VCPO, arXiv 2602.17616).
     scale = math.sqrt(metrics["sampling/effective_share"] if config.async_options.ess_guard else 1)
     with policy.in_step():
         return metrics | policy.stepper.step(scale)
@@ -90,9 +90,9 @@ def micro_batch_loss(
     denominator: float,
     input_tokens: int | None = None,
 ) -> tuple[Tensor, MetricSums]:
-    """Return the loss of one micro-batch (a scalar with gradient), and sums for the metrics, which
-    stay on its device. `input_tokens` is the total over all micro-batches, by default of this
-    one."""
+    """Return the loss of one micro-batch (a scalar with gradient), and sums for the metrics on the
+    same device. `input_tokens` is the number of input tokens of all micro-batches, by default of
+    this one."""
     scores = _forward(policy, batch, credit, terms)
     now, reference = scores.logprobs.detach(), scores.reference
     if credit.from_update:
@@ -118,15 +118,15 @@ def micro_batch_loss(
 def _forward(
     policy: Policy, batch: MicroBatch, credit: Advantages, terms: LossContext
 ) -> TokenScores:
-    """The forward pass of the policy, and that of the reference if the KL is needed."""
+    """The forward pass of the policy, and of the reference if the KL is needed."""
     return policy.logprobs(batch, reference=terms.kl_in_loss or credit.from_update)
 
 
 def _share(
     aux_loss: Tensor, batch: MicroBatch, input_tokens: int | None, sums: MetricSums
 ) -> Tensor:
-    """A micro-batch's share of the mean load-balancing loss over all tokens. It is approximate,
-    since the loss is a product of means."""
+    """The load-balancing loss of a micro-batch, weighted by its share of the input tokens. The sum
+    of these parts approximates the loss over all tokens, which is a product of means."""
     here = batch.multiplicity.sum()
     part: Tensor = aux_loss * (here / (input_tokens or here))
     sums["aux_loss"] = part.detach()
@@ -134,9 +134,9 @@ def _share(
 
 
 def _computes_all(policy: Policy, samples: Sequence[Sample], terms: LossContext) -> bool:
-    """Whether samples without signal are computed too: if their KL, entropy or load-balancing loss
-    counts, if the preset requires it, or if tokens were sampled from another distribution than the
-    policy's, so that its entropy is unknown."""
+    """Whether samples with an advantage of 0 are computed, too: if there is a KL penalty, an
+    entropy bonus or a load-balancing loss, if the preset requires it, or if tokens were sampled
+    from another distribution than the policy's (the entropy then needs the forward pass)."""
     filtered = any(s.behavior_logprobs not in (None, s.policy_logprobs) for s in samples)
     adds = (
         terms.beta != 0 or has_other_terms(terms.config, terms.beta) or policy.aux_loss_weight != 0

@@ -16,7 +16,7 @@ from rloo.types import Sample
 T = TypeVar("T")
 # Name -> sum, or maximum for names that end in "max".
 MetricTotals = dict[str, float]
-# The same for micro-batches, as tensors: reading each would synchronise with the GPU.
+# As `MetricTotals`, but with tensors: reading a tensor would synchronise with the GPU.
 MetricSums = dict[str, float | Tensor]
 
 
@@ -58,7 +58,8 @@ def to_cpu(values: Mapping[T, Tensor]) -> dict[T, Tensor]:
 
 
 def recorded_sum(values_T: Tensor, watched_T: Tensor) -> Tensor:
-    """Return the sum over the tokens where `watched_T`, without reading their number."""
+    """Return the sum over the tokens for which `watched_T` is true, without a device
+    synchronisation."""
     return torch.where(watched_T, values_T, 0.0).sum()
 
 
@@ -82,7 +83,8 @@ def add_micro_batch(
 
 
 def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:
-    """Return the tokens of the busiest rank over the mean, if there are several ranks."""
+    """Return the largest number of tokens of a rank, divided by the mean over ranks. Empty for one
+    rank."""
     tokens = [count_input_tokens(samples, packed) if samples else 0 for samples in dealt]
     if len(tokens) == 1 or not any(tokens):
         return {}
@@ -92,7 +94,7 @@ def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, f
 def averages(
     tally: Mapping[str, float], samples: Sequence[Sample], config: RLOOConfig
 ) -> dict[str, float]:
-    """Return the metrics of a step on `samples`, from the sums over those that were computed."""
+    """Return the metrics of a step on `samples`, from the sums over the computed samples."""
     by_token = config.importance_sampling_level == "token"
     ratios = sum(s.num_trained for s in samples) if by_token else len(samples)
     # A sample that is not computed has an advantage of 0, so its ratio is not clipped.

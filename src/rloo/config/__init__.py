@@ -1,1 +1,1 @@
-"""The options of a run, read and checked. Imports neither torch nor transformers."""
+"""The options of a run: reading and checks. Imports neither torch nor transformers."""

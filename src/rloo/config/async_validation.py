@@ -1,4 +1,4 @@
-"""Asynchronous rollouts: their importance-sampling correction, and invalid combinations."""
+"""Options of asynchronous rollouts: default importance weights, and invalid combinations."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rloo.config.options import TrainingOptions
 
 
 def correction_of(options: TrainingOptions) -> dict[str, Any]:
-    """The default of `rollout_importance_sampling_mode`. If rollouts may be stale, it is truncated
-    importance weights (the decoupled objective, AReaL, arXiv 2505.24298, section 5.2), at the level
-    of the loss's ratios; otherwise none."""
+    """The resolved `rollout_importance_sampling_mode`. If rollouts may be stale, the default is
+    truncated importance weights, at the level of the loss's ratios (the decoupled objective, AReaL,
+    arXiv 2505.24298, section 5.2). Otherwise there are no weights."""
     mode = options.rollout_importance_sampling_mode
     if mode == "off" and not options.max_staleness:
         return {"rollout_importance_sampling_mode": None}

@@ -9,8 +9,8 @@ from rloo.config.options import DEFAULT_BATCH, TrainingOptions
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Counts over all processes. A rollout is TRL's generation batch: the completions that are
-    sampled at once, for `steps_per_rollout` optimizer steps. It has `parts_per_rollout` parts of
+    """Numbers over all processes. A rollout is TRL's generation batch: the completions that are
+    sampled together for `steps_per_rollout` optimizer steps. It has `parts_per_rollout` parts of
     `completions_per_step` completions. Each part is used for `num_iterations` steps."""
 
     completions_per_step: int
@@ -20,7 +20,7 @@ class BatchSizes:
 
     @property
     def parts_per_rollout(self) -> int:
-        """Optimizer steps of one pass over the rollout."""
+        """The number of optimizer steps of one pass over the rollout."""
         return self.completions_per_rollout // self.completions_per_step
 
     @property
@@ -30,9 +30,10 @@ class BatchSizes:
 
 
 def batches_of(options: TrainingOptions, world_size: int) -> BatchSizes:
-    """The batch sizes of the options with `world_size` processes. Raises ValueError for options
-    that contradict each other, and for a rollout that is no multiple of a group or of an optimizer
-    step. (In TRL a step may begin in one pass over the rollout and end in the next.)"""
+    """The batch sizes that `options` set for `world_size` processes. Raises ValueError for options
+    that contradict each other, and for a rollout that is not a multiple of a group or of an
+    optimizer step. (In TRL, a step may begin in one pass over the rollout and end in the next
+    pass.)"""
     step = _completions_per_step(options, world_size)
     rollout = _completions_per_rollout(options, step)
     if rollout % options.num_generations:

@@ -29,7 +29,7 @@ from rloo.config.secrets import hide
 from rloo.config.validation import check
 from rloo.config.vllm_options import engine_of
 
-# Shared options whose default is not TRL's: name -> (TRL's, ours, reason).
+# Options of TRL with another default here: name -> (TRL's default, ours, reason).
 DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "output_dir": (
         None, "rloo_output", "TRL resolves null to trainer_output; ours says what made it",
@@ -42,23 +42,23 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
 
 @dataclass(repr=False, eq=False)
 class RLOOConfig(TRLCompatibleOptions):
-    """The options of a run: the fields of `TrainingOptions` (rloo/config/options.py), checked.
+    """The checked options of a run: the fields of `TrainingOptions` (rloo/config/options.py).
 
-    Takes every field by keyword. `TRLCompatibleOptions` adds the features that scripts for TRL use:
-    aliases (`rloo.config.compat.aliases`), TRL's options that have no effect here, assignment, and
-    dataclasses that inherit from it.
+    Every field is a keyword argument. `TRLCompatibleOptions` adds the features that scripts for TRL
+    use: aliases (`rloo.config.compat.aliases`), TRL's options that have no effect here, assignment,
+    and subclasses that are dataclasses.
 
-    Raises ValueError for an unknown option, a value of the wrong type or out of range, options
-    that contradict each other, and an option of TRL or transformers that this version does not
-    implement, set to anything but its default. Change an option with `dataclasses.replace`, or by
-    assignment, as scripts for TRL do. The trainer then checks for contradictions, and takes a fixed
-    copy of the options. A dataclass that inherits from it may add fields for the script, and change
+    Raises ValueError for an unknown option, a value of the wrong type or out of range, options that
+    contradict each other, and another value than the default for an option of TRL or transformers
+    that this version does not implement. An option can be changed with `dataclasses.replace`, or by
+    assignment, as in scripts for TRL. The trainer then checks for contradictions, and makes a fixed
+    copy of the options. A subclass that is a dataclass may add fields for its script, and change
     defaults.
     """
 
     def __post_init__(self) -> None:
-        """Derive dependent options, and check all. A subclass with a `__post_init__` must call this
-        one, as with TRL's."""
+        """Derive dependent options, and check all options. If a subclass has a `__post_init__`, it
+        must call this method, as with TRL's class."""
         own = vars(self)
         own.update(engine_of(self))
         own.update(correction_of(self))
@@ -85,16 +85,17 @@ class RLOOConfig(TRLCompatibleOptions):
         own["_checked"] = self._values()
 
     def with_asked(self) -> RLOOConfig | None:
-        """A fixed copy with the run length (`LENGTH`) assigned since the trainer took these options
-        or since the last call; None if nothing was. Raises as `require_unchanged` does."""
+        """A fixed copy with the run length (`LENGTH`) that was assigned since the trainer copied
+        these options or since the last call. None if no length was assigned. Raises the errors of
+        `require_unchanged`."""
         changed = self.require_unchanged()
         if "_taken" in vars(self):
             vars(self)["_taken"].asked.clear()
         return self.with_values(**changed) if changed else None
 
     def require_unchanged(self) -> dict[str, Any]:
-        """Raise ValueError if an option has changed since the trainer took its copy. Changes of the
-        run length are allowed, and returned."""
+        """Raise ValueError if an option was changed after the trainer copied the options. Changes
+        of the run length are allowed, and returned."""
         taken = vars(self).get("_taken") or AssignedOptions()
         changed = {n: v for n, v in taken.asked.items() if n in LENGTH or v != getattr(self, n)}
         for name in changed.keys() - set(LENGTH):
@@ -103,7 +104,7 @@ class RLOOConfig(TRLCompatibleOptions):
 
     @contextmanager
     def in_training(self) -> Iterator[None]:
-        """A block in which the script's object, which the trainer has copied, is fixed too."""
+        """In this block, the script's options, which the trainer has copied, cannot be changed."""
         taken = vars(self).setdefault("_taken", AssignedOptions())
         taken.training = True
         try:
@@ -112,9 +113,9 @@ class RLOOConfig(TRLCompatibleOptions):
             taken.training = False
 
     def fixed(self) -> RLOOConfig:
-        """An equal copy, checked again if anything changed since the last check. Assignment cannot
-        change it, except for the length of the next training. If this object changes, the copy's
-        `require_unchanged` raises an error before the next training."""
+        """An equal copy, checked again if an option changed since the last check. Assignment to the
+        copy can only change the length of the next training. If this object changes later,
+        `require_unchanged` of the copy raises an error before the next training."""
         taken = AssignedOptions()
         values = self._values()
         if values != self._checked:
@@ -125,8 +126,8 @@ class RLOOConfig(TRLCompatibleOptions):
         return copy
 
     def with_values(self, **values: Any) -> RLOOConfig:
-        """A fixed copy in which some options have other `values`. These are not parsed or checked:
-        the run chose them (threads, the model's name), or they turn something off."""
+        """A fixed copy in which some options have other `values`. The values are not parsed or
+        checked: the run chose them (threads, the model's name), or they turn a feature off."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self) | self._values() | values, _fixed=True)
         vars(copy)["_checked"] = copy._values()
@@ -135,7 +136,7 @@ class RLOOConfig(TRLCompatibleOptions):
     @property
     def named(self) -> frozenset[str]:
         """The names of the options that were set in a file, on a command line or by a script. All
-        others have defaults or derived values."""
+        other options have defaults or derived values."""
         return self._named
 
     @property
@@ -161,8 +162,8 @@ class RLOOConfig(TRLCompatibleOptions):
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved options as JSON types: `RLOOConfig(**config.to_dict()) == config`, except
-        for secrets, since files and loggers get this dict. `hub_token` is null, and a secret from
-        an environment variable is replaced by the variable's name."""
+        for secrets, since this dict is written to files and loggers. `hub_token` is null, and a
+        secret from an environment variable is replaced by the variable's name."""
         values = self._values() | {"hub_token": None}
         plain = {n: list(v) if isinstance(v, tuple) else v for n, v in values.items()}
         return dict(hide(plain))
@@ -172,8 +173,8 @@ class RLOOConfig(TRLCompatibleOptions):
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """`to_dict` with every value that is no string, number or bool as a string, for
-        TensorBoard."""
+        """`to_dict` for TensorBoard: values other than strings, numbers and bools are converted to
+        strings."""
         sizes = {
             "train_batch_size": self.per_device_train_batch_size,
             "eval_batch_size": self.eval_batch_size,
@@ -182,14 +183,14 @@ class RLOOConfig(TRLCompatibleOptions):
         return {n: v if type(v) in plain else str(v) for n, v in values.items()}
 
 
-_UNCHANGING = {bool, int, float, str, type(None)}  # most values; deepcopy is slow even for these
+_UNCHANGING = {bool, int, float, str, type(None)}  # not copied: deepcopy is slow even for these
 
 # Earlier versions had a separate class for parsers.
 RLOOArguments = RLOOConfig
 
 
 def own_attributes(config: RLOOConfig) -> dict[str, Any]:
-    """The attributes that a script has set on `config` and that are no options, by name."""
+    """The attributes that a script has set on `config`, except options, by name."""
     mine = {*known_names(), *own_fields(type(config))}
     return {n: value for n, value in vars(config).items() if n[0] != "_" and n not in mine}
 
@@ -202,7 +203,7 @@ def without_adapter(config: RLOOConfig) -> RLOOConfig:
 
 
 def in_one_process(config: RLOOConfig) -> RLOOConfig:
-    """`config` for one process with the total batch of its `num_processes`; it samples as well."""
+    """`config` for one process that trains and samples, with the total batch of all processes."""
     size, batch = config.per_device_train_batch_size, config.gradient_accumulation_steps
     if config.num_prompts is None or (size, batch) != DEFAULT_BATCH:
         size *= config.num_processes or 1
@@ -216,5 +217,5 @@ def in_one_process(config: RLOOConfig) -> RLOOConfig:
 
 
 def resolve_interval(steps: float, total_steps: int) -> int:
-    """Optimizer steps between two events: `steps`, or that share of `total_steps` when below 1."""
+    """Optimizer steps between two events: `steps`, or if below 1 that share of `total_steps`."""
     return int(steps) if steps >= 1 else max(1, math.ceil(steps * total_steps))

@@ -15,13 +15,13 @@ def _nothing(config: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine that `rollout_engine` can name.
+    """The properties of an engine that `rollout_engine` can name.
 
-    `make` gets `rloo.engines.engine_registry.EngineInputs` and returns the engine and a note for
-    the user, or None. `check` raises ValueError for options that the engine does not support.
+    `make` receives `rloo.engines.engine_registry.EngineInputs` and returns the engine, and a note
+    for the user or None. `check` raises ValueError for options that the engine does not support.
     `own_processes`: the engine samples in separate processes, so it can sample while the model
-    trains. `partial_rollouts`: completions can continue with new weights. `options`: the prefix of
-    the options for this engine, such as `vllm`."""
+    trains. `partial_rollouts`: unfinished completions can continue with new weights. `options`: the
+    prefix of the options for this engine, such as `vllm`."""
 
     make: Callable[[Any], tuple[Any, str | None]]
     check: Callable[[Any], None] = _nothing
@@ -31,7 +31,7 @@ class EngineSpec:
 
 
 def engine_spec(name: str) -> EngineSpec:
-    """The engine of that name. Raises ValueError if there is none."""
+    """The spec of the engine `name`. Raises ValueError for an unknown name."""
     known = plugins.names("engines")
     if name not in known:
         *others, last = known

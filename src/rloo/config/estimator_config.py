@@ -1,5 +1,5 @@
-"""The names of the estimators, and the settings of `composed`. `rloo.algorithm.estimators` computes
-them."""
+"""The names of the estimators, and the settings of `composed`. The estimators are in
+`rloo.algorithm.estimators`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any, Literal
 from rloo.config.fields import coerce, suggest
 from rloo.config.options import TrainingOptions
 
-ESTIMATORS = ("composed", "rloo", "grpo", "reinforce_pp")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorConfig:
     """The settings of the estimator `composed`; the defaults are REINFORCE Leave-One-Out.
 
-    The first fields are options; the others are arguments (`estimator_kwargs`), which only some
-    systems use. With `mean_level` running, the running mean is subtracted from the rewards before
-    the estimator gets them.
+    The first fields are options. The other fields are arguments (`estimator_kwargs`), which only
+    some systems use. With `mean_level` running, the running mean is subtracted from the rewards
+    before the estimator receives the rewards.
     """
 
     kl_placement: Literal["reward", "reward_to_go", "loss"] = "reward"
@@ -32,29 +30,29 @@ class EstimatorConfig:
 
     # Clip advantages to [low, high], before any KL penalty outside the baseline.
     advantage_clip_range: tuple[float, float] | None = None
-    # Weight of the past in the running mean of `mean_level` running.
+    # Decay of the running mean (with `mean_level` running).
     running_decay: float = 0.95
-    # Subtract the KL before the baseline is computed, not after.
+    # Subtract the KL before the baseline is computed, not afterwards.
     kl_in_baseline: bool = True
-    # Apply the KL also to completions that `mask_truncated_completions` masks.
+    # Subtract the KL also from rewards of completions that `mask_truncated_completions` masks.
     kl_of_truncated: bool = True
-    # Elements of the baseline's mean. With `tokens`, leave-one-out omits one token, not one answer.
+    # Elements of the baseline's mean. With `tokens`, leave-one-out leaves out one token only.
     mean_over: Literal["completions", "tokens"] = "completions"
     # Leave the completion itself out of the standard deviation.
     std_leave1out: bool = False
     # Add `advantage_epsilon` to the variance, not to the standard deviation.
     epsilon_in_variance: bool = False
-    # Elements of the statistics of `normalize_advantages`.
+    # Elements of the mean and deviation of `normalize_advantages`.
     normalize_over: Literal["completions", "tokens"] = "completions"
 
     @property
     def over_rollout(self) -> bool:
-        """Whether some statistic is over all groups of the rollout."""
+        """Whether a mean or deviation is over all groups of the rollout."""
         return self.normalize_advantages or "batch" in (self.mean_level, self.std_level)
 
     @property
     def smallest_group(self) -> int:
-        """The fewest scored completions with which a group is used."""
+        """The number of scored completions that a group needs to be trained on."""
         return 2 if "group" in (self.mean_level, self.std_level) else 1
 
 
@@ -62,12 +60,12 @@ PAPER = EstimatorConfig()
 
 
 def running_decay_of(config: TrainingOptions) -> float:
-    """The decay of the running mean of rewards, which exists for any estimator."""
+    """The decay of the running mean of rewards, for any estimator."""
     composed = config.estimator == "composed"
     return estimator_config_of(config).running_decay if composed else PAPER.running_decay
 
 
-# Argument -> its default.
+# Argument -> default.
 ARGUMENTS: dict[str, Any] = {
     part.name: part.default
     for part in fields(EstimatorConfig)
@@ -78,7 +76,8 @@ _HINTS = typing.get_type_hints(EstimatorConfig)
 
 def estimator_config_of(config: TrainingOptions) -> EstimatorConfig:
     """The settings of `composed` from options and arguments of `config`. Raises ValueError for an
-    unknown argument, with the nearest known one, and for a value of a wrong type or range."""
+    unknown argument, with the most similar known argument, and for a value of a wrong type or
+    range."""
     given = config.estimator_kwargs or {}
     for name in given:
         if name not in ARGUMENTS:

@@ -1,4 +1,4 @@
-"""Declaration of options as dataclass fields with help, and conversion of values to their types."""
+"""Options as dataclass fields with help, and the conversion of values to the types of options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rloo import plugins
 TRUE_WORDS = ("true", "yes", "1")
 FALSE_WORDS = ("false", "no", "0")
 NULL_WORDS = ("none", "null")
-# Rejects 010, which is 8 in YAML 1.1, and 1_000 and non-ASCII digits, which Python would accept.
+# Rejects 010 (8 in YAML 1.1), and 1_000 and non-ASCII digits, which Python accepts.
 WHOLE = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 SHARED = ("TRL", "Unsloth", "ms-swift")
 # tier of options -> who sets them
@@ -35,7 +35,7 @@ TIERS = {
 
 
 class ConfigErrors(ValueError):
-    """All faults of an input, one text each."""
+    """All faults of an input, one text per fault."""
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
@@ -43,14 +43,15 @@ class ConfigErrors(ValueError):
 
 
 def config_errors(error: Exception) -> list[str]:
-    """The faults in an error, one text each."""
+    """The faults in an error, one text per fault."""
     return error.faults if isinstance(error, ConfigErrors) else [str(error)]
 
 
 @dataclass(frozen=True)
 class OptionGroup:
-    """The subject of a group of options. Each option has a tier: most runs set the `basic` ones,
-    some the advanced ones, and few need an `expert` one. A `secret` one is not part of the repr."""
+    """A group of options with one subject. Each option has a tier: most runs set the `basic`
+    options, some runs set advanced options, and few runs need `expert` options. A `secret` option
+    is not part of the repr."""
 
     name: str
 
@@ -63,27 +64,28 @@ class OptionGroup:
         basic: bool = False,
         expert: bool = False,
     ) -> Any:
-        """A field that TRL, Unsloth and ms-swift have under this name, most from transformers."""
+        """A field that TRL, Unsloth and ms-swift have under this name. Most are from
+        transformers."""
         return option_field(default, self.about(help, SHARED, basic, expert), shown=not secret)
 
     def from_trl(self, default: Any, help: str, *, expert: bool = False) -> Any:
-        """A field that TRL's RLOOConfig, and so Unsloth, has under this name."""
+        """A field that TRL's RLOOConfig (and thus Unsloth) has under this name."""
         return option_field(default, self.about(help, ("TRL", "Unsloth"), expert=expert))
 
     def from_ms_swift(
         self, default: Any, help: str, *, basic: bool = False, expert: bool = False
     ) -> Any:
-        """A field that ms-swift has under this name and TRL's RLOOConfig lacks."""
+        """A field that ms-swift has under this name, but not TRL's RLOOConfig."""
         return option_field(default, self.about(help, ("ms-swift",), basic, expert))
 
     def rloo(self, default: Any, help: str, *, basic: bool = False, expert: bool = False) -> Any:
-        """A field that none of these has under this name."""
+        """A field that none of these systems has under this name."""
         return option_field(default, self.about(help, (), basic, expert))
 
     def about(
         self, help: str, systems: tuple[str, ...], basic: bool = False, expert: bool = False
     ) -> dict[str, Any]:
-        """The metadata of a field: its help, subject, tier, and the systems that have it."""
+        """The metadata of a field: help, subject, tier, and the systems that have the option."""
         tier = "basic" if basic else "expert" if expert else "advanced"
         return {"help": help, "subject": self.name, "systems": systems, "tier": tier}
 
@@ -93,31 +95,32 @@ class OptionGroup:
 
 
 def option_field(default: Any, about: dict[str, Any], shown: bool = True) -> Any:
-    """A dataclass field with that default and metadata; it is in the repr only if `shown`."""
+    """A dataclass field with `default` and the metadata `about`. It is in the repr only if
+    `shown`."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=about)
     return field(default=default, repr=shown, metadata=about)
 
 
 def default_of(option: Field[Any]) -> Any:
-    """The declared default of an option, before derived values."""
+    """The declared default of an option. Options may still be derived from others."""
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest known name, or nothing when none is near."""
+    """`; did you mean X?` for the most similar known name; empty if no name is similar."""
     alike = get_close_matches(name, list(known), n=3, cutoff=0.6)
-    if "_" in name:  # long names are similar by chance: a word or most letters must be equal
+    if "_" in name:  # a word or most letters must be equal
         nearer, words = get_close_matches(name, alike, n=3, cutoff=0.75), set(name.split("_"))
         alike = [one for one in alike if one in nearer or words & set(one.split("_"))]
     return f"; did you mean {alike[0]}?" if alike else ""
 
 
 def coerce(name: str, hint: Any, value: Any) -> Any:
-    """`value` converted to the type of the annotation `hint`; text (YAML or a shell's) is parsed.
+    """`value` converted to the type of the annotation `hint`. Text (of YAML or a shell) is parsed.
 
     Raises ValueError with the option's name if the value is of another type, not finite, or not one
-    of the choices. A float is never truncated to an int, and a number is never taken as a bool.
+    of the choices. A float is never truncated to an int, and a number is never converted to a bool.
     """
     if isinstance(value, Enum):
         value = value.value
@@ -255,9 +258,9 @@ def _plain(path: str, value: Any) -> Any:
         return _text(path, value)
     if value is None or isinstance(value, bool | int | float):
         return value
-    if str(value).startswith("torch."):  # a dtype: transformers accepts its name as well
+    if str(value).startswith("torch."):  # a dtype: transformers accepts its name, too
         return str(value).removeprefix("torch.")
-    if hasattr(value, "to_diff_dict"):  # a configuration of transformers' (quantization_config)
+    if hasattr(value, "to_diff_dict"):  # a transformers configuration (quantization_config)
         given = value.to_diff_dict().items()
         return _plain(path, {name: item for name, item in given if name[0] != "_"})
     raise ValueError(f"{path} is {value!r}; it must be text, a number, a switch, a list or null")

@@ -1,5 +1,5 @@
-"""Checks of input files, data and models: which may be opened, one-line errors for damaged ones,
-and complete weights of a model."""
+"""Checks of input files, data and models: whether a file may be opened, one-line errors for damaged
+files, and whether a model's weights are complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _LONGEST = 600
 
 def check_file(path: str | Path, knob: str, *, most: int | None = None) -> None:
     """Raise ValueError unless `path` is a regular file of at most `most` bytes (None: this
-    machine's memory). A pipe or device could have no end. `knob` is the option that names it."""
+    machine's memory). A pipe or device could have no end. `knob` is the option that names the
+    file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:
@@ -39,8 +40,8 @@ def check_file(path: str | Path, knob: str, *, most: int | None = None) -> None:
 
 @contextmanager
 def reading(what: str, knob: str) -> Iterator[None]:
-    """Convert any exception in the block to a one-line ValueError. It names the input, `what`, and
-    its option, `knob`. Only for calls that read files."""
+    """Convert any exception in the block to a one-line ValueError. The error names the input,
+    `what`, and its option, `knob`. Only for calls that read files."""
     try:
         yield
     except Exception as error:  # on a damaged file a library may raise any exception
@@ -56,10 +57,10 @@ def one_line(error: Exception) -> str:
     return text if plain and text else f"{type(error).__name__} {text}".strip()
 
 
-# Layers take memory as objects even before weights are loaded.
+# Even before weights are loaded, layers take memory as Python objects.
 _MOST_LAYERS = 10_000
-# One dimension of a matrix; the other is `hidden_size`. The first existing one of several names
-# counts. A matrix contains all heads, or all experts.
+# The names of one dimension of a matrix; the other dimension is `hidden_size`. In `a|b`, the first
+# existing name counts. A matrix contains all heads, or all experts.
 _SIZES = (
     ("vocab_size",),
     ("intermediate_size",),
@@ -85,12 +86,12 @@ def load_pretrained(
     allow_missing: bool = False,
     **options: Any,
 ) -> Any:
-    """`auto_class.from_pretrained(name, **options)` with every weight from the files. Messages call
-    it `what` and name the options `knob`.
+    """`auto_class.from_pretrained(name, **options)` with every weight from the files. Error
+    messages call the model `what` and name the options `knob`.
 
-    Raises ValueError that names the weights that are missing, of another shape, unexpected, or
-    saved as integers. With `allow_missing`, missing weights and those of another shape are random,
-    and a warning names the first three kinds.
+    Raises ValueError for weights that are missing, of another shape, unexpected, or saved as
+    integers, and names them. With `allow_missing`, missing weights and weights of another shape are
+    random, and a warning names them and unexpected weights.
     """
     allow_missing |= options.pop("ignore_mismatched_sizes", False)
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -114,8 +115,8 @@ def load_pretrained(
 
 
 def _refuse_integers(model: Any, name: str | Path, what: str, options: dict[str, Any]) -> None:
-    """Raise ValueError for weights that are saved as integers. They are quantised without an entry
-    in the configuration, and transformers would use the codes as values."""
+    """Raise ValueError for weights that are saved as integers: they are quantised without an entry
+    in the configuration, and transformers would use the integers as values."""
     from safetensors import safe_open
     from transformers.utils import cached_file
 
@@ -135,8 +136,9 @@ def _refuse_integers(model: Any, name: str | Path, what: str, options: dict[str,
 
 
 def check_sizes(config: Any, name: str | Path, what: str) -> None:
-    """Raise ValueError if a model's configuration has an absurd number of layers, or a matrix (of
-    all heads, or all experts) larger than this machine's memory. Call it before building the model.
+    """Raise ValueError if a model's configuration has more than `_MOST_LAYERS` layers, or a matrix
+    (of all heads, or all experts) larger than this machine's memory. Call this before the model is
+    built.
     """
     text = config.get_text_config()
     layers = getattr(text, "num_hidden_layers", 0)
@@ -157,7 +159,8 @@ def check_sizes(config: Any, name: str | Path, what: str) -> None:
 
 
 def _size(config: Any, names: str) -> tuple[str, int] | None:
-    """The first of the options (`a|b`) that is an int in a configuration, with its value."""
+    """The first of the options `names` (`a|b`) that is an int in a configuration, with its
+    value."""
     values = ((option, largest_of_layers(config, option)) for option in names.split("|"))
     return next(((option, value) for option, value in values if isinstance(value, int)), None)
 
@@ -169,9 +172,9 @@ def context_of(config: Any) -> int | None:
 
 
 def largest_of_layers(config: Any, option: str) -> Any:
-    """An option of a text model's configuration; None if it has none. If layers differ, the largest
-    value. transformers then has no value for the model (Gemma 4's heads), or a list (Gemma 3n's
-    inner width)."""
+    """An option of a text model's configuration, or None. If layers have different values, the
+    largest value: transformers then has no value for the model (heads of Gemma 4), or a list
+    (intermediate size of Gemma 3n)."""
     if option in (getattr(config, "per_layer_attributes", None) or ()):
         values: Any = [getattr(layer, option, None) for layer in config.per_layer_config]
     else:
@@ -188,7 +191,7 @@ def _some(names: Collection[str]) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide transformers' progress bars and its table of weights; our errors name bad weights."""
+    """Hide transformers' progress bars and table of weights. Our errors name bad weights."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -14,7 +14,7 @@ _OPTIONS = "[config.yaml] [--option value ...]"
 
 @dataclass(frozen=True)
 class CommandHelp:
-    """The help of a command: its arguments, its purpose, examples, and whether it takes options."""
+    """The help of a command: arguments, purpose, examples, and whether it accepts options."""
 
     arguments: str
     does: str
@@ -36,8 +36,8 @@ COMMANDS = {
     ),
     "launch": CommandHelp(
         "[config.yaml] [--backend local | slurm] [--cluster cluster.yaml] [--option value ...]",
-        "place the processes that train, sample, serve and score on this machine or by Slurm, and "
-        "start again what dies; with --dry_run show every command, environment and file instead",
+        "start the processes that train, sample, serve and score, on this machine or with Slurm, "
+        "and restart processes that die; with --dry_run only show commands, environments and files",
         (
             "rloo launch examples/gsm8k.yaml --trainer_gpus 2 --engine_gpus 2",
             "rloo launch examples/gsm8k.yaml --backend slurm --cluster cluster.yaml --dry_run",
@@ -45,25 +45,26 @@ COMMANDS = {
     ),
     "status": CommandHelp(
         "FOLDER",
-        "tell where the run with this output_dir stands: step, reward, pace, end, who takes part, "
-        "what was lost; from any machine that sees the folder",
+        "show the state of the run with this output_dir: step, reward, speed, remaining time, "
+        "processes and failures; works on any machine with access to the folder",
         ("rloo status runs/gsm8k",),
         takes_options=False,
     ),
     "stop": CommandHelp(
         "FOLDER",
-        "have the run with this output_dir save and end, on all machines, and wait for that",
+        "make the run with this output_dir save and stop, on all machines, and wait for its end",
         ("rloo stop runs/gsm8k",),
         takes_options=False,
     ),
     "plan": CommandHelp(
         f"{_OPTIONS} [--num_gpus N --gpu NAME ...]",
-        "predict micro-batches, peak memory, and the time that is expected and that it takes at "
-        "worst, from measurements of less than a minute; calls no reward and leaves no file. With "
-        "--num_gpus N (1 to 1,024) and --gpu a100, h100, h200 or b200: for GPUs that are not here, "
-        "from counted operations and sources, what to put together, tokens/s, memory and cost "
-        "(--gpu_price); --parameters 7B in place of a model; --prompt_tokens, --completion_tokens; "
-        "--training_share and the other rates that it prints (docs/scaling.md)",
+        "predict micro-batches, peak memory, and the expected and the longest time, from "
+        "measurements of less than a minute; calls no reward and leaves no file. With --num_gpus N "
+        "(1 to 1,024) and --gpu a100, h100, h200 or b200: predict a configuration, tokens/s, "
+        "memory and cost (--gpu_price) on GPUs that this machine does not have, from counted "
+        "operations and published figures; --parameters 7B replaces --model; --prompt_tokens, "
+        "--completion_tokens, --training_share and the other printed rates can be set "
+        "(docs/scaling.md)",
         (
             "rloo plan examples/gsm8k.yaml --max_completion_length 1024",
             "rloo plan --num_gpus 64 --gpu h100 --gpu_price 2.5 --parameters 7B --num_prompts 512 "
@@ -80,31 +81,31 @@ COMMANDS = {
     ),
     "merge": CommandHelp(
         "FOLDER OUT [--save_dtype float32 | bfloat16 | float16]",
-        "merge the LoRA adapter in FOLDER into its base and write the model to OUT, a folder that "
-        "from_pretrained loads and servers serve",
+        "merge the LoRA adapter in FOLDER into its base model and write the result to the folder "
+        "OUT, which from_pretrained and servers can load",
         ("rloo merge runs/lora merged", "rloo merge runs/lora merged --save_dtype bfloat16"),
         takes_options=False,
     ),
     "doctor": CommandHelp(
         "FOLDER | [config.yaml] [--option value ...]",
-        "say what is wrong with a run, from its folder, or with a configuration before it is run, "
-        "and what to change",
+        "find problems of a run (by its folder) or of a configuration (before a run), and show "
+        "what to change",
         ("rloo doctor runs/gsm8k", "rloo doctor examples/gsm8k.yaml"),
         takes_options=False,
     ),
     "report": CommandHelp(
         "FOLDER [FOLDER ...] [--follow]",
-        "write report.html of a run's folder, or of several to compare them; with --follow serve "
-        "it on 127.0.0.1 while the run goes on",
+        "write report.html of a run's folder, or of several folders to compare the runs; with "
+        "--follow serve the report on 127.0.0.1 during the run",
         ("rloo report runs/a runs/b   # curves overlaid, and the options that differ",),
         takes_options=False,
     ),
     "config": CommandHelp(
         "[NAME | --all | config.yaml --option value ... | --from SYSTEM FILE]",
-        "list the options that most runs set, with --all every one, or explain the one named; "
-        "with a config or options: print the resolved configuration and what its preset means; "
-        "with --from: convert a file, script or command line of areal, ms-swift, nemo_rl, "
-        "openrlhf, trl or verl, with that system's own overrides after it",
+        "list the options that most runs set, or with --all all options; with NAME: explain one "
+        "option; with a config or options: print the resolved configuration and the meaning of its "
+        "preset; with --from: convert a file, script or command line of areal, ms-swift, nemo_rl, "
+        "openrlhf, trl or verl; overrides in the syntax of that system may follow",
         (
             "rloo config num_generations",
             "rloo config --preset verl",
@@ -115,20 +116,22 @@ COMMANDS = {
     ),
     "vllm-serve": CommandHelp(
         _OPTIONS,
-        "start a server of vLLM as a run with these options needs it, and print its line",
+        "start a vLLM server for a run with these options, and print the server's command line",
         ("rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000 --use_peft true",),
     ),
     "worker": CommandHelp(
         "sample | score FOLDER [--patience SECONDS]",
-        "sample completions, or call reward functions, for the run with this output_dir, until it "
-        "is over (remote_workers); give up where none has listened for so long, 1800 by default",
+        "sample completions, or call reward functions, for the run with this output_dir, until the "
+        "run ends (remote_workers); give up if no run answers for --patience seconds (default "
+        "1800)",
         ("rloo worker sample runs/gsm8k",),
         takes_options=False,
     ),
     "check-estimator": CommandHelp(
         "NAME | FILE.py:FUNCTION [--estimator_kwargs.NAME VALUE ...]",
-        "enumerate bias and variance of an estimator (rloo, my.py:function) on small policies and "
-        'print "exact" or the bias as figures; the status is 0 for both, 2 for one that fails',
+        "compute bias and variance of an estimator (rloo, my.py:function) on small policies, by "
+        'enumeration, and print "exact" or the bias; the exit status is 0 in both cases, and 2 if '
+        "the estimator fails",
         ("rloo check-estimator examples/estimator.py:length_weighted",),
         takes_options=False,
     ),
@@ -136,7 +139,7 @@ COMMANDS = {
 
 
 def overview() -> str:
-    """The help of the program: its purpose, its commands, and an example of each."""
+    """The help of the program: purpose, commands, and an example of each command."""
     commands = "".join(column(f"  {name}", command.does, 19) for name, command in COMMANDS.items())
     examples = "".join(f"  {command.examples[0]}\n" for command in COMMANDS.values())
     others = "".join(
@@ -148,7 +151,7 @@ def overview() -> str:
         "usage: rloo COMMAND [config.yaml] [--option value ...]\n\n"
         "Train language models with REINFORCE Leave-One-Out.\n\n"
         f"commands:\n{commands}{others}\nexamples:\n{examples}\n"
-        "`rloo COMMAND --help` has its options.\n"
+        "`rloo COMMAND --help` lists the options of a command.\n"
     )
 
 
@@ -158,7 +161,7 @@ def usage_of_plugin(name: str, command: Any) -> str:
 
 
 def usage_of(name: str, *, everything: bool = False) -> str:
-    """The help of a command: usage, purpose, and the options that most runs set, or all options."""
+    """The help of a command: usage, purpose, and the basic options, or all options."""
     command = COMMANDS[name]
     text = column("", f"{command.does[0].upper()}{command.does[1:]}.", 0)
     text = f"usage: rloo {name} {command.arguments}\n\n{text}\nexamples:\n"
@@ -168,6 +171,6 @@ def usage_of(name: str, *, everything: bool = False) -> str:
     if everything:
         return f"{text}\n{render_all()}"
     return (
-        f"{text}\n{render_basic(elsewhere=False)}\nEvery option: rloo {name} --help all. "
-        "One of them, with its names in other systems: rloo config NAME.\n"
+        f"{text}\n{render_basic(elsewhere=False)}\nAll options: rloo {name} --help all. "
+        "One option, with its names in other systems: rloo config NAME.\n"
     )

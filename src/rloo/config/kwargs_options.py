@@ -1,5 +1,5 @@
-"""The options that are mappings (`engine_kwargs`, ...): the keys of each, with type, default and
-help. Keys are checked like options, and read as `config.engine_options.restarts`.
+"""The options that are mappings (`engine_kwargs`, ...): their keys, with type, default and help.
+Keys are checked like options. Code reads them as `config.engine_options.restarts`.
 """
 
 from __future__ import annotations
@@ -27,54 +27,57 @@ class EngineKwargs:
     """`engine_kwargs`: the rollout engine and its servers."""
 
     copy_weights: bool | None = key(None,
-        "Let the native engine copy the weights; null does so unless they are quantised.")
+        "Copy the weights for the native engine; null: yes, unless they are quantised.")
     devices: list[str] | None = key(None,
-        "GPUs of the servers that a run starts, by number; null takes the trainer's own.")
+        "GPUs of the servers that a run starts, by number; null: the trainer's GPU.")
     executable: list[str] = key(["vllm"],
-        "Program that starts vLLM, or a path to that of another environment.")
+        "Command that starts vLLM, such as the path of vllm in another environment.")
     merge_adapter: bool | None = key(None,
-        "Give servers whole models, an adapter merged in; null: where they cannot apply it.")
+        "Merge an adapter into the weights for the servers; null: only if they cannot apply the "
+        "adapter.")
     request_timeout: float = key(1200.0,
-        "Seconds that a server may take for one group of completions, or to load weights.")
-    restarts: int = key(3, "Number of times that a run starts a failed server again.")
+        "Time in seconds that a server may take for one group of completions, or to load weights.")
+    restarts: int = key(3, "Number of times that a run restarts a failed server.")
     serve_args: list[str] | None = key(None,
-        "Further arguments of `vllm serve`, as [--enforce-eager, --max-num-seqs, 64].")
+        "Additional arguments of `vllm serve`, such as [--enforce-eager, --max-num-seqs, 64].")
     tolerance: float | None = key(None,
-        "Difference of log-probs at which a server's weights count as wrong; null: 0.001 in "
-        "float32, else 0.2.")
+        "Mean difference of log-probs, in nats, above which a server's weights count as wrong; "
+        "null: 0.001 in float32, else 0.2.")
     weight_transfer: Literal["auto", "files", "nccl"] = key("auto",
-        "Weights reach the servers by the folder that they read (files), or over NCCL where "
-        "trainer and server have GPUs of their own, and else by the folder (auto; nccl says why).")
+        "Transfer of weights to servers: by a folder (files), or over NCCL if trainer and servers "
+        "have separate GPUs, else by a folder (auto; nccl also reports why it uses the folder).")
     weights_dir: str | None = key(None,
-        "Folder for the weights that servers load, which they must see; null is shared memory for "
-        "those that a run starts, else `output_dir`.")
+        "Folder from which servers load weights, to which they need access; null: shared memory "
+        "for servers that the run starts, else `output_dir`.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetKwargs:
     """`dataset_kwargs`: problems that reasoning-gym generates (`gym:NAME`)."""
 
-    size: int = key(1000, "Problems that are made to train on; others are held out.")
+    size: int = key(1000,
+        "Number of problems to generate for training; other problems are held out.")
     levels: list[int] | None = key(None,
-        "Levels of difficulty, from 0, of each task's own curriculum; null takes the options that "
-        "a task has by default.")
+        "Levels of difficulty in each task's curriculum, from 0 on; null: the default options of "
+        "each task.")
     config: dict[str, Any] | None = key(None,
-        "Options of tasks, {task: {option: value}}, over those of their level.")
-    seed: int = key(0, "Seed of the problems.")
+        "Options of tasks, {task: {option: value}}; they override the options of the level.")
+    seed: int = key(0, "Seed of the generated problems.")
     curriculum: bool = key(False,
-        "Draw prompts by the pass rates of earlier steps: most where about half pass, and harder "
-        "levels only once easier ones do.")
+        "Sample prompts by the pass rates of earlier steps: prefer problems that about half of the "
+        "completions pass, and open a harder level once a level is passed.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLKwargs:
     """`kl_kwargs`: the clipping of the KL penalty, and the adaptive control of its weight."""
 
-    clip: float | None = key(None, "Clip each token's KL estimate to this many nats on both sides.")
+    clip: float | None = key(None,
+        "Clip the KL estimate of each token to [-clip, clip], in nats; null: no clipping.")
     target: float | None = key(None,
-        "KL per token, in nats, that `beta` is adapted to; null keeps `beta` as it is.")
+        "KL per token, in nats, to which `beta` is adapted; null: `beta` is constant.")
     horizon: int = key(10000,
-        "Number of completions in which `target` changes `beta` by at most a fifth.")
+        "Number of completions over which `beta` changes by at most a fifth (with `target`).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +85,13 @@ class EvalKwargs:
     """`eval_kwargs`: sampling options of evaluations, and the threshold to pass."""
 
     pass_threshold: float = key(1.0,
-        "A completion passes if its first reward is at least this.")
+        "Lowest value of the first reward with which a completion passes.")
     temperature: float | None = key(None,
-        "Sampling temperature in evaluation; null takes that of training.")
-    top_p: float | None = key(None, "Evaluation's `top_p`; null takes that of training.")
-    top_k: int | None = key(None, "Evaluation's `top_k`; null takes that of training.")
+        "Sampling temperature in evaluation; null: as in training.")
+    top_p: float | None = key(None, "Value of `top_p` in evaluation; null: as in training.")
+    top_k: int | None = key(None, "Value of `top_k` in evaluation; null: as in training.")
     max_completion_length: int | None = key(None,
-        "Longest completion in evaluation, in tokens; null takes that of training.")
+        "Maximum length of a completion in evaluation, in tokens; null: as in training.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,15 +99,15 @@ class AsyncKwargs:
     """`async_kwargs`: sampling and scoring outside the trainer's process."""
 
     ess_guard: bool = key(False,
-        "Multiply each step by sqrt(effective sample size / completions), by the weights of "
-        "`rollout_importance_sampling_mode`.")
+        "Multiply the learning rate of each step by sqrt(effective sample size / number of "
+        "completions), computed from the weights of `rollout_importance_sampling_mode`.")
     partial_rollouts: bool = key(False,
-        "Let completions that vLLM has under way go on with new weights (`max_staleness` above 0).")
+        "Continue vLLM's unfinished completions with new weights (needs `max_staleness` above 0).")
     remote_workers: Literal["sample", "score", "both"] | None = key(None,
-        "Processes that the run waits for, not starts: `rloo worker sample OUTPUT_DIR`, anywhere; "
-        "`rloo launch` sets it.")
+        "Work that the run leaves to processes that it does not start (`rloo worker sample "
+        "OUTPUT_DIR`, on any machine): sample, score, or both; `rloo launch` sets this option.")
     reward_workers: int | None = key(None,
-        "Processes that call reward functions; null is one for each processor, at most 8.")
+        "Number of processes that call reward functions; null: one per processor, at most 8.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +115,11 @@ class CpuKwargs:
     """`cpu_kwargs`: the libraries and kernels on a CPU."""
 
     kernels: bool | None = key(None,
-        "Kernels in C, built at the start, for sampling and updates on a CPU; null: if possible.")
+        "Use C kernels, built at the start, for sampling and updates on a CPU; null: if possible.")
     onednn: list[str] | None = key(None,
-        "CPU products by oneDNN, not MKL: packed (sampling), forward, backward (of rows), weight "
-        "(gradients of matrices); bf16, else float32's of rounded numbers; null measures.")
+        "Matrix products on a CPU by oneDNN instead of MKL: packed (sampling), forward, backward "
+        "(gradients of inputs), weight (gradients of matrices); bf16: multiply in bfloat16, else "
+        "in float32 with rounded inputs; null: measured.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,16 +127,17 @@ class ToolKwargs:
     """`tool_kwargs`: limits on the replies and the time of tools."""
 
     max_response_length: int = key(20_000,
-        "Characters of what one call returns that the model sees: its head and its tail.")
+        "Maximum number of characters of a tool response that the model receives; longer responses "
+        "are cut in the middle.")
     timeout: float = key(300.0,
-        "Seconds that the tools of an episode may take in all; one that takes longer has no "
-        "reward.")
+        "Time in seconds that all tool calls of an episode may take; an episode that takes longer "
+        "has no reward.")
 # fmt: on
 
 
 class MappingsAsValues:
-    """A base of the options with typed access to mappings: `config.engine_options.restarts` is the
-    value in `engine_kwargs`, or its default."""
+    """A base class of the options with typed access to mappings: `config.engine_options.restarts`
+    is the value of `restarts` in `engine_kwargs`, or its default."""
 
     @property
     def engine_options(self) -> EngineKwargs:
@@ -198,8 +203,8 @@ def keys_of(option: str) -> dict[str, Field[Any]]:
 
 
 def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with each value converted to its type. Raises ValueError with all unknown keys, each
-    with the nearest known one, and all values of another type."""
+    """`given` with each value converted to its type. Raises ValueError for unknown keys, each with
+    the most similar known key, and for values of another type; the error has all of them."""
     hints, read, faults = key_types(option), {}, []
     for name, value in given.items():
         try:
@@ -219,8 +224,8 @@ def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def without_defaults(
     option: str, given: Mapping[str, Any], usual: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """`given` without the keys at their defaults, so that equal options are equal mappings; None if
-    empty. A key stays if a preset has another value for it (`usual`)."""
+    """`given` without keys that have their default, so that equal options are equal mappings; None
+    if empty. A key stays if a preset has another value for the key (`usual`)."""
     defaults = {name: default_of(key) for name, key in keys_of(option).items()}
     return {
         name: value
@@ -230,7 +235,7 @@ def without_defaults(
 
 
 def flattened(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of the mappings among the options `values`, as (`option.key`, value)."""
+    """The entries of all mappings in `values`, as (`option.key`, value)."""
     for option in KWARGS:
         for name, value in (values.get(option) or {}).items():
             yield f"{option}.{name}", value

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from rloo.config.options import TrainingOptions
 
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
-# accelerate's variable -> the feature that it turns on, which this version does not support
+# variable of accelerate -> the unsupported feature that it turns on
 _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
@@ -25,8 +25,8 @@ def is_launched() -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Hide accelerate's variables from transformers in this block. Otherwise it would create
-    accelerate's plugins, and read the weights in only one process."""
+    """Hide accelerate's variables from transformers in this block. Otherwise transformers would
+    create accelerate's plugins, and read the weights in only one process."""
     names = [FSDP, DEEPSPEED]
     names += [] if is_launched() else ["LOCAL_RANK"]  # set for DeepSpeed in a single process
     found = {name: os.environ.pop(name) for name in names if name in os.environ}
@@ -52,7 +52,7 @@ def check_alone(command: str) -> None:
 
 def check_launch(options: TrainingOptions) -> None:
     """Raise ValueError if the launcher's processes or restarts differ from `options`, if a rank is
-    missing or invalid, and if accelerate's settings contradict `options`."""
+    missing or invalid, or if accelerate's settings contradict `options`."""
     size = _whole("WORLD_SIZE", 1)
     if options.num_processes not in (None, size):
         found = f"WORLD_SIZE is {size}" if is_launched() else "this process was started alone"

@@ -1,4 +1,4 @@
-"""Checks of the objective: contradicting parts, and combinations with a wrong gradient."""
+"""Checks of the objective's options: contradictions, and combinations with a wrong gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from rloo import plugins
-from rloo.config.estimator_config import ARGUMENTS, ESTIMATORS, EstimatorConfig, estimator_config_of
+from rloo.config.estimator_config import ARGUMENTS, EstimatorConfig, estimator_config_of
 from rloo.config.fields import suggest
 from rloo.config.options import TrainingOptions
 from rloo.config.presets import PRESETS, kl_fault, loss_form, preset_options
@@ -54,7 +54,8 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
     )
     yield from _without_effect(config, rules, preset_options(config.preset))
     for name, value in (config.estimator_kwargs or {}).items():
-        if config.estimator in ESTIMATORS and not composed and name in ARGUMENTS:
+        built_in = config.estimator in plugins.BUILT_IN["estimators"]
+        if built_in and not composed and name in ARGUMENTS:
             yield (
                 f"estimator_kwargs.{name} is {value} but has no effect without {of_composed}; "
                 "set that or remove it"
@@ -86,9 +87,9 @@ def _in_group(config: TrainingOptions) -> Iterator[str]:
 def _without_effect(
     values: Any, rules: Iterable[tuple[str, bool, str]], usual: Mapping[str, Any], where: str = ""
 ) -> Iterator[str]:
-    """A fault for each field of the dataclass `values` that was changed but has no effect. `rules`
-    are (name, whether it has an effect, what gives it one). Values of the preset, `usual`, are
-    allowed."""
+    """A fault for each field of the dataclass `values` that was changed but has no effect. A rule
+    has the name, whether the field has an effect, and the setting that it needs. Values of the
+    preset, `usual`, are allowed."""
     defaults = {field.name: field.default for field in fields(values)}
     for name, acts, other in rules:
         value, default = getattr(values, name), defaults[name]

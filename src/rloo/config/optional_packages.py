@@ -8,8 +8,9 @@ from typing import Any
 
 
 def install(extra: str) -> str:
-    """The shell command that installs the libraries of an extra, by the libraries' names: rloo is
-    installed from its sources, and its name on an index may belong to another package."""
+    """The shell command that installs the libraries of an extra. The command has the libraries'
+    names: rloo is installed from its sources, and on an index the name may belong to another
+    package."""
     try:
         known = requires("rloo") or []
     except PackageNotFoundError:  # rloo runs from its sources
@@ -31,7 +32,7 @@ def peft_library() -> Any:
 
 
 def layer_kinds() -> tuple[type, ...]:
-    """peft's classes of adapted layers."""
+    """The classes of peft for layers with an adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

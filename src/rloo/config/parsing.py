@@ -1,4 +1,4 @@
-"""Parses configurations: a YAML file and a command line, which wins."""
+"""Parses configurations: a YAML file, and a command line that overrides the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rloo.config.kwargs_options import KWARGS, key_types
 from rloo.config.presets import BASE
 from rloo.config.yaml_io import read_value, read_yaml
 
-# Options whose value may be a function of a file, and options that may be a file or folder.
+# Options whose value may be a function in a file; below, options that may be a file or folder.
 FUNCTION_OPTIONS = ("reward", "eval_reward", "estimator")
 YAML_SUFFIXES = (".yaml", ".yml")
 PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *FUNCTION_OPTIONS)
@@ -38,12 +38,12 @@ PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *F
 def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOConfig:
     """`[config.yaml] [--option value | --option=value | --switch | option=value] ...`
 
-    Dashes and underscores in option names are the same; aliases and dotted names are accepted. A
-    list takes several values, or the option several times. A mapping, or a list of mappings, is
-    YAML or JSON. `--mapping.name value` adds one entry to the file's mapping. The command line wins
-    over the file, and the last value of a repeated option wins. If neither names a model or data,
-    the file `base` has the lowest priority. Raises ValueError that names every fault, with the
-    option, or the file and line.
+    Dashes and underscores in option names are equivalent; aliases and dotted names are accepted. A
+    list is several values, or the option several times. A mapping, or a list of mappings, is YAML
+    or JSON. `--mapping.name value` adds one entry to the file's mapping. The command line overrides
+    the file, and the last value of a repeated option counts. If neither names a model or data, the
+    file `base` is read, with the lowest priority. Raises ValueError with all faults, each with the
+    option, or with file and line.
     """
     path, given, faults = _split(arguments)
     path = os.path.expanduser(path) if path and path.startswith("~/") else path
@@ -68,7 +68,7 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
         if "preset" in values:
             below = {name: value for name, value in below.items() if name not in BASE}
         values = _under(below, values, written)
-    if "preset" in given:  # a resolved file names every part of the objective
+    if "preset" in given:  # a resolved file sets the whole objective
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
         values = {name: _beside(path, name, value) for name, value in values.items()}
@@ -92,21 +92,21 @@ _SIZES = ("num_prompts", GLOBAL_BATCH, "per_device_train_batch_size")
 
 
 def _under(values: dict[str, Any], line: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The command line's values `line` over a file's `values`. Values of `line` that are only
-    implied by those `given` lose against the file. A step size on the command line also removes the
-    file's other options for the step size."""
+    """The values `line` of the command line, merged over a file's `values`. The file overrides
+    values of `line` that are only implied by the options `given`. A batch size on the command line
+    also removes the file's other options for the batch size."""
     soft = implied_by(given) - {our_name(name) for name in given}
     line = {name: value for name, value in line.items() if name not in soft & values.keys()}
     sized = [name for name in _SIZES if name in line]
     dropped = [name for name in _SIZES if name not in line] if sized else []
     whole = sized and sized != ["per_device_train_batch_size"]
-    if whole and "steps_per_generation" not in values:  # which counts in accumulation steps
+    if whole and "steps_per_generation" not in values:  # its unit is accumulation steps
         dropped.append("gradient_accumulation_steps")
     return {name: value for name, value in values.items() if name not in dropped} | line
 
 
 def given_names(arguments: list[str]) -> set[str]:
-    """Our names of the options on a command line; `config` stands for a file."""
+    """Our names of the options on a command line, with `config` for a configuration file."""
     path, given, _ = _split(arguments)
     return {our_name(name) for name in given} | ({"config"} if path else set())
 
@@ -136,12 +136,12 @@ def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """As `read_yaml`, with each option that is a mapping as a single value."""
+    """As `read_yaml`. Each option that is a mapping is a single value."""
     return read_yaml(path, known_names().__contains__)
 
 
 def _at_home(name: str, value: Any) -> Any:
-    """`value` with `~/` expanded, which a shell does not do in `--model=~/m`, and YAML never."""
+    """`value` with `~/` expanded. Shells do not expand it in `--model=~/m`, nor does YAML."""
     if our_name(name) not in (*PATH_OPTIONS, "output_dir", "deepspeed"):
         return value
     if isinstance(value, list):
@@ -150,7 +150,8 @@ def _at_home(name: str, value: Any) -> Any:
 
 
 def _beside(path: str, name: str, value: Any) -> Any:
-    """`value` as a path in the current folder, or else in the YAML file's folder."""
+    """`value` as a path: in the current folder if it exists there, else in the YAML file's
+    folder."""
     if name not in PATH_OPTIONS:
         return value
     if isinstance(value, list):
@@ -177,8 +178,8 @@ def _is_entry(name: str) -> bool:
 
 
 def _entry(values: dict[str, Any], option: str, entry: str, text: Any) -> dict[str, Any]:
-    """An entry from a shell, parsed by its declared type, if the mapping has one. Entries of an
-    inner mapping may be given singly: `dataset_kwargs.config.chain_sum.max_terms 3`."""
+    """An entry from a shell, parsed as its declared type, if the key has a type. An entry of an
+    inner mapping may be set: `dataset_kwargs.config.chain_sum.max_terms 3`."""
     name, dot, rest = entry.partition(".")
     if option not in KWARGS:
         return {entry: _as_value(text)}
@@ -190,7 +191,7 @@ def _entry(values: dict[str, Any], option: str, entry: str, text: Any) -> dict[s
 
 
 def _as_value(text: str) -> Any:
-    """An entry from a shell without a declared type: parsed as JSON if possible, else text."""
+    """An entry from a shell without a declared type, parsed as JSON if possible, else as text."""
     try:
         word = text.lower()
         return json.loads(word if word in ("true", "false") else text)
@@ -282,7 +283,7 @@ def _is_letter(token: str) -> bool:
 
 
 def _add(given: dict[str, Any], name: str, values: list[str]) -> list[str]:
-    """Add an option to those `given`; returns its faults."""
+    """Add an option to `given`; returns the faults of the option."""
     kinds = _kinds(name)
     if not values:
         if bool not in kinds:
@@ -296,7 +297,7 @@ def _add(given: dict[str, Any], name: str, values: list[str]) -> list[str]:
 
 
 def _kinds(name: str) -> set[Any]:
-    """The types that an option takes: bool, list, ... (for a refused one, those of its values)."""
+    """The types of an option: bool, list, ... For a refused option, the types of its values."""
     if _is_entry(name):
         option, _, entry = name.partition(".")
         kind = key_types(option).get(entry) if option in KWARGS else None
@@ -330,7 +331,7 @@ def _take(name: str, remaining: list[str]) -> list[str]:
 
 
 def _normal(key: str) -> str:
-    """The option name of a word, without dashes, and in full if it is a short one."""
+    """The option name in `key`: without dashes, and the full name for a short name."""
     name = key.strip().removeprefix("--").replace("-", "_")
     if _is_letter(key):
         return SHORT[key[1]]

@@ -1,9 +1,9 @@
-"""Presets: the RLOO of each system and paper, and of related methods, as values of our options.
+"""Presets: RLOO as in each system and paper, and related methods, as values of our options.
 
-A preset sets only the parts of the objective: no learning rate, batch or sampling option. Explicit
-options win over it. Each entry follows the source that it names. Tests in `tests/peers/` compare
-TRL, verl, ms-swift, AReaL, grpo, dr_grpo and reinforce_pp with the systems' functions; other tests
-compare openrlhf and nemo_rl with their formulas.
+A preset sets only options of the objective: no learning rate, batch or sampling option. Explicit
+options override the preset. Each entry follows the source that it names. Tests in `tests/peers/`
+compare TRL, verl, ms-swift, AReaL, grpo, dr_grpo and reinforce_pp with the systems' functions;
+other tests compare openrlhf and nemo_rl with their formulas.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rloo.config.options import TrainingOptions
 class LossForm:
     """Properties of the loss that only some systems have. Only presets set them."""
 
-    # All completions are computed and count in the mean, also those without score or signal, so
-    # that the optimizer also steps if the gradient is 0.
+    # All completions are computed and count in the mean, also without a score or with advantage 0.
+    # The optimizer then also steps if the gradient is 0.
     all_completions: bool = False
-    # Allows a kl_estimator whose gradient at kl_placement is not that of the KL.
+    # Allows a kl_estimator that does not have the KL's gradient at its kl_placement.
     any_kl: bool = False
 
 
@@ -41,7 +41,7 @@ class Preset:
     warning: str | None = None
 
 
-# The paper's form; all other presets are differences from it.
+# The objective of the paper. All other presets are differences from it.
 BASE: dict[str, Any] = {
     "reward_bias": 0.0, "reward_scaling": 1.0, "reward_clip_range": None,
     "estimator": "composed", "estimator_kwargs": None,
@@ -177,8 +177,8 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset_options(name: str | None) -> dict[str, Any]:
-    """The options of the whole objective under the preset `name`; empty for None. Raises ValueError
-    for an unknown name, with the nearest known one."""
+    """All options of the objective in the preset `name`; empty for None. Raises ValueError for an
+    unknown name, with the most similar known name."""
     if name is None:
         return {}
     if name not in PRESETS:
@@ -190,8 +190,9 @@ def preset_options(name: str | None) -> dict[str, Any]:
 
 
 def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` over the options of their preset. `kl_kwargs` and `estimator_kwargs` are merged by
-    key; another estimator gets no arguments of the preset. Raises ValueError for an unknown preset.
+    """`values`, merged over the options of their preset. `kl_kwargs` and `estimator_kwargs` are
+    merged by key. The preset's `estimator_kwargs` are dropped if the estimator is not composed.
+    Raises ValueError for an unknown preset.
     """
     preset = preset_options(values.get("preset"))
     given = values.get("estimator_kwargs")
@@ -202,13 +203,13 @@ def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loss_form(name: str | None) -> LossForm:
-    """The loss form of the preset `name`; the default one for None."""
+    """The loss form of the preset `name`; the default form for None."""
     return LossForm() if name is None else PRESETS[name].loss_form
 
 
 def parts_of(options: Mapping[str, Any], form: LossForm) -> dict[str, Any]:
-    """The parts of an objective by name: `options` (those in BASE), the estimator's arguments, and
-    `all_completions` of the loss form."""
+    """The parts of an objective by name: `options` (the options in BASE), the estimator's
+    arguments, and `all_completions` of the loss form."""
     parts = dict(options)
     defaults = ARGUMENTS if parts["estimator"] == "composed" else {}
     arguments = defaults | (parts.pop("estimator_kwargs") or {})
@@ -237,8 +238,8 @@ _OTHERS = (
 
 
 def objective_line(config: TrainingOptions) -> str:
-    """The formula of the preset, by default the paper's gradient with beta, followed by every
-    option of the objective that differs from it."""
+    """The formula of the preset (by default the paper's gradient, with beta), followed by every
+    option of the objective that differs from the preset."""
     preset = config.preset or "paper"
     ours = parts_of({name: getattr(config, name) for name in BASE}, loss_form(config.preset))
     usual = preset_parts(preset) | {"beta": 0.0}
@@ -265,7 +266,7 @@ def _advantage(config: TrainingOptions) -> str:
 
 def describe_preset(name: str) -> list[str]:
     """A description of a preset: its formula, its differences from the paper, and the differences
-    of every other preset from it."""
+    of all other presets from this preset."""
     preset, ours = PRESETS[name], preset_parts(name)
     lines = [f"preset {name}: {preset.formula}", f"source: {preset.source}"]
     lines += [f"warning: {preset.warning}"] if preset.warning else []
@@ -279,7 +280,7 @@ def describe_preset(name: str) -> list[str]:
 
 
 def kl_fault(config: TrainingOptions) -> str | None:
-    """The fault in the gradient of the KL at its kl_placement; None if the gradient is right."""
+    """The fault in the gradient of the KL at its kl_placement; None if the gradient is correct."""
     in_loss, is_k1 = config.kl_placement == "loss", config.kl_estimator == "k1"
     corrected = in_loss and config.use_bias_correction_kl
     if config.beta == 0 or corrected or in_loss != is_k1:
@@ -303,7 +304,7 @@ def remarks(config: TrainingOptions) -> list[str]:
             f"{config.kl_estimator} as KL in the {config.kl_placement} has a {kl_fault(config)}: "
             f"it is used because preset {config.preset} allows any (kl_estimator)"
         )
-    # TRL accepts them silently, so its scripts may set them.
+    # TRL accepts these options silently, so scripts for TRL may set them.
     waiting = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512}
     for name, default in waiting.items():
         value = getattr(config, name)

@@ -18,7 +18,7 @@ def is_gym(name: Any) -> bool:
 
 def weights_of(name: str) -> dict[str, float]:
     """The tasks of `gym:NAME[,NAME:weight...]` and their weights, by default 1. Raises ValueError
-    for another syntax; does not check that the tasks exist.
+    for another syntax. Whether the tasks exist is not checked.
 
     >>> weights_of("gym:gcd,chain_sum:3")
     {'gcd': 1.0, 'chain_sum': 3.0}
@@ -42,7 +42,7 @@ def weights_of(name: str) -> dict[str, float]:
 
 
 def task_options(options: TrainingOptions) -> dict[str, dict[str, Any]]:
-    """`dataset_kwargs.config` by task; entries `{"task.option": value}` from a shell are allowed
+    """`dataset_kwargs.config` by task; entries `{"task.option": value}` from a shell are allowed,
     too. Raises ValueError for a task without a mapping of options."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in (options.dataset_options.config or {}).items():
@@ -58,7 +58,7 @@ def task_options(options: TrainingOptions) -> dict[str, dict[str, Any]]:
 
 
 def follows_from_gym(options: TrainingOptions) -> dict[str, Any]:
-    """Options that follow from a `gym:` dataset if they are not set: the reward `gym`, since its
+    """Options that a `gym:` dataset sets unless they are set already: the reward `gym`, since the
     problems have scorers, and the evaluation split `heldout`."""
     found: dict[str, Any] = {}
     if not options.reward and is_gym(options.dataset or options.eval_dataset):

@@ -1,4 +1,4 @@
-"""Removes secrets, from the environment or a script, from values that a run writes to files."""
+"""Removes secrets (of the environment or a script) from values that a run writes to files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import re
 from typing import Any
 
-# Words in the names of variables with secrets. They may end a longer word (PGPASSWORD, HFTOKEN) but
-# not begin one (TOKENIZER). PWD alone is the current folder.
+# Words in the names of variables with secrets. A word may end a longer word (PGPASSWORD, HFTOKEN)
+# but not begin one (TOKENIZER). PWD without a prefix is the current folder.
 _WORDS = re.compile(
     r"(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|_PWD|_AUTH"
     r"|(?:^|_)PAT|(?:^|_|API|ACCESS|SECRET|PRIVATE)KEY)(?![A-Z])"
 )
-# Shorter values are no secrets, and also occur in other texts.
+# Shorter values count as no secrets, since they also occur in other texts.
 _SHORTEST = 8
 # Forms that only secrets have: keys of hubs, clouds and model providers, and the password in a URL.
 _FORMS = re.compile(
@@ -25,7 +25,8 @@ HIDDEN = "(not shown)"
 
 def hide(value: Any) -> Any:
     """A value of JSON types without secrets. A secret from an environment variable is replaced by
-    its name (`$HF_TOKEN`); other secrets, known by their form, become `(not shown)`."""
+    the variable's name (`$HF_TOKEN`). Other secrets are detected by their form and replaced by
+    `(not shown)`."""
     return _hide(value, _known()) if isinstance(value, (str, dict, list, tuple)) else value
 
 

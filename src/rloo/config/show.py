@@ -21,7 +21,7 @@ from rloo.config.options import OPTIONS
 from rloo.config.yaml_io import write_yaml
 
 _COLUMN = 32
-# Status of other systems' options -> their names, each with the values shown and the reason.
+# Status of other systems' options -> name -> (the values to show, the reason).
 _OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
     "Refused, except at the values shown": REFUSED,
     "Accepted without effect": {
@@ -31,19 +31,19 @@ _OTHERS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
 
 
 def render_basic(*, elsewhere: bool = True) -> str:
-    """The options that most runs set, by subject, wrapped to the terminal. `elsewhere` adds their
-    names in other systems."""
+    """The options that most runs set, by subject, wrapped to the terminal. `elsewhere` adds the
+    names of the options in other systems."""
     basic = [field for field in OPTIONS if field.metadata["tier"] == "basic"]
     sections = _by_subject(basic, elsewhere=elsewhere)
     return (
-        f"The {len(basic)} options that most runs set. `rloo config --all` lists every one,\n"
-        f"`rloo config NAME` explains the one that is named.\n\n{_titled(sections)}"
+        f"The {len(basic)} options that most runs set. `rloo config --all` lists all options,\n"
+        f"`rloo config NAME` explains one option.\n\n{_titled(sections)}"
     )
 
 
 def render_all() -> str:
-    """Every option by tier and subject, followed by other systems' options that are refused or have
-    no effect, and by retired names with their replacements."""
+    """All options by tier and subject, then options of other systems that are refused or have no
+    effect, then retired names with their replacements."""
     parts = []
     for tier, who in TIERS.items():
         options = [option for option in OPTIONS if option.metadata["tier"] == tier]
@@ -90,7 +90,7 @@ def render_resolved(config: RLOOConfig) -> str:
 
 
 def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
-    """The text of an option: its default, help, short names, and names in other systems."""
+    """The text of an option: default, help, short names, and names in other systems."""
     theirs = DEVIATIONS.get(field.name)
     unlike = f" TRL's default is {value_as_text(theirs[0])}." if theirs else ""
     short = [f"-{n}" if len(n) == 1 else f"--{n}" for n, o in SHORT.items() if o == field.name]
@@ -106,10 +106,10 @@ def _entry(field: Field[Any], *, elsewhere: bool = True) -> str:
         names.setdefault(system, []).extend(n for n, o in theirs_here.items() if o == field.name)
     known = [f"{', '.join(n)} ({systems})" for systems, n in names.items() if systems and n]
     if known and elsewhere:
-        text += column("", f"Elsewhere: {'; '.join(known)}.")
+        text += column("", f"In other systems: {'; '.join(known)}.")
     if field.name == "estimator_kwargs":
         arguments = ", ".join(_setting(name, value) for name, value in ARGUMENTS.items())
-        text += column("", f"Those of composed: {arguments}.")
+        text += column("", f"Arguments of composed: {arguments}.")
     return text + "".join(_key_entry(field.name, key) for key in keys)
 
 
@@ -117,9 +117,7 @@ def _key_entry(option: str, key: Field[Any]) -> str:
     """The text of a mapping's key, in the form of an option, indented by two columns."""
     place = f"{option}.{key.name}"
     names = [f"{n} ({who})" for who, named in ELSEWHERE.items() for n in named if named[n] == place]
-    text = (
-        f"{key.metadata['help']} Elsewhere: {', '.join(names)}." if names else key.metadata["help"]
-    )
+    text = key.metadata["help"] + (f" In other systems: {', '.join(names)}." if names else "")
     return column(f"  {_setting(key.name, default_of(key))}", text)
 
 

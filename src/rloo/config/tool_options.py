@@ -22,8 +22,8 @@ def refuse_in_vain(options: TrainingOptions) -> None:
 
 
 def check_tools(options: TrainingOptions, *, own: bool = False) -> None:
-    """Raise ValueError for the first option that cannot be combined with tools in this version, or,
-    with `own`, with a rollout_func."""
+    """Raise ValueError for the first option that cannot be combined with tools in this version.
+    With `own`: with a rollout_func."""
     for fault in _faults(options, own):
         raise ValueError(f"{fault} ({'rollout_func' if own else 'tools'})")
 

@@ -1,5 +1,6 @@
-"""Loads the functions that a user names in options. This runs their module or file: never pass text
-from a model or a dataset. Also separates their faults from stop signals."""
+"""Loads the functions that a user names in options. This runs the functions' module or file: never
+pass text from a model or a dataset. Also separates exceptions of these functions from stop
+signals."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from rloo.distributed.signal_numbers import STOP_SIGNALS
 
 
 class NotAllowed(RuntimeError):
-    """A user's function tried to end the run, or to change its state; the message names it."""
+    """A user's function, named in the message, tried to end the run or to change its state."""
 
 
 @contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """Yield a list that receives the stop signals whose handlers raise in this block. If it is
-    empty, a KeyboardInterrupt or SystemExit comes from the function called in the block. Outside
-    the main thread it stays empty."""
+    """Yield a list that receives the stop signals whose handlers raise in this block. If the list
+    is empty, the function called in the block raised a KeyboardInterrupt or SystemExit itself.
+    Outside the main thread the list stays empty."""
     came: list[int] = []
     noting: dict[int, tuple[Any, Any]] = {}
     try:
@@ -62,8 +63,8 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
     `kind` is its purpose in messages: reward, estimator.
 
     Raises ValueError for a missing file or module, for an attribute that is missing or not
-    callable, and for a module whose import raises SystemExit or the like without a signal. Ordinary
-    exceptions of the import are passed on.
+    callable, and for a module whose import raises SystemExit or another BaseException without a
+    signal. Ordinary exceptions of the import are passed on.
     """
     source, _, attribute = spec.rpartition(":")
     load = _import_file if source.endswith(".py") else _import_module
@@ -72,7 +73,7 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
             module = load(source, kind)
         except Exception:
             raise
-        except BaseException as error:  # it would end the run like a stop by the user
+        except BaseException as error:  # SystemExit would end the run like a stop
             if came:
                 raise
             did = f"raised {error!r}"
@@ -94,8 +95,9 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
 
 
 def check_function(spec: str, kind: str) -> None:
-    """Raise the ValueErrors of `load_function` that need no run of the user's code: a file that is
-    missing or no valid Python, a name that does not occur in it, an unknown module.
+    """Raise those ValueErrors of `load_function` that do not need to run the user's code: for a
+    file that is missing or not valid Python, a name that does not occur in the file, an unknown
+    module.
     """
     source, _, attribute = spec.rpartition(":")
     if not source.endswith(".py"):
@@ -109,7 +111,7 @@ def check_function(spec: str, kind: str) -> None:
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ValueError(f"{source}{line}: {said} ({kind} {spec!r})") from error
     names = {word for node in ast.walk(tree) for word in _names_in(node)}
-    # A name from `import *`, or set dynamically, does not occur in the file.
+    # A name that is imported by `import *`, or set dynamically, does not occur in the file.
     if attribute not in names and not names & {"*", "globals", "setattr", "exec", "__getattr__"}:
         functions = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
         raise ValueError(_no_function(source, attribute, functions, f"{kind} {spec!r}"))
@@ -131,7 +133,7 @@ def _no_function(source: str, attribute: str, names: list[str], which: str) -> s
 
 def _path_of(source: str, kind: str) -> Path:
     path = Path(os.path.realpath(Path(source).expanduser()))
-    if not os.path.isfile(path):  # False also for an invalid file name
+    if not os.path.isfile(path):  # also False for an invalid name
         raise ValueError(f"there is no file {path} ({kind}s are given as file.py:function)")
     return path
 
@@ -141,7 +143,7 @@ def _require_module(name: str, kind: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r} is no module name ({kind}s are package.module:function)")
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # Python adds the script's folder, not the current one
+        sys.path.append(os.getcwd())  # Python adds only the script's folder
     package = name.split(".")[0]
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         raise ValueError(_no_module(name, kind))

@@ -1,6 +1,6 @@
-"""Checks of a configuration whose values have the right types: ranges and contradictions.
+"""Checks of a configuration whose values already have the right types: ranges and contradictions.
 
-Checks that need models or data are made after these are loaded.
+Checks that need a model or data are made after the model or data is loaded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rloo.config.tool_options import check_tools
 from rloo.config.vllm_validation import check_vllm
 from rloo.distributed import process_count
 
-# Kinds of products that oneDNN may compute on a CPU, and their classes: see
+# Kinds of matrix products that oneDNN may compute on a CPU, and their classes: see
 # `rloo.kernels.cpu_matmul`.
 _SHAPES = [f"{rows}:{width}" for rows in ("some", "many") for width in ("narrow", "wide")]
 OF_LAYERS = ("forward", "backward", "weight")
@@ -32,14 +32,14 @@ PRODUCTS = {
     **{kind: tuple(f"{kind}:{shape}" for shape in _SHAPES) for kind in OF_LAYERS},
     "bf16": ("bf16",),
 }
-# Most completions of a rollout, or of an evaluated prompt: each is an object in this process.
+# Maximum number of completions of a rollout or an evaluated prompt: each is a Python object.
 MOST_COMPLETIONS = 2**17
 BATCH_SIZES = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size",
     "steps_per_generation",
 )  # fmt: skip
 
-# (rule in words, the rule, its options); a null value is always allowed
+# (rule in words, the rule, the options with this rule); null is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 1", lambda x: x >= 1, (
         "num_generations", "kl_kwargs.horizon", "ref_model_sync_steps", "max_resample_times",
@@ -53,7 +53,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "max_tool_calling_iterations", "tool_kwargs.max_response_length",
         "dataset_kwargs.size",
     )),
-    # A LoRA rank above the widest layer adds nothing; more of the others only means waiting.
+    # A LoRA rank above the widest layer adds nothing. Larger values of the others only cost time.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
     ("must be at most 1,000", lambda x: x <= 1_000,
      ("max_resample_times", "max_restarts", "engine_kwargs.restarts")),
@@ -114,7 +114,7 @@ _ONLY_WHOLE = {
     "fp16": "under which gradients are not scaled; bf16 needs no scale",
     "activation_offloading": "whose gathered weights it would move as well",
 }
-# Words of `offload` that need unsharded weights, and the reason.
+# Values in `offload` that need unsharded weights, and the reason.
 _MOVED_WHOLE = {
     "reference": "which divides the reference; the word params moves it",
     "optimizer": "which divides the optimizer's state among the processes instead",
@@ -133,7 +133,8 @@ def out_of_range(values: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
 
 
 def check(config: TrainingOptions) -> None:
-    """Raise ValueError for all values out of range, or else for the first contradiction."""
+    """Raise ValueError for all values out of range, or if there are none, for the first
+    contradiction."""
     if faults := out_of_range(vars(config)):
         raise ConfigErrors([f"{name} is {value}; it {rule}" for name, value, rule in faults])
     _check_rewards(config)
@@ -283,7 +284,8 @@ def _check_parallel(config: TrainingOptions) -> None:
 
 
 def _check_alone(config: TrainingOptions, switch: str, names: Sequence[str]) -> None:
-    """Raise ValueError for options that were changed while the `switch` that they need is off."""
+    """Raise ValueError for changed options in `names` if the option `switch`, which they need, is
+    off."""
     for field in fields(TrainingOptions):
         value = getattr(config, field.name)
         if field.name in names and value != field.default and not getattr(config, switch):

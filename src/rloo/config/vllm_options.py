@@ -1,4 +1,4 @@
-"""Values derived from the vLLM options, including TRL's options to select vLLM."""
+"""Values that are derived from the vLLM options, including TRL's options that select vLLM."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rloo.config.options import TrainingOptions
 
 
 def servers_dtype(options: TrainingOptions) -> str:
-    """The dtype in which servers compute: `rollout_dtype`, or that of the trainer."""
+    """The dtype in which servers compute: `rollout_dtype`, or the trainer's dtype."""
     computed = "bfloat16" if options.bf16 else "float16" if options.fp16 else "float32"
     return options.rollout_dtype or computed
 
@@ -23,8 +23,8 @@ def tolerance_of(options: TrainingOptions) -> float:
 
 def engine_of(options: TrainingOptions) -> dict[str, Any]:
     """`rollout_engine` and `vllm_server_base_url` from TRL's use_vllm, vllm_mode, vllm_server_host
-    and vllm_server_port, unless they are set. Without use_vllm the other three have no effect, as
-    in TRL."""
+    and vllm_server_port, unless they are set. Without use_vllm, the other three options have no
+    effect, as in TRL."""
     if not options.use_vllm or options.rollout_engine != "auto":
         return {}
     if options.vllm_mode == "colocate":

@@ -8,9 +8,9 @@ from typing import Any
 from rloo.config.engine_spec import engine_spec
 from rloo.config.options import TrainingOptions
 
-# The range of temperatures that vLLM uses unchanged.
+# The range of temperatures that vLLM does not change.
 COLDEST, HOTTEST = 0.01, 2.0
-# Options that filter the policy's distribution, unless they have these values.
+# Options that filter the policy's distribution -> the values at which they do not.
 _FILTERS = {
     "top_p": (1.0,), "top_k": (0,), "min_p": (None, 0.0), "repetition_penalty": (1.0,),
     "eval_kwargs.top_p": (None, 1.0), "eval_kwargs.top_k": (None, 0),
@@ -18,7 +18,7 @@ _FILTERS = {
 
 
 def check_vllm(config: TrainingOptions) -> None:
-    """Raise ValueError for vLLM options if another engine samples."""
+    """Raise ValueError for vLLM options if the rollout engine is another one."""
     if engine_spec(config.rollout_engine).options == "vllm":
         return
     for fault in _in_vain(config):
@@ -37,8 +37,8 @@ def check_in_use(config: TrainingOptions) -> None:
 
 
 def _in_vain(config: TrainingOptions) -> Iterator[str]:
-    """Faults for keys of `engine_kwargs` that need vLLM. TRL's vLLM options are no faults: without
-    use_vllm they have no effect, and scripts contain them."""
+    """Faults for keys of `engine_kwargs` that need vLLM. TRL's vLLM options are allowed: without
+    use_vllm they have no effect, and scripts may set them."""
     for name, value in (config.engine_kwargs or {}).items():
         if name not in ("copy_weights", "executable"):
             yield (

@@ -1,6 +1,6 @@
-"""Reads and writes YAML 1.2 with plain data; reading records the line of every value.
+"""Reads and writes YAML 1.2 with plain data. The reader records the line of every value.
 
-A file cannot run code, and aliases cannot expand it beyond a limit.
+A file cannot run code, and the expansion of aliases is limited.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from rloo.config.file_checks import check_file, one_line
 
 MAX_VALUES = 10_000
 MAX_BYTES = 1_000_000
-# Numbers of YAML 1.1 that are text in YAML 1.2; and 010, which is 8 in YAML 1.1 and 10 in YAML 1.2.
+# Numbers of YAML 1.1 that are text in YAML 1.2, and 010 (8 in YAML 1.1, 10 in YAML 1.2).
 _AMBIGUOUS = re.compile(r"[-+]?(0[0-9]+|0b.*|.*_.*)")
 PLAIN_TAGS = ("null", "bool", "int", "float", "str", "timestamp", "seq", "map", "merge")
 _PREFIX = "tag:yaml.org,2002:"
 
 
 def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values in a YAML file, nested names joined by dots, and `file, line n: ` for each name.
-    A mapping whose name `is_whole` is a single value. Raises ValueError, with the line, for YAML
-    that is broken, empty, no mapping, tagged, too large with aliases expanded, or has a key twice.
+    """The values in a YAML file, with nested names joined by dots, and `file, line n: ` for each
+    name. A mapping is a single value if `is_whole` is true for its name. Raises ValueError, with
+    the line, for YAML that is broken, empty, not a mapping, tagged, too large with aliases
+    expanded, or has a key twice.
     """
     check_file(path, "config", most=MAX_BYTES)
     try:
@@ -92,7 +93,7 @@ def _yaml() -> YAML:
 
 
 class _Resolver(VersionedResolver):
-    """The resolver of YAML 1.2; additionally yes, no, on and off are bools, as in YAML 1.1."""
+    """The resolver of YAML 1.2, except that yes, no, on and off are bools, as in YAML 1.1."""
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
         if kind is ScalarNode and implicit[0] and value.lower() in ("yes", "no", "on", "off"):
@@ -104,7 +105,7 @@ class _Resolver(VersionedResolver):
 
 
 class _Representer(SafeRepresenter):
-    """Writes 1e-06 as 1.0e-06, which is also a number in YAML 1.1."""
+    """Writes 1e-06 as 1.0e-06, so that YAML 1.1 also reads a number."""
 
     def represent_float(self, data: float) -> ScalarNode:
         digits, e, exponent = repr(data).partition("e")
@@ -147,7 +148,7 @@ def _leaves(
     is_whole: Callable[[str], bool],
     lines: dict[str, int],
 ) -> Iterator[tuple[str, Node]]:
-    """Every value with its name. Adds the line of each name, also of sections, to `lines`."""
+    """Yield every value with its name. Adds the line of each name, also of sections, to `lines`."""
     constructor.flatten_mapping(node)
     for key, value in node.value:
         if not isinstance(key, ScalarNode):

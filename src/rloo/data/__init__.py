@@ -1,1 +1,1 @@
-"""Dataset rows to tokenised prompts, and the cursor that yields them."""
+"""From dataset rows to tokenised prompts, with a cursor over the prompts."""

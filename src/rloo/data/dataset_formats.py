@@ -1,5 +1,5 @@
-"""Rows in the formats in which datasets are published: conversations that include the answer, and
-references in a column of another name, or nested within one."""
+"""Conversion of rows from published formats: conversations that include the answer, and references
+in a column of another name or in a key of a column."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from datasets import Dataset
 from rloo.data.tokenization import ROLES
 from rloo.types import Message
 
-# Columns that hold whole conversations: OpenAI's and the hub's; ShareGPT's; OpenRLHF's.
+# Columns of conversations: OpenAI and the hub, ShareGPT, OpenRLHF.
 _CONVERSATIONS = ("messages", "conversations", "conversation", "context_messages")
-# Keys of a turn's role and of its text: OpenAI's, ShareGPT's, and those of dialogues.
+# Keys of a turn's role and of its text: OpenAI, ShareGPT, dialogues.
 _WHO, _WHAT = ("role", "from", "speaker"), ("content", "value", "text")
-# ShareGPT's names of roles, and other datasets' names for the assistant.
+# Names of roles in ShareGPT, and names of the assistant in other datasets.
 _ROLE_OF = {"human": "user", "prompter": "user", "observation": "tool", "function_response": "tool"}
 _ROLE_OF |= dict.fromkeys(
     ("gpt", "chatgpt", "bot", "bing", "bard", "model", "ai", "claude"), "assistant"
 )
-# Columns of references, or keys within one: verl, OpenRLHF, and others.
+# Columns of references, or keys in a column: verl, OpenRLHF, and others.
 _REFERENCES = ("reward_model.ground_truth", "label", "ground_truth")
 # Columns of references that the built-in rewards read.
 _READ = ("answer", "solution")
-# Columns that often contain the question, for an example of a template.
+# Columns that often contain the question; error messages use them for an example template.
 _QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
 
 
 def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None]:
-    """Return `rows` with the messages of a conversation as column `prompt`, and a note about it.
-    Without a conversation, or if `template` is not just its column, return the rows unchanged and
-    None.
+    """Return `rows` with the messages of a conversation as column `prompt`, and a note. Without a
+    conversation, or if `template` is more than the conversation's column, return the rows unchanged
+    and None.
 
-    The conversation, which may be JSON text, is in a column that is published for it, in
-    `{column}`, or in `prompt` itself. A last turn of the assistant is the answer and is removed,
-    except in a column `prompt`, which is meant to be a prompt. Raises ValueError, with the row, if
-    no question remains or a role is unknown.
+    The conversation may be JSON text. Its column is `{column}` of the template, `prompt`, or a
+    common name (`_CONVERSATIONS`). A last turn of the assistant is the answer and is removed,
+    except in the column `prompt`. Raises ValueError, with the row, if no question remains or a role
+    is unknown.
     """
     column = _column_of(rows, template)
     if column is None:
@@ -71,8 +71,8 @@ def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None
 
 
 def with_column(rows: Dataset, name: str, values: list[Any]) -> Dataset:
-    """Return `rows` with these values as column `name`, replacing an existing one."""
-    if rows.column_names == [name]:  # removing it would leave no rows to add a column to
+    """Return `rows` with `values` as column `name`. An existing column is replaced."""
+    if rows.column_names == [name]:  # without this column there are no rows
         return Dataset.from_dict({name: values})
     others = rows.remove_columns(name) if name in rows.column_names else rows
     return others.add_column(name, values)
@@ -95,13 +95,13 @@ def _column_of(rows: Dataset, template: Any) -> str | None:
 
 
 def _first(rows: Dataset, column: str) -> Any:
-    # Select the column first, since images in other columns would be decoded.
+    # The column is selected first: otherwise images in other columns would be decoded.
     return rows.select_columns([column])[0][column]
 
 
 def is_conversation(value: Any) -> bool:
-    """Return whether a value is a list of messages with `role` and `content`, ShareGPT's keys or
-    those of dialogues, or such a list as JSON text."""
+    """Return whether a value is a list of messages, or such a list as JSON text. Messages have
+    `role` and `content`, or the keys of ShareGPT or dialogues."""
     turns = _turns(value)
     if not isinstance(turns, (list, tuple)) or not turns:
         return False
@@ -109,8 +109,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def holds_messages(value: Any) -> bool:
-    """Return whether a value contains turns of a conversation in any form, including the answer. As
-    text, it would be Python's repr of them."""
+    """Return whether a value contains turns of a conversation in any form. As text, such a value
+    would be Python's repr of the turns, with the answer."""
     if isinstance(value, dict):
         return any(map(holds_messages, value.values()))
     if isinstance(value, (list, tuple)):
@@ -119,14 +119,14 @@ def holds_messages(value: Any) -> bool:
 
 
 def _turns(value: Any) -> Any:
-    """The turns of a conversation from JSON text; any other value unchanged."""
+    """Parse the turns of a conversation from JSON text. Other values are returned unchanged."""
     is_list = isinstance(value, str) and re.match(r"\s*\[\s*\{", value)
     return _opened(value) if is_list else value
 
 
 def _keys(turn: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """The keys of a turn's role and of its text; None for a missing one."""
-    # Arrow gives every message the keys of all messages. A tool call has no content.
+    """The keys of a turn's role and of its text; None for a missing key."""
+    # Arrow adds the keys of all messages to each message. A tool call has no content.
     who = next((key for key in _WHO if turn.get(key) is not None), None)
     what = next((key for key in _WHAT if turn.get(key) is not None), None)
     return who, "content" if what is None and "content" in turn else what
@@ -154,7 +154,7 @@ def _message(turn: Any) -> Message:
         raise ValueError(
             f"a turn is from {turn[who]!r}; known are {', '.join((*ROLES, *_ROLE_OF))}"
         )
-    if who != "role":  # its other keys belong to another format
+    if who != "role":  # other keys of the turn belong to another format
         return _says(role, turn[what])
     others = {key: value for key, value in turn.items() if key != what and value is not None}
     return {**others, "role": role, "content": turn[what] if what else None}
@@ -177,10 +177,10 @@ def with_reference(
     rows: Dataset, path: str | None, reads: Callable[[str], bool]
 ) -> tuple[Dataset, str | None]:
     """Return `rows` with the reference at `path` as column `answer`, and a note if the path was
-    found rather than given. `path` is a column, or keys within one (`reward_model.ground_truth`).
+    detected. `path` is a column, or a column and keys (`reward_model.ground_truth`).
 
-    Without a path, the path of a published format is used if rewards read references (`reads` tells
-    whether one has a parameter of that name) and the rows have no column for them. Raises
+    Without a path, the path of a published format is used if a reward reads references and the rows
+    have no column for them. `reads(name)` is whether a reward has a parameter `name`. Raises
     ValueError for a path that does not exist.
     """
     if path is not None:
@@ -198,7 +198,7 @@ def with_reference(
 def _with_answers(rows: Dataset, answers: list[Any]) -> Dataset:
     try:
         return with_column(rows, "answer", answers)
-    except (TypeError, ValueError, OverflowError) as error:  # Arrow's are ValueErrors
+    except (TypeError, ValueError, OverflowError) as error:  # Arrow's errors are ValueErrors
         raise ValueError(f"the references have different types: {error} (reference)") from error
 
 
@@ -243,7 +243,7 @@ def _values_at(rows: Dataset, path: str) -> list[Any]:
 
 
 def _opened(value: Any) -> Any:
-    """A mapping or a list from JSON text; any other value unchanged."""
+    """Parse a mapping or a list from JSON text. Other values are returned unchanged."""
     if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
         with suppress(ValueError):
             return json.loads(value)
@@ -257,15 +257,15 @@ def _has(value: Any, key: str) -> bool:
 
 
 def example_template(columns: Sequence[str]) -> str:
-    """Return a template of the columns that most probably contain the question."""
-    if {"instruction", "input"} <= set(columns):  # Alpaca's; the second may be empty
+    """Return a template with the columns that most probably contain the question."""
+    if {"instruction", "input"} <= set(columns):  # Alpaca; input may be empty
         return "{instruction} {input}"
     return f"{{{next((name for name in _QUESTIONS if name in columns), columns[0])}}}"
 
 
 def reference_hint(rows: Dataset, reads: Callable[[str], bool]) -> str:
-    """Return the suffix of an error message about a missing column: the option that names the
-    reference, if a reward reads one and there is none."""
+    """Return the suffix of an error message about a missing column. It names the option `reference`
+    if a reward reads a reference and no column has one."""
     names = rows.column_names
     if not any(map(reads, _READ)) or set(_READ) & set(names):
         return ""

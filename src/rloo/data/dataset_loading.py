@@ -1,4 +1,4 @@
-"""From a dataset's name to its rows: files, folders, the hub. No format can run code."""
+"""Load the rows of a dataset by name: files, folders, the hub. No format can run code."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rloo.types import sound
 
 Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-# Arrow's schemas are limited to 64 levels, and Python's recursion, which builds them, to fewer.
+# Arrow schemas have at most 64 levels; Python's recursion limit allows fewer.
 _MOST_LEVELS = 20
 _QUOTED = re.compile(
     rb'(?:\A(?:\xef\xbb\xbf)?|[,\r\n])(?P<open>")[^"]*+(?:""[^"]*+)*+(?P<closed>"(?=[,\r\n]|\Z))?'
 )
-# Escapes of surrogates, in pairs or not.
+# Escaped surrogates, paired or lone.
 _SURROGATES = re.compile(rb"\\u[dD][89a-fA-F]")
 SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 
@@ -34,15 +34,14 @@ SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 def load_rows(
     spec: Given | str | Path, *, split: str = "train", config_name: str | None = None
 ) -> Dataset | IterableDataset:
-    """Return the rows of a dataset, at least one; a stream is returned unchanged.
+    """Return the rows of a dataset, at least one row. A stream is returned unchanged.
 
     `spec` is a `Dataset` or `IterableDataset`, a dict of splits, a .jsonl, .json, .parquet or .csv
-    file, a folder of such files or one written by `save_to_disk`, or a hub id. `split` chooses
-    among several splits; in a folder, among files named `train.jsonl`,
+    file, a folder of such files, a folder written by `save_to_disk`, or a hub id. `split` selects
+    one of several splits. In a folder it selects files by name: `train.jsonl`,
     `train-00000-of-00002.parquet` and so on. A dataset without splits counts as "train".
     `config_name` applies to hub datasets only. A transform (`set_transform`) is applied once to
-    each row. Raises ValueError for anything that cannot be read, naming the file and line where
-    possible.
+    each row. Raises ValueError for anything that cannot be read, if possible with file and line.
     """
     if isinstance(spec, IterableDataset):
         return spec
@@ -62,9 +61,9 @@ def load_rows(
 
 
 def _read_once(rows: Dataset) -> Dataset:
-    """Apply a user's transform once to each row. It may return another row at each access, and a
-    reward would then see another row than the prompt's. If a format selects some columns, the
-    others are added."""
+    """Apply a user's transform once to each row. A transform may return another row at each access,
+    and a reward would then receive another row than the prompt. If a format selects only some
+    columns, the other columns are added."""
     asked = rows.format
     if asked["type"] != "custom":
         whole = set(asked["columns"] or rows.column_names) == set(rows.column_names)
@@ -83,7 +82,7 @@ def _read_once(rows: Dataset) -> Dataset:
 
 def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
     path = Path(name).expanduser()
-    if not os.path.exists(path):  # False also for an invalid file name
+    if not os.path.exists(path):  # also False for an invalid name
         return _load_from_hub(name, split, config_name)
     if config_name is not None:
         raise ValueError(
@@ -124,8 +123,8 @@ def _choose_split(rows: Dataset | Mapping[str, Any], split: str, name: str) -> A
 
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
-    """The data files in `folder` named after the split. If no name contains a split, all are
-    "train"."""
+    """The data files in `folder` whose names start with the split. If no name starts with a split,
+    all files are "train"."""
     files = sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise ValueError(f"dataset {folder} has no {', '.join(SUFFIXES)} file (dataset)")
@@ -169,7 +168,7 @@ def _read_file(path: Path) -> Dataset:
 
 
 def _check_csv(path: Path) -> None:
-    """Reject what the parser accepts silently: NUL bytes, and unclosed quotes."""
+    """Reject faults that the parser accepts silently: NUL bytes, and unclosed quotes."""
     content = path.read_bytes()
     faults = {"has a NUL byte, which is no text": content.find(b"\0")}
     unclosed = (value.start("open") for value in _QUOTED.finditer(content) if not value["closed"])
@@ -236,7 +235,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _from_objects(objects: list[dict[str, Any]], path: Path) -> Dataset:
-    # Not Dataset.from_list, which takes the first row's columns and drops all others.
+    # Dataset.from_list would drop all columns that the first row does not have.
     columns: dict[str, Any] = {name: [] for row in objects for name in row}
     for name in columns:
         try:

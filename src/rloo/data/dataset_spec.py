@@ -1,4 +1,4 @@
-"""Datasets that a program generates: `NAME:WHAT` as a dataset's name, such as `gym:gcd`."""
+"""Datasets that a program generates, with names of the form `NAME:WHAT`, such as `gym:gcd`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _as_it_is(source: Any, options: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """The functions that generate the rows of `NAME:WHAT`. All three receive the run's options, an
-    `RLOOConfig`.
+    """The functions that generate the rows of `NAME:WHAT`. All three functions receive the run's
+    options, an `RLOOConfig`.
 
     `load(name, split, options)` returns a `datasets.Dataset` or a list of rows. It raises
     ValueError for an unknown name or split. `check(name, options)` raises ValueError for errors
-    that it can detect before torch is loaded. `arrange(source, options)` may set another sampler on
-    the training prompts (`PromptDataset.set_sampler`), and returns them.
+    that it can detect before torch is loaded. `arrange(source, options)` returns the training
+    prompts `source`, and may set another sampler on them (`PromptDataset.set_sampler`).
     """
 
     load: Callable[[str, str, Any], Any]
@@ -34,8 +34,8 @@ class DatasetSpec:
 
 
 def dataset_spec(name: Any) -> DatasetSpec | None:
-    """Return the spec of that dataset; None for files, folders, hub ids and rows. Raises ValueError
-    if its add-on is not installed."""
+    """Return the spec of the dataset `name`. None for files, folders, hub ids and rows. Raises
+    ValueError if the add-on is not installed."""
     if not isinstance(name, str) or ":" not in name:
         return None
     first = name.partition(":")[0]

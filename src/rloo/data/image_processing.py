@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# The suffix of processor outputs with one entry per token; all others are per image.
+# The suffix of processor outputs with one entry per token. Other outputs are per image.
 _PER_TOKEN = "token_type_ids"
 
 Inputs: TypeAlias = Mapping[str, Tensor]
@@ -21,12 +21,12 @@ def join_inputs(
     width: int,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Return the image inputs of all rows' prompts, joined for one forward pass.
+    """Return the image inputs of the prompts of all rows, joined for one forward pass.
 
-    `prompts` has for each row a number of its prompt and its `Prompt.pixels`, which is called once
-    per number. Rows have `width` tokens; `starts` is the position in its row at which each prompt
-    starts. Per-token inputs are placed along the rows, with 0 (text) elsewhere. Per-image inputs
-    are concatenated; smaller images are padded with zeros, which models remove again.
+    `prompts` has for each row the number of its prompt and the prompt's `Prompt.pixels`, which is
+    called once per number. Rows have `width` tokens. `starts` has for each row the position at
+    which the prompt starts. Per-token inputs are placed along the rows, with 0 (text) elsewhere.
+    Per-image inputs are concatenated. Smaller images are padded with zeros, which models remove.
     """
     inputs = {number: make and make() for number, make in dict(prompts).items()}
     rows = [inputs[number] for number, _ in prompts]

@@ -1,7 +1,7 @@
-"""Images in prompts: from a row's columns into its messages, and from there to model inputs.
+"""Images in prompts: from the columns of a row to its messages, and from messages to model inputs.
 
-The model's own processor converts them to tensors when a forward pass needs them. The tensors are
-dropped afterwards, so that a dataset's pixels are never all in memory.
+The model's processor converts images to tensors when a forward pass needs them. The tensors are
+freed after the pass, so the pixels of a dataset are never all in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def is_vision_config(config: PretrainedConfig) -> bool:
 
 
 def image_token_ids(config: PretrainedConfig) -> list[int]:
-    """Return the placeholder tokens that the model replaces by images; none for a text model."""
+    """Return the ids of the placeholder tokens that the model replaces by images. Empty for a text
+    model."""
     names = ("image_token_id", "image_token_index")
     found = (getattr(config, name, None) for name in names if is_vision_config(config))
     return sorted({token for token in found if token is not None})
@@ -45,9 +46,9 @@ def tokenizer_of(processing_class: Any) -> Any:
 
 
 def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
-    """Return the messages with contents as lists of parts, and each image in its part, as in TRL:
-    parts `{"type": "image"}` are filled in order; without any, the images go before the text of the
-    first user message. Raises ValueError if the numbers of images and parts differ."""
+    """Return the messages with contents as lists of parts, and each image in its part, as in TRL.
+    Parts `{"type": "image"}` are filled in order. Without such parts, the images are put before the
+    text of the first user message. Raises ValueError if the numbers of images and parts differ."""
     if isinstance(content, str):
         raise ValueError(
             "the row has images and its prompt is a string; with images it must be a list of "
@@ -83,8 +84,8 @@ def check_parts(parts: Sequence[Any]) -> None:
 
 
 def _parts(content: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The content as parts, without other keys: Arrow adds the keys of every part to each part, and
-    a processor would open any path or URL that it finds."""
+    """The content as a list of parts, without additional keys: Arrow adds the keys of all parts to
+    each part, and a processor would open any path or URL in a part."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -118,7 +119,8 @@ def images_of(content: Text) -> list[Any]:
 
 
 def without_images(content: Text) -> Text:
-    """Return the messages with empty image parts, which can be printed and written as JSON."""
+    """Return the messages with empty image parts, so that they can be printed and written as
+    JSON."""
     if isinstance(content, str):
         return content
     return _with_parts(content, lambda p: {"type": "image"} if p["type"] == "image" else p)
@@ -128,7 +130,7 @@ def without_images(content: Text) -> Text:
 class ImageReader:
     """Converts rows with images in `columns` to prompts for a vision model. `process` applies the
     processor, chat template included, to messages and returns a batch of one as tensors. Without
-    columns and `process`, rows are text."""
+    `columns` and `process`, rows have only text."""
 
     columns: tuple[str, ...] = ()
     process: Callable[[list[Message]], Mapping[str, Any]] | None = None
@@ -156,7 +158,7 @@ class ImageReader:
 
 
 def image_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the dataset's image column, if any. Raises ValueError if there are two."""
+    """Return the dataset's image column, if any. Raises ValueError if the dataset has two."""
     found = tuple(name for name in COLUMNS if name in names)
     if len(found) > 1:
         raise ValueError(
@@ -178,8 +180,8 @@ def _is_picture(value: Any) -> bool:
 
 
 def in_colour(messages: list[Message]) -> list[Message]:
-    """Return the messages, with contents as parts and every image converted to RGB, which some
-    processors do not do. Raises ValueError for an image part without an image."""
+    """Return the messages, with contents as parts and every image converted to RGB (some processors
+    do not convert). Raises ValueError for an image part without an image."""
     return _with_parts(
         with_images(messages, []),
         lambda p: {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p,
@@ -187,8 +189,8 @@ def in_colour(messages: list[Message]) -> list[Message]:
 
 
 def save_images(content: Text, folder: Path) -> list[str]:
-    """Write the images of a prompt as PNG files to `folder`/images, equal images only once; return
-    their paths relative to `folder`."""
+    """Write the images of a prompt as PNG files to `folder`/images. Equal images are written once.
+    Return the paths relative to `folder`."""
     names = []
     for image in images_of(content):
         picture = image.convert("RGB")

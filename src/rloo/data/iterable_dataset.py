@@ -1,4 +1,5 @@
-"""Prompts of a streaming dataset (without a length): a cursor that can be saved at any prompt."""
+"""A cursor over the prompts of a streaming dataset (without a length). Its position can be saved at
+any prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.types import Group, Prompt, sound
 
-# The number of rows that are read, checked, tokenised and shuffled together.
+# The number of rows that are read, tokenised and shuffled together.
 BLOCK = 1000
 
 
@@ -21,8 +22,8 @@ class IterablePromptDataset:
     """A cursor over the prompts of a stream. When the stream ends, the next pass starts.
 
     The stream is read in blocks of `BLOCK` rows; `make_source(rows, seed)` converts a block to
-    prompts and shuffles within it. A saved position is the stream's own state at the start of the
-    block and the index within it. If that state does not restore the same block (`datasets` does
+    prompts and shuffles within it. A saved position has the state of the stream at the start of the
+    block, and the index in the block. If the state does not restore the same block (`datasets` does
     not restore shuffle buffers), the stream is read again from its start up to the block.
     """
 
@@ -42,7 +43,8 @@ class IterablePromptDataset:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each prompt in the current block; later blocks are unknown."""
+        """The number of tokens of each prompt in the current block. Later blocks are not known
+        yet."""
         return self._block.lengths
 
     @property
@@ -56,7 +58,7 @@ class IterablePromptDataset:
         return float(self._pass + (self._is_last and self._taken == len(self._block)))
 
     def next(self, num: int) -> list[Prompt]:
-        """Return the next `num` prompts; a prompt's id is the row's number within its pass."""
+        """Return the next `num` prompts. The id of a prompt is the row's number in its pass."""
         prompts: list[Prompt] = []
         while len(prompts) < num:
             if self._taken == len(self._block):
@@ -79,7 +81,8 @@ class IterablePromptDataset:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position. Raises ValueError if the stream has other rows there."""
+        """Restore a saved position. Raises ValueError if the stream has other rows at that
+        position."""
         try:
             self._go_to(state, state["stream"], skip=0)
         except ValueError:
@@ -101,7 +104,7 @@ class IterablePromptDataset:
         self._set_block(self._read())
 
     def _next_block(self) -> None:
-        """Raises ValueError if a whole pass had no prompt that fits."""
+        """Go to the next block or pass. Raises ValueError if all prompts of a pass were dropped."""
         state = self._rows.state_dict()
         rows = [] if self._is_last else self._read()
         if rows:
@@ -147,7 +150,8 @@ Prompts: TypeAlias = PromptDataset | IterablePromptDataset
 
 
 def as_table(rows: list[dict[str, Any]], stream: IterableDataset) -> Dataset:
-    """Return rows of a stream as a dataset with its columns. Raises ValueError for no rows."""
+    """Return `rows` of a stream as a dataset with the stream's columns. Raises ValueError for no
+    rows."""
     if not rows:
         raise ValueError("the stream has 0 rows; at least 1 is needed (dataset)")
     names = dict.fromkeys(name for row in rows for name in row)

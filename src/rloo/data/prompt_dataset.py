@@ -1,4 +1,4 @@
-"""From rows to prompts: templates, and the cursor over the prompts."""
+"""From rows to prompts: templates, tokenisation, and a cursor over the prompts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from rloo.types import Group, Message, Prompt, Text
 def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset:
     """Fill `template` into a `prompt` column; without a template, return `rows` unchanged.
 
-    In the template, or in each string of a list of messages, `{name}` is replaced by that column's
-    value as text. Nothing else is interpreted, neither attributes nor formats. `{{` and `}}` are
-    literal braces, and so is `{}` (as in `\\boxed{}`).
+    In the template, or in each string of a list of messages, `{name}` is replaced by the value of
+    column `name` as text. Attributes and formats are not interpreted. `{{` and `}}` are literal
+    braces; `{}` is literal, too (as in `\\boxed{}`).
 
     >>> with_prompts(Dataset.from_dict({"question": ["1+1?"]}), "Q: {question} A:")[0]["prompt"]
     'Q: 1+1? A:'
@@ -51,8 +51,8 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
             "messages (prompt_template)"
         )
     readable = [name for name in columns if not _holds_images(rows.features[name])]
-    # The image columns are left out, since they would be decoded for nothing. A Dataset without
-    # columns has no rows.
+    # Image columns are left out, so that they are not decoded. A Dataset without columns has no
+    # rows.
     texts = rows.select_columns(readable) if readable else rows
     prompts = [_fill(template, row, number) for number, row in enumerate(texts)]
     return with_column(rows, "prompt", prompts)
@@ -61,8 +61,8 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
 def image_reader(
     rows: Dataset, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> ImageReader:
-    """Return the reader of the images in `rows`. Raises ValueError if the model cannot read
-    them."""
+    """Return the reader of the images in `rows`. Raises ValueError if the rows have images and the
+    model cannot read images."""
     columns = image_columns(rows.column_names)
     if not isinstance(processing_class, ProcessorMixin):
         if any(_holds_images(rows.features[name]) for name in columns):
@@ -83,10 +83,11 @@ def _holds_images(feature: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PromptLengthLimit:
-    """The limit of a prompt's length. `overlong` prompts, with more than `max_tokens` tokens:
-    "error" raises, "drop" removes them, "left" keeps their last tokens. Only with `may_be_empty`
-    may all prompts be dropped. The model embeds the tokens below `vocabulary`. Texts of more than
-    `max_characters` always exceed the limit, and are not tokenised, which would take minutes.
+    """The limit of a prompt's length. A prompt with more than `max_tokens` tokens is overlong.
+    `overlong` is "error" (raise), "drop" (remove the prompt) or "left" (cut the prompt from the
+    left). All prompts may be dropped only with `may_be_empty`. Token ids must be below
+    `vocabulary`. A text of more than `max_characters` characters always exceeds the limit; it is
+    not tokenised as a whole, since this can take minutes.
     """
 
     max_tokens: int
@@ -97,12 +98,12 @@ class PromptLengthLimit:
 
 
 class PromptDataset:
-    """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index), or by
+    """A cursor over the prompts of a dataset, in an order determined by (seed, epoch, index) or by
     another sampler (`set_sampler`).
 
-    The constructor tokenises all rows, so that it reports an invalid or overlong prompt before the
-    first sample, as a ValueError. `dropped` and `truncated` count the prompts that the `limit`
-    removed and cut; prompts of a dataset with images are never cut.
+    The constructor tokenises all rows and raises ValueError for an invalid or overlong prompt. Such
+    a prompt is therefore reported before sampling starts. `dropped` and `truncated` are the numbers
+    of prompts that `limit` removed and cut. Prompts of a dataset with images are never cut.
     """
 
     # Notes for the user about the rows.
@@ -170,8 +171,8 @@ class PromptDataset:
         return self._order.drawn / len(self)
 
     def next(self, num: int) -> list[Prompt]:
-        """Return the next `num` prompts. When an epoch ends, the next one starts, so no row is left
-        out, and the same row can occur twice in one call."""
+        """Return the next `num` prompts. When an epoch ends, the next epoch starts. No row is left
+        out, and a row can occur twice in one call."""
         return [self._prompt(self._numbers[i], turn) for i, turn in self._order.next(num)]
 
     def update(self, groups: Sequence[Group]) -> None:
@@ -179,7 +180,7 @@ class PromptDataset:
         self._order.update(groups)
 
     def set_sampler(self, order: PromptSampler) -> None:
-        """Use another sampler from now on; its indices are below the number of prompts."""
+        """Use another sampler from now on. Its indices must be below the number of prompts."""
         self._order = order
 
     @property
@@ -188,7 +189,7 @@ class PromptDataset:
         return list(self._rows.column_names)
 
     def values(self, column: str) -> dict[int, Any]:
-        """Return the values of a column by row number, in dataset order, for rows with a prompt.
+        """Return the values of a column by row number, in dataset order, without dropped rows.
         Raises ValueError for an unknown column."""
         if column not in self._rows.column_names:
             raise ValueError(f"the dataset has no column {column!r} (dataset)")
@@ -196,11 +197,12 @@ class PromptDataset:
         return {number: values[number] for number in self._numbers}
 
     def all_prompts(self, limit: int | None = None) -> list[Prompt]:
-        """Return the first `limit` prompts in dataset order; the cursor does not move."""
+        """Return the first `limit` prompts in dataset order, without moving the cursor."""
         return [self._prompt(number) for number in self._numbers[:limit]]
 
     def shared_with(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return those of `prompts`, without images, whose tokens equal those of a prompt here."""
+        """Return the items of `prompts` without images whose tokens equal a prompt of this
+        dataset."""
         theirs = {tuple(p.token_ids): p for p in prompts if p.pixels is None}
         found = {ids for number in self._numbers if (ids := tuple(self._tokens[number])) in theirs}
         return [p for p in prompts if p.pixels is None and tuple(p.token_ids) in found]
@@ -210,8 +212,8 @@ class PromptDataset:
         return {**self._order.state_dict(), **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved position. Raises ValueError if it was saved for other data or another
-        order, since the remaining rows would not be the ones that are left."""
+        """Restore a saved position. Raises ValueError if the position was saved for other data or
+        another order: the cursor would then repeat or skip rows."""
         for name, here in self._identity.items():
             if state[name] != here:
                 raise ValueError(
@@ -238,17 +240,17 @@ class PromptDataset:
 def _tokenise(
     rows: Dataset, encode: Encode, images: ImageReader, limit: PromptLengthLimit
 ) -> list[array]:
-    # An array takes 4 bytes per token, a list of ints 36.
+    # An array takes 4 bytes per token, a list of ints takes 36.
     tokens: list[array] = []
     read = iter(rows.select_columns(["prompt", *images.columns]))
-    together = 1 if images.columns else 1000  # images that are decoded at the same time
+    together = 1 if images.columns else 1000  # rows with images: one at a time
     try:
         while contents := [images.content(row) for row in islice(read, together)]:
             first = len(tokens)
             small = [_bounded(content, limit, n) for n, content in enumerate(contents, first)]
             encoded = iter(encode([content for content in small if content is not None]))
             for content in small:
-                # A text that is certainly too long counts as one token above the limit.
+                # A text that is certainly too long gets one token more than the limit.
                 ids = [0] * (limit.max_tokens + 1) if content is None else next(encoded)
                 tokens.append(array("i", ids))
     except _TooLarge:
@@ -269,7 +271,8 @@ class _TooLarge(ValueError):
 
 
 def _bounded(content: Text, limit: PromptLengthLimit, number: int) -> Text | None:
-    """The part of a prompt to tokenise: its end if that suffices, None if the prompt is dropped."""
+    """The part of a prompt to tokenise: the end of a text that will be cut, None if it is
+    dropped."""
     characters = _count_characters(content)
     if characters <= limit.max_characters:
         return content
@@ -306,7 +309,7 @@ def _describe_overlong(too_long: dict[int, int], limit: int) -> str:
 
 
 def _hash_content(rows: Dataset) -> str:
-    # In Arrow format the result does not depend on the format or decoding that the user has set.
+    # In Arrow format the hash does not depend on the format or decoding that the user set.
     digest = hashlib.sha256()
     for batch in rows.with_format("arrow").iter(batch_size=1000):
         for row in batch.to_pylist():

@@ -11,7 +11,8 @@ from rloo.types import Group
 
 
 class Draw(NamedTuple):
-    """The index of a prompt, and the pass over the prompts: each is sampled once per pass."""
+    """The index of a prompt, and the number of the pass over the prompts. A pass has each prompt
+    once."""
 
     number: int
     turn: int
@@ -33,12 +34,12 @@ class PromptSampler(Protocol):
         """Return the position, as plain JSON values."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a position of the same prompts and seed."""
+        """Restore a position, for the same prompts and the same seed."""
 
 
 class EpochSampler:
-    """Passes over all `size` prompts, independent of their rewards: each in a new random order, or
-    always in dataset order."""
+    """Passes over all `size` prompts, independent of rewards. Each pass has a new random order, or
+    all passes have the order of the dataset."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
         self.drawn = 0
@@ -46,7 +47,7 @@ class EpochSampler:
         self._order: tuple[int, np.ndarray] | None = None
 
     def next(self, num: int) -> list[Draw]:
-        """Return the next `num`; when a pass ends, the next one starts."""
+        """Return the next `num` draws. When a pass ends, the next pass starts."""
         places = [self._at(position) for position in range(self.drawn, self.drawn + num)]
         self.drawn += num
         return places
@@ -72,7 +73,7 @@ class EpochSampler:
 
 
 def shuffled(size: int, seed: int, turn: int) -> np.ndarray:
-    """Return the numbers below `size` in an order that is a function of the seed and the pass."""
+    """Return the numbers below `size` in a random order that depends only on `seed` and `turn`."""
     # NumPy keeps the raw output of a bit generator stable across versions, but not `permutation`.
     key = np.array([seed % 2**64, turn], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")

@@ -1,4 +1,4 @@
-"""From the content of a prompt, a string or messages, to its tokens."""
+"""Tokenisation of prompts, which are strings or lists of messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rloo.types import Message, Text
 
 ProcessingClass: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin
 Encode: TypeAlias = Callable[[Iterable[Text]], Iterable[list[int]]]
-# Exceptions of expressions in a template, such as the sandbox's limit on ranges.
+# Exceptions that expressions in a template raise, such as the sandbox's limit on ranges.
 _OF_TEMPLATES = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
 )  # fmt: skip
@@ -24,12 +24,13 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def encode_prompt(
     content: Text, processing_class: ProcessingClass, *, chat_template_kwargs: dict[str, Any]
 ) -> list[int]:
-    """Return the token ids of a prompt, at least one.
+    """Return the token ids of a prompt, at least one id.
 
-    A string gets the special tokens that the tokenizer puts before it, but no second BOS token, and
-    none after it, since the completion follows. Messages go through the chat template, which opens
-    the assistant's turn, or continues it if the last message is the assistant's. Raises ValueError
-    for other content, and for messages that the chat template rejects.
+    Special tokens that the tokenizer puts before a text are added to a string, but no second BOS
+    token. Special tokens after a text are left out, since the completion follows. The chat template
+    is applied to messages. It opens the assistant's turn, or continues it if the last message is
+    from the assistant. Raises ValueError for other content, and for messages that the chat template
+    rejects.
     """
     one = encode_prompts([content], processing_class, chat_template_kwargs=chat_template_kwargs)
     return next(one)
@@ -42,7 +43,7 @@ def encode_prompts(
     chat_template_kwargs: dict[str, Any],
 ) -> Iterator[list[int]]:
     """Yield the result of `encode_prompt` for each prompt in turn. Consecutive strings are
-    tokenised in one call, since a call takes longer than a prompt."""
+    tokenised in one call, since a call costs more time than a prompt."""
     tokenizer = tokenizer_of(processing_class)
     begin = str(tokenizer.bos_token) if tokenizer.bos_token is not None else None
 
@@ -66,7 +67,7 @@ def encode_prompts(
 
 
 def tokens_behind(processing_class: ProcessingClass) -> list[int]:
-    """Return the special tokens that a tokenizer puts after a text, as for a classifier."""
+    """Return the special tokens that a tokenizer appends to a text (some do, for classifiers)."""
     tokenizer = tokenizer_of(processing_class)
     plain, whole = (
         list(tokenizer("a", add_special_tokens=adds)["input_ids"]) for adds in (False, True)
@@ -80,7 +81,7 @@ def tokens_behind(processing_class: ProcessingClass) -> list[int]:
 def note_of_special_tokens(
     contents: Iterable[Text], processing_class: ProcessingClass
 ) -> list[str]:
-    """Return a note if special tokens after texts are left out."""
+    """Return a note if special tokens after prompts are left out."""
     behind = tokens_behind(processing_class)
     if not behind or not any(isinstance(content, str) for content in contents):
         return []
@@ -132,8 +133,8 @@ def apply_chat_template(
             f"chat_template_kwargs has {', '.join(clashes)}, which follow from the prompt itself; "
             "leave them out (chat_template_kwargs)"
         )
-    # Arrow adds the keys of every message to each message, and some templates take
-    # `tool_calls: None` for a call. transformers 5.23 removes such keys, 5.17 does not.
+    # Arrow adds the keys of all messages to each message, and some templates treat
+    # `tool_calls: None` as a call. transformers 5.23 removes such keys, 5.17 does not.
     present = [{k: v for k, v in m.items() if v is not None} for m in messages]
     if processes:
         present = in_colour(present)

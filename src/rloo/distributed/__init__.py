@@ -1,4 +1,4 @@
-"""The processes of a run."""
+"""The processes of a run: their ranks, devices, collectives and workers."""
 
 from rloo.distributed.world import (
     World,

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from rloo.distributed.file_lock import FileLock
 
-# Age in seconds below which the writer of an unlocked folder may not have locked it yet.
+# The writer of an unlocked folder of at most this age, in seconds, may be about to lock it.
 _JUST_MADE = 1.0
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file's data, or a folder's entries, to the disk. Without this a power cut may lose
-    them, and a rename may reach the disk before the renamed data."""
+    """Flush a file's data, or a folder's entries, to the disk. Without this call, a power cut may
+    lose them, and a rename may reach the disk before the renamed data."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -30,8 +30,8 @@ def fsync_path(path: Path) -> None:
 @contextmanager
 def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
     """Yield a new folder `tmp-{name}-{pid}` in `directory`; its files are synced when the block
-    ends. The caller renames it into place. An error, also Ctrl-C, removes it. The next writer of
-    this name removes the folder of a killed process."""
+    ends. The caller then renames the folder. An error (also Ctrl-C) removes the folder. The folder
+    of a killed process is removed by the next writer of this name."""
     temporary = directory / f"tmp-{name}-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     for other in directory.glob(f"tmp-{glob.escape(name)}-*"):
@@ -40,7 +40,7 @@ def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
             _remove_abandoned(other)
     temporary.mkdir(parents=True)
     lock = None
-    with suppress(OSError):  # on a file system without locks nothing is removed either
+    with suppress(OSError):  # on a file system without locks, no folder is removed either
         lock = FileLock(temporary)
     try:
         yield temporary
@@ -56,8 +56,8 @@ def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
 
 
 def open_as_usual(files: Iterable[Path]) -> None:
-    """Give files of mode 600, which safetensors writes, the mode that this process's umask gives
-    to new files."""
+    """Set the mode of files with mode 600, which safetensors writes, to the mode of new files under
+    this process's umask."""
     before = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(before)
     for file in files:
@@ -66,7 +66,7 @@ def open_as_usual(files: Iterable[Path]) -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder unless its writer holds its lock."""
+    """Remove a folder unless its writer holds the folder's lock."""
     with suppress(OSError):
         lock = FileLock(folder)
         try:
@@ -77,8 +77,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder. It is renamed first, so that an interrupted removal leaves no partial folder
-    under its name. If it is a symlink, only the link is removed."""
+    """Remove a folder. The folder is renamed first, so that an interrupted removal leaves no
+    partial folder with the original name. If `folder` is a symlink, only the link is removed."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -89,7 +89,7 @@ def remove_tree(folder: Path) -> None:
 
 
 def list_files(folder: Path) -> dict[str, dict[str, int | str]]:
-    """The size in bytes and the SHA-256 of every file in `folder`, by its path there."""
+    """The size in bytes and the SHA-256 of every file in `folder`, by its path in the folder."""
     return {
         str(file.relative_to(folder)): {"size": file.stat().st_size, "sha256": hash_file(file)}
         for file in sorted(folder.rglob("*"))

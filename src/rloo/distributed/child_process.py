@@ -1,7 +1,7 @@
-"""Child processes: start, watch and end a program, and end it when its parent dies.
+"""Child processes: start, monitor and stop a program, and stop it when its parent dies.
 
-Code inside the sandbox cannot import this module. It has its own implementation
-(`process_tree` on the guest side).
+Code inside the sandbox cannot import this module. Such code uses `process_tree`, a separate
+implementation.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ from typing import IO, Any, Literal
 HAS_DEATH_SIGNAL = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.02
-# A shell that starts the command, and ends it when no process can write to the shell's stdin.
+# A shell that starts the command, and stops the command when no process can write to the shell's
+# stdin.
 _GUARD = (
     'exec 3<&0; "$@" </dev/null & child=$!; '
     "{ cat >/dev/null; kill -TERM $child 2>/dev/null; sleep 8; kill -KILL 0; } <&3 & "
     "wait $child; status=$?; kill -KILL 0; exit $status"
 )
-# How a child learns that its parent is dead.
-#   signal: Linux sends SIGKILL when the thread that started the child ends. Elsewhere as `guard`.
-#   guard: a shell between the two ends the program when a pipe from the parent is closed. It needs
-#       no code between fork and exec, which would copy the page tables of a large process.
-#   lifeline: a program of this package reads that pipe. Its last argument is the pipe's number.
+# How a child detects that its parent is dead.
+#   signal: Linux sends SIGKILL when the thread that started the child ends. Other systems use
+#       `guard`.
+#   guard: a shell between parent and program stops the program when a pipe from the parent is
+#       closed. No code runs between fork and exec; such code would copy the page tables of a large
+#       process.
+#   lifeline: a program of this package reads the pipe. Its last argument is the pipe's number.
 #   channel: the program ends when `channel` is closed at the other end.
 Tie = Literal["signal", "guard", "lifeline", "channel"]
 
@@ -44,10 +47,10 @@ class ChildProcess:
 
     `environment` replaces this process's environment. Output is appended to the file `log`, or goes
     to this process's streams. `quiet` discards standard output. Standard input is empty unless
-    `shares_input`. The child inherits the descriptor `channel`, whose number is the command's last
-    argument (before that of a lifeline). Signals in `unblocked` are delivered to the child even if
-    this thread blocks them. The child runs as `user`. Raises OSError if the program cannot be
-    started.
+    `shares_input`. The child inherits the descriptor `channel`. The number of the descriptor is the
+    command's last argument, before the number of a lifeline. Signals in `unblocked` are delivered
+    to the child even if this thread blocks them. The child runs as `user`. Raises OSError if the
+    program cannot be started.
     """
 
     command: Sequence[str]
@@ -111,7 +114,7 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     def poll(self) -> int | None:
@@ -123,14 +126,14 @@ class ChildProcess:
         return self._process.wait()
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status; None if the process still runs after so many seconds."""
+        """The exit status, or None if the process still runs after `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def reap(self) -> int | None:
-        """The exit status if the process has ended. If it failed, the rest of its group is killed
-        first, before its pid can be reused."""
+        """The exit status if the process has ended. If the process failed, the rest of its group is
+        killed first, before the pid can be reused."""
         seen = self._seen_status()
         if seen is None:
             return None
@@ -152,8 +155,9 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, seconds: float = 0.0, *, group: bool = False) -> int:
-        """Terminate the process, kill it after so many seconds, and return its exit status. With
-        `group` its group is killed too, even if it has ended. Thread-safe, and may be repeated."""
+        """Terminate the process, kill it after `seconds`, and return its exit status. With `group`
+        the process group is killed too, even if the process has ended. Thread-safe, and may be
+        repeated."""
         if seconds > 0 and self._process.poll() is None:
             if self._lifeline is None:
                 self._process.terminate()
@@ -169,7 +173,8 @@ class ChildProcess:
         return status
 
     def _seen_status(self) -> int | None:
-        """The exit status, or the signal's number, if it has ended; its pid stays reserved."""
+        """The exit status, or the signal's number, if the process has ended. The pid stays
+        reserved."""
         if self._process.returncode is None:
             with suppress(ChildProcessError):  # another thread waited for it
                 how = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -187,7 +192,8 @@ class ChildProcess:
 
 
 def last_lines(log: Path, count: int) -> str:
-    """The last lines of a file, each after a line break and indented; empty if there are none."""
+    """The last lines of a file, each after a line break and indented. Empty if the file has
+    none."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -196,20 +202,21 @@ def last_lines(log: Path, count: int) -> str:
 
 
 def describe_status(status: int | None, name: Callable[[int], str] = "signal {}".format) -> str:
-    """A sentence on how a process has ended; `name` names a signal."""
+    """A phrase that describes how a process has ended. `name` returns the name of a signal."""
     if status is None:
         return "is gone, or cannot be reached any more"
     return f"was ended by {name(-status)}" if status < 0 else f"ended with status {status}"
 
 
 def shell_status(status: int) -> int:
-    """An exit status as a shell reports it: 128 plus the number of a signal."""
+    """An exit status as a shell reports it; for a signal, 128 plus its number."""
     return status if status >= 0 else 128 - status
 
 
 def _prepare(unblocked: Collection[int], *, by_signal: bool) -> Callable[[], None]:
-    """The function that the child calls between fork and exec. Its functions are looked up here:
-    after a fork another thread may hold a lock, and the child does not have that thread."""
+    """Return the function that the child calls between fork and exec. Its library functions are
+    looked up before the fork: a lock that another thread holds at the fork is never released in the
+    child."""
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl if by_signal else None
 

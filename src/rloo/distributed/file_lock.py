@@ -1,4 +1,4 @@
-"""A file lock that the system releases when its process ends, however it dies."""
+"""A file lock that the system releases when its process ends, also after a kill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 # Device and inode of each lock that this process holds, by descriptor. A reward function may have
-# closed a descriptor; device and inode show whether its number now belongs to another file.
+# closed a descriptor. Device and inode show whether the descriptor's number now belongs to another
+# file.
 _held: dict[int, tuple[int, int]] = {}
 
 
@@ -17,8 +18,8 @@ class LockUnavailable(OSError):
 
 
 class FileLock:
-    """An exclusive lock on a folder, or on a file, which is created if missing, until `release`.
-    Raises BlockingIOError if it is held already, and LockUnavailable."""
+    """An exclusive lock on a folder or a file, until `release`. A missing file is created. Raises
+    BlockingIOError if the lock is held already, and LockUnavailable."""
 
     def __init__(self, path: Path, mode: int = 0o666) -> None:
         flags = os.O_RDONLY | os.O_NOFOLLOW if path.is_dir() else os.O_RDWR | os.O_CREAT
@@ -45,7 +46,7 @@ class FileLock:
 
 def require_free(path: Path) -> None:
     """Raise BlockingIOError if another process holds the file's lock, and OSError if the file does
-    not exist. Creates no file and holds no lock afterwards."""
+    not exist. The call creates no file and leaves no lock."""
     with path.open() as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
@@ -56,9 +57,10 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _release(descriptor: int) -> None:
-    """Close a lock's file, unless it is closed and its number belongs to another file."""
+    """Close a lock's descriptor, unless it was closed and its number now belongs to another
+    file."""
     file = _held.pop(descriptor, None)
-    with suppress(OSError):  # it is closed
+    with suppress(OSError):  # the descriptor is closed
         if _identity(descriptor) == file:
             os.close(descriptor)
 

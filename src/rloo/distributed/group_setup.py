@@ -1,5 +1,5 @@
-"""Process groups of torch.distributed: create, test and destroy them without waiting for a hanging
-collective. Also the buckets of an all-reduce."""
+"""Process groups of torch.distributed: functions that create, test and destroy groups without
+waiting for a hanging collective. Also the buckets of an all-reduce."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-# Most elements of gradients in one all-reduce.
+# The largest number of gradient elements in one all-reduce.
 BUCKET = 1 << 24
-# Seconds that NCCL gets to abort a hanging collective at the end of the process.
+# The seconds within which NCCL must abort a hanging collective at the end of the process.
 PATIENCE = 3.0
-# Collectives that were given up and may still be pending, each with its group.
+# Abandoned collectives, which may still be pending, each with its group.
 _ABANDONED: list[tuple[Any, Any]] = []
 
 
@@ -43,7 +43,7 @@ class ProcessGroups:
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def make(self) -> Any:
-        """A new group. Collective: all processes create it at the same point."""
+        """Create a new group. A collective: all processes call it at the same point."""
         return self._tried(dist.new_group(backend=self.backend, timeout=self.limit))
 
     def make_first(self, store: dist.Store, rank: int, size: int) -> None:
@@ -54,7 +54,8 @@ class ProcessGroups:
         self._tried(None)
 
     def _tried(self, group: Any) -> Any:
-        """The group after its first collective: NCCL connects only then, and without a timeout."""
+        """Run the group's first collective and return the group. NCCL connects only in this
+        collective, and without a timeout."""
         if self.device.type == "cuda":
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             torch.cuda.synchronize(self.device)
@@ -62,8 +63,9 @@ class ProcessGroups:
 
 
 def in_thread(work: Callable[[], T], seconds: float) -> T:
-    """The result of `work`, or its exception. It runs in a thread, since it may wait where Python
-    handles no signal. Raises RuntimeError if it takes longer than `seconds`."""
+    """Return the result of `work`, or raise its exception. `work` runs in a thread, since it may
+    wait in code in which Python handles no signal. Raises RuntimeError if `work` takes longer than
+    `seconds`."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -87,8 +89,8 @@ def connect_alone(device: torch.device) -> None:
 
 
 def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
-    """See `World.mesh`. The mesh has a separate group, since waits in other groups may be given
-    up."""
+    """See `World.mesh`. The mesh has a separate group, since collectives in other groups may be
+    abandoned."""
     from torch.distributed.device_mesh import DeviceMesh
 
     group = dist.new_group(timeout=timedelta(seconds=timeout))
@@ -96,12 +98,12 @@ def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
 
 
 def abandon(work: Any, group: Any) -> None:
-    """Record that a collective in a group (None: the default one) was given up."""
+    """Record that a collective in a group (None: the default group) was abandoned."""
     _ABANDONED.append((work, group or dist.group.WORLD))
 
 
 def destroy_groups() -> None:
-    """Destroy all process groups, once. A group with a pending collective is leaked on purpose:
+    """Destroy all process groups, once. A group with a pending collective is not destroyed, since
     destroying it would block."""
     if not dist.is_initialized():
         return
@@ -115,8 +117,8 @@ def destroy_groups() -> None:
 
 
 def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split parameters into runs of one dtype and device with at most `BUCKET` elements. A larger
-    parameter gets its own bucket."""
+    """Split parameters, in order, into buckets of one dtype and device with at most `BUCKET`
+    elements. A larger parameter is a bucket of its own."""
     bucket: list[Tensor] = []
     size = 0
     for parameter in parameters:

@@ -6,8 +6,8 @@ import os
 
 
 def num_processors() -> int:
-    """The number of processors that this process may use. If the system does not report it (macOS),
-    the number of processors of the machine."""
+    """The number of processors that this process may use. If the system does not report this number
+    (macOS), the number of processors of the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

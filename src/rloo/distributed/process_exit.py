@@ -17,9 +17,9 @@ _REPLACING = ("execv", "execve")  # all other functions of the exec family call 
 
 @contextmanager
 def no_silent_end(what: str) -> Iterator[None]:
-    """Inside the block, os._exit(0) from any thread ends this process with status 1 and prints its
-    caller. os.exec*, which would replace this process, raises PermissionError. `what` names the
-    block in messages. Forked children are not affected."""
+    """Within this context, os._exit(0) from any thread ends this process with status 1 and prints
+    the caller. os.exec*, which would replace this process, raises PermissionError. `what` names the
+    running work in messages. Forked children are not affected."""
     process, before = os.getpid(), {name: getattr(os, name) for name in ("_exit", *_REPLACING)}
 
     def leave(status: int) -> None:

@@ -1,5 +1,5 @@
-"""Collectives between the processes of a run, on torch.distributed. A wait has a timeout, handles
-signals, and its error names the missing rank."""
+"""Collectives between the processes of a run, on torch.distributed. Every wait has a timeout and
+handles signals. The error of a wait names the missing rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POLL_SECONDS = 0.5
 HEARTBEAT_SECONDS = 1.0
 # Consecutive checks without a heartbeat after which a process counts as gone.
 MISSED_HEARTBEATS = 4
-# Seconds that the main process waits for the others to leave before it ends.
+# Seconds that the main process waits at its end for the other processes to leave.
 SHUTDOWN_SECONDS = 3.0
 FAILED, ASKED, OVER, BROKEN = "failed", "asked", "over", "broken"
 _NUMBERS = itertools.count()
@@ -45,17 +45,17 @@ class RankError(ConnectionError):
 
 
 class AllOutOfMemory(torch.OutOfMemoryError):
-    """Some process ran out of memory; every process raises this."""
+    """A process ran out of memory. All processes raise this error."""
 
 
 class Collectives:
-    """Collectives over all processes. Signals interrupt a wait. A wait also ends after `timeout`
+    """Collectives over all processes. Signals interrupt a wait. A wait also raises after `timeout`
     seconds, and as soon as another process has failed.
 
     `where` returns the current phase of this process, for error messages of other ranks. `signals`
     are the stop signals of this process. `seconds` counts the time spent waiting and `received` the
-    bytes gathered; callers reset both. `left_behind`: an error has ended a block of `in_step`. The
-    ranks' collectives no longer match after a failed run, so `make_group` creates the group of the
+    bytes gathered; callers reset both. `left_behind` is true after an error inside `in_step`. After
+    a failed run the ranks' collectives no longer match, so `make_group` creates a new group for the
     next run.
     """
 
@@ -121,7 +121,7 @@ class Collectives:
                 with self._others_waiting():
                     yield
                 return
-            self.signals.pass_on(asked)  # `deferred` raises it at its end
+            self.signals.pass_on(asked)  # `deferred` raises the signal later
 
     @contextmanager
     def _others_waiting(self) -> Iterator[None]:
@@ -135,8 +135,8 @@ class Collectives:
             raise
 
     def regroup(self, value: T) -> list[T] | None:
-        """See `World.regroup`; `value` must be JSON-serializable. It travels over the store, since
-        the group may be in the middle of a collective."""
+        """See `World.regroup`; `value` must be JSON-serializable. The values are exchanged through
+        the store, since the group may be in the middle of a collective."""
         keys = [self._key(f"meeting of {rank}") for rank in range(self._size)]
         until = time.monotonic() + self._timeout
         met: list[Any] = []
@@ -169,7 +169,7 @@ class Collectives:
 
     def fail(self, error: BaseException) -> None:
         """Report this process's failure to the others, unless one of them failed before."""
-        if self._met:  # the others know, and may still be saving
+        if self._met:  # the others know of the failure, and may still be saving
             return
         said: dict[str, Any] = {"rank": self._rank, "where": self.where()}
         said["error"] = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -177,13 +177,13 @@ class Collectives:
             said["signal"] = int(signal.SIGINT)
         elif (number := getattr(error, "signal", None)) is not None:  # `Stopped`
             said["signal"] = int(number)
-        with suppress(RuntimeError):  # the launcher is gone, and so are the others
+        with suppress(RuntimeError):  # the launcher and the others are gone
             self._store.compare_set(self._key(FAILED), "", json.dumps(said))
 
     def end(self) -> None:
         """End a run. The main process calls this after it has saved everything. The others wait for
-        it, so that no launcher ends it because they have ended. The main process also reports
-        whether the next run needs a new group."""
+        this call: a launcher may kill the main process once they have ended. The main process also
+        reports whether the next run needs a new group."""
         over = self._key(OVER)
         with suppress(RuntimeError):
             if self._rank == 0:
@@ -199,8 +199,8 @@ class Collectives:
         self._runs += 1
 
     def close(self) -> None:
-        """Leave the group at the end of the process. The main process leaves last, since it may
-        host the store that the others read."""
+        """Leave the group at the end of the process. The main process leaves last, since this
+        process may host the store that the others read."""
         self._over.set()
         with suppress(RuntimeError):
             if self._rank > 0:
@@ -279,8 +279,8 @@ class Collectives:
         return RankError(f"rank {names} is gone (killed?); this was in {self.where()}")
 
     def _late(self) -> RankError:
-        """The error for a wait that timed out: names the ranks that others wait for, and prints
-        their stacks."""
+        """The error for a wait that timed out. The error names the ranks that others wait for.
+        Their stacks are printed."""
         self._store.set(self._key(ASKED), "")
         time.sleep(3 * HEARTBEAT_SECONDS)
         said = []
@@ -301,7 +301,8 @@ class Collectives:
         )
 
     def _silent(self, unless: Callable[[], bool] = lambda: False) -> set[int]:
-        """Ranks whose heartbeat did not change. Empty as soon as `unless()` is true."""
+        """Ranks whose heartbeat did not change during a wait. Empty as soon as `unless()` is
+        true."""
         keys = [f"alive {rank}" for rank in range(self._size)]
         before = self._store.multi_get(keys)
         until = time.monotonic() + 2.5 * HEARTBEAT_SECONDS
@@ -314,8 +315,8 @@ class Collectives:
         return {rank for rank, (old, new) in pairs if old == new and rank != self._rank}
 
     def _live(self) -> None:
-        """Write heartbeats, and once per run answer a rank that asks for this one's phase and
-        stack."""
+        """Write heartbeats. Once per run, report the phase and stack of this rank if another rank
+        requests them."""
         answered = -1
         with suppress(RuntimeError):  # the process that hosts the store is gone
             beat = 0
@@ -333,10 +334,10 @@ class Collectives:
 def connect(
     rank: int, size: int, timeout: float, device: torch.device, *, watched: bool = False
 ) -> Collectives:
-    """Connect to the other processes at MASTER_ADDR and MASTER_PORT. `watched`: other code waits
-    for NCCL too, so torch's watchdog must end hanging collectives. Raises RankError if they do not
-    meet within `timeout` seconds."""
-    # Longer than the waits of `Collectives`, whose errors say more.
+    """Connect to the other processes at MASTER_ADDR and MASTER_PORT. With `watched`, other code
+    waits for NCCL too, so torch's watchdog must abort hanging collectives. Raises RankError if the
+    rendezvous takes longer than `timeout` seconds."""
+    # Longer than the timeout of `Collectives`, whose errors are more informative.
     groups = ProcessGroups(device, timedelta(seconds=timeout + 10))
     if not watched:
         # The watchdog would end the process before it can save. `_wait` raises the error instead.

@@ -1,4 +1,5 @@
-"""Nested values as tensors and JSON, without pickle. Checkpoints and messages use this format."""
+"""Converts nested values to tensors and JSON, without pickle. Checkpoints and messages use this
+format."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _CODEC = Codec({"tuple": "tuple", "dict": "dict"}, exact=True)
 
 
 def flatten(tree: Any) -> Flat:
-    """Nested dicts, lists and tuples as named tensors and JSON values, which `unflatten` converts
-    back. JSON alone would turn tuples into lists and the keys of dicts into strings."""
+    """Convert nested dicts, lists and tuples to named tensors and JSON values. `unflatten` converts
+    them back. JSON alone would turn tuples into lists and the keys of dicts into strings."""
     tensors: dict[str, Tensor] = {}
 
     def take(value: Any, place: Place) -> Any:
@@ -41,7 +42,7 @@ def unflatten(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """A nested value as bytes, without any loss; see `flatten` for the possible values."""
+    """Convert a nested value to bytes, without loss. See `flatten` for the possible values."""
     tensors, plain = flatten(value)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     text = bytearray(json.dumps(plain, ensure_ascii=False).encode("utf-8", "surrogatepass"))

@@ -1,7 +1,7 @@
 """A worker that is started outside of the run: `rloo worker KIND FOLDER`.
 
-The worker connects to the run's main process and serves it until the connection ends. Then it
-connects again, since the main process may have been restarted.
+The worker connects to the run's main process and serves it until the connection ends. The worker
+then connects again, since the main process may have been restarted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _CONNECT_SECONDS = 10.0
 
 
 def work(kind: str, folder: Path, *, patience: float) -> int:
-    """Serve the run in `folder` until it is over; returns the number of connections. Raises
-    TimeoutError if no run listens there for `patience` seconds."""
-    before = _read(folder / FILE).get("secret")  # the secret of an earlier run, if that is over
+    """Serve the run in `folder` until the run is over. Returns the number of connections. Raises
+    TimeoutError if no run of this folder listens for `patience` seconds."""
+    before = _read(folder / FILE).get("secret")  # the secret of an earlier run that is over
     served, deadline = 0, time.monotonic() + patience
     while time.monotonic() < deadline:
         known = _read(folder / FILE)
@@ -63,7 +63,7 @@ def _go_to(known: dict[str, Any], kind: str) -> Connection | None:
         hello = {"kind": kind, "host": socket.gethostname(), "pid": os.getpid()}
         connection.send_bytes(json.dumps(hello).encode())
         unhurried(connection)
-    except REFUSALS:  # the main process is gone, or it is another process
+    except REFUSALS:  # the main process is gone, or another process answered
         if connected is not None:
             connected.close()
         return None
@@ -71,7 +71,7 @@ def _go_to(known: dict[str, Any], kind: str) -> Connection | None:
 
 
 def _serve(kind: str, connection: Connection) -> None:
-    """Start a process that answers the calls, until it or the connection ends."""
+    """Start a process that answers the calls until the process or the connection ends."""
     process = start(KINDS[kind], connection.fileno())
     try:
         _wait(process, connection)
@@ -81,8 +81,8 @@ def _serve(kind: str, connection: Connection) -> None:
 
 
 def _wait(process: ChildProcess, connection: Connection) -> None:
-    """Wait until the process has ended or the run has closed the connection. A process that is
-    computing does not notice a closed connection itself."""
+    """Wait until the process has ended or the run has closed the connection. During a computation
+    the process itself does not notice a closed connection."""
     poll = select.poll()
     poll.register(connection.fileno(), select.POLLRDHUP)
     while process.poll() is None:

@@ -1,4 +1,4 @@
-"""Sharded tensors: by rows (FSDP2, DTensor) or as a flat slice (DeepSpeed ZeRO-3). Functions here
+"""Sharded tensors: by rows (FSDP2, DTensor) or as a flat slice (DeepSpeed ZeRO-3). The functions
 also accept tensors that are not sharded."""
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor of `shape` is sharded: process `rank` of `group` has `piece`, its elements from
-    `rank * step` on, a view of the local shard. The last pieces may be shorter, or empty."""
+    """The sharding of a tensor of `shape`. Process `rank` of `group` has `piece`, the elements from
+    `rank * step` on. `piece` is a view of the local shard. The last pieces may be shorter, or
+    empty."""
 
     piece: Tensor
     step: int
@@ -34,7 +35,7 @@ class Sharding:
 
 
 def sharding(tensor: Tensor) -> Sharding | None:
-    """How a tensor is sharded; None if it is not."""
+    """The sharding of a tensor; None if it is not sharded."""
     found: Any = tensor
     if hasattr(tensor, "ds_tensor"):
         step, rank = found.ds_tensor.ds_numel, dist.get_rank(found.ds_process_group)
@@ -63,7 +64,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def numbers_before(tensor: Tensor) -> int:
-    """The number of elements of the full tensor before those of this process."""
+    """The number of elements of the full tensor before the elements of this process."""
     found = sharding(tensor)
     return 0 if found is None else found.start
 
@@ -74,8 +75,8 @@ def shape_of(tensor: Tensor) -> torch.Size:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The full tensor, without gradients. For a sharded tensor this is a collective that returns a
-    copy; it needs no memory beyond the copy."""
+    """The full tensor, without gradients. For a sharded tensor this is a collective. The result is
+    then a copy, and no other memory is needed."""
     found = sharding(tensor)
     if found is None:
         return tensor.detach()
@@ -83,7 +84,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if dist.get_backend(found.group) != "gloo":
         device = torch.device("cuda", torch.cuda.current_device())
     whole = torch.empty(found.shape.numel(), dtype=found.piece.dtype, device=device)
-    # torch's all-gather needs pieces of equal length, and makes another copy to drop the padding.
+    # torch's all-gather is not used: it needs pieces of equal length, and a second copy without the
+    # padding.
     for rank, part in enumerate(whole.split(found.step or 1)):
         if rank == found.rank:
             part.copy_(found.piece)
@@ -92,7 +94,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
-    """Copy the values of a full tensor, which every process has, into `tensor`."""
+    """Copy the values of the full tensor `whole` into `tensor`. Every process has all of
+    `whole`."""
     found = sharding(tensor)
     with torch.no_grad():
         if found is None:
@@ -100,19 +103,19 @@ def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
             return
         start, numbers = found.start, whole.reshape(-1)
         found.piece.copy_(numbers[start : start + len(found.piece)])
-        if hasattr(tensor, "ds_tensor") and tensor.numel():  # DeepSpeed holds it gathered
+        if hasattr(tensor, "ds_tensor") and tensor.numel():  # DeepSpeed has gathered it
             tensor.copy_(whole)
 
 
 def lerp(tensor: Tensor, other: Tensor, share: float) -> None:
     """tensor = (1 - share) * tensor + share * other, in place; both have the same sharding."""
     to_local(tensor).lerp_(to_local(other), share)
-    if hasattr(tensor, "ds_tensor") and tensor.numel():  # DeepSpeed holds it gathered
+    if hasattr(tensor, "ds_tensor") and tensor.numel():  # DeepSpeed has gathered it
         tensor.data.copy_(full_tensor(tensor))
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole`, which every process has, sharded by rows as `like` is (FSDP2)."""
+    """Shard `whole` by rows as `like` is sharded (FSDP2). Every process has all of `whole`."""
     if not hasattr(like, "device_mesh"):
         return whole
     from torch.distributed.tensor import distribute_tensor
@@ -123,7 +126,8 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Full tensors, which every process has, sharded by rows if the parameters of `model` are."""
+    """Shard full tensors by rows if the parameters of `model` are. Every process has all
+    tensors."""
     rows = (p for p in model.parameters() if hasattr(p, "device_mesh"))
     like = next(rows, None)
     return (
@@ -133,8 +137,8 @@ def shard_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def writable(module: nn.Module) -> Iterator[None]:
-    """Gather the trained parameters that DeepSpeed has sharded. Inside the block all processes may
-    change them, in the same way. Collective."""
+    """Gather the trained parameters that DeepSpeed has sharded. Within this context all processes
+    may change them, in the same way. A collective."""
     divided = [p for p in module.parameters() if hasattr(p, "ds_tensor") and p.requires_grad]
     if not divided:
         yield
@@ -146,8 +150,8 @@ def writable(module: nn.Module) -> Iterator[None]:
 
 
 def whole_copy(module: nn.Module) -> Any:
-    """A deep copy of a module. If it is sharded, the copy has full parameters and no hooks, and
-    this is a collective."""
+    """A deep copy of a module. If the module is sharded, the copy has full parameters and no hooks,
+    and the call is a collective."""
     if not any(map(is_sharded, module.parameters())):
         return copy.deepcopy(module)
     known: dict[int, Any] = {

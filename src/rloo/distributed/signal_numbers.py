@@ -1,17 +1,17 @@
-"""Stop signals, as far as the collectives need to know them."""
+"""The part of signal handling that the collectives use."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-# Signals that ask a process to stop. Not every system has all of them.
+# Signals that request a process to stop. Not every system has all of them.
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
 
 class Signals(Protocol):
-    """The stop signals of a process. `received` is the first one; `deferred` delays it in a block,
-    and `pass_on` takes one from another process."""
+    """The stop signals of a process. `received` is the first signal. `deferred` delays signals in a
+    block, and `pass_on` handles a signal that another process received."""
 
     received: int | None
 
@@ -20,14 +20,14 @@ class Signals(Protocol):
         """Whether signals are deferred now."""
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Defer signals in this block; one that arrived is raised at its end."""
+        """Defer signals in this block. A signal that arrived is raised at the end of the block."""
 
     def pass_on(self, number: int) -> None:
         """Handle a signal that another process has received."""
 
 
 class IgnoredSignals:
-    """The signals before a run: none is handled."""
+    """Signals before a run starts: no signal is handled."""
 
     received: int | None = None
     is_held = True

@@ -1,4 +1,5 @@
-"""The standard streams of a process: reopen closed ones, and print untrusted text escaped."""
+"""The standard streams of a process: functions that reopen closed streams and print untrusted text
+escaped."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from typing import IO
 
 def inert(text: str, encoding: str = "utf-8") -> str:
     """Escape every character of `text`, except newlines, that is not printable (control, direction
-    override, surrogate, unassigned) or not in `encoding`. The result cannot move the cursor or set
-    colours or titles, and any stream can print it."""
+    override, surrogate, unassigned) or not in `encoding`. The result cannot move a terminal's
+    cursor or set colours or titles. Any stream can print the result."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
     shown = (
@@ -43,8 +44,8 @@ def show(text: str, stream: IO[str] | None = None) -> None:
 
 
 def say(text: str, stream: IO[str] | None = None) -> None:
-    """Print as `show` does, but ignore errors: a stream whose reader is gone is redirected to
-    /dev/null. For commands whose purpose is not their output."""
+    """Print as `show` does, but ignore errors. A stream whose reader is gone is redirected to
+    /dev/null. This function is for commands whose purpose is not their output."""
     stream = stream or sys.stdout
     try:
         if stream is not None:

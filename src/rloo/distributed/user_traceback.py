@@ -16,7 +16,7 @@ _LIBRARIES = tuple(
 
 def of_the_user(error: BaseException) -> str | None:
     """The traceback of `error` from the first frame of the user's code on, without this package's
-    frames, and the error with its notes. None if the error's frames have no user code and it has no
+    frames. The error and its notes follow. None if no frame is user code and the error has no
     notes."""
     whole = traceback.TracebackException.from_exception(error)
     if not getattr(error, "__notes__", None) and not any(is_users(f.filename) for f in whole.stack):
@@ -34,5 +34,5 @@ def of_the_user(error: BaseException) -> str | None:
 
 
 def is_users(name: str) -> bool:
-    """Whether a frame's file name is of user code: not of this package, nor of a library."""
+    """Whether a frame's file is user code, neither of this package nor of a library."""
     return not name.startswith((_OURS, *_LIBRARIES)) and not (name[:1] == "<" and name != "<stdin>")

@@ -1,9 +1,9 @@
-"""Plain Python values as JSON that preserves their types. Decoding executes nothing it is sent.
+"""Plain Python values as JSON that preserves their types. Decoding never executes received data.
 
-JSON types are written as they are. Any other value is an object with one key, its tag. Decoded
-values have only types of the standard library and numpy, whatever the sender wrote.
+Values of JSON types are written unchanged. Any other value is written as an object with one key,
+the value's tag. Decoded values have only types of the standard library and numpy, for every input.
 
-This file imports nothing of the package: its text is sent to hosts without the package.
+This file imports nothing of the package, since its text is sent to hosts without the package.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from fractions import Fraction
 from typing import Any
 
 Decode = Callable[[Any], Any]
-# The place of a value in a nested one: the place of its container, and its key or index there.
+# The place of a value in a nested value: the place of its container, and its key or index in the
+# container.
 Place = tuple[Any, Any] | None
 _ARRAY = re.compile(r"[<>|=][biufcSU][0-9]+")
 _SMALL = 1 << 60  # Python converts larger integers to and from decimals in quadratic time
 
-# The classes of datetime, each with the attributes that define a value.
+# The classes of `datetime`, each with the attributes that define a value.
 _DAY, _HOUR = ("year", "month", "day"), ("hour", "minute", "second", "microsecond")
 _MOMENTS = {
     "date": _DAY,
@@ -41,12 +42,12 @@ class NotSerializable(TypeError):
 
 
 class Codec:
-    """Encodes and decodes values. `tags` maps each kind of value beyond JSON's to its tag; default:
-    all of `KINDS`.
+    """Encodes and decodes values. `tags` maps each kind of value that JSON does not have to its
+    tag. The default has all of `KINDS`.
 
     With `plain_objects`, dictionaries whose keys are strings become JSON objects. With `exact`, a
-    subclass of a number or a string is no plain value, and the keys of dictionaries are written as
-    JSON writes them, a tuple as a list.
+    subclass of a number or a string is not a plain value. The keys of dictionaries are then written
+    as in JSON; a key that is a tuple is written as a list.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Codec:
     def encode(
         self, value: Any, other: Callable[[Any, Place], Any] | None = None, place: Place = None
     ) -> Any:
-        """A value in a form that `json.dumps` takes. Subclasses are sent as the plain type that
-        they extend. `other(value, place)` returns an object with one key for a value that is not
-        plain, or raises. Raises NotSerializable without `other`."""
+        """Encode a value for `json.dumps`. Subclasses are encoded as the plain type that they
+        extend. For a value that is not plain, `other(value, place)` returns an object with one key,
+        or raises. Without `other`, NotSerializable is raised."""
         kind = type(value)
         if value is None or kind is bool or kind is float or kind is str:
             return value
@@ -111,8 +112,8 @@ class Codec:
         }
 
     def decode(self, data: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
-        """The value that `encode` has encoded; `other(tag, content)` decodes unknown tags. Raises
-        ValueError for anything else."""
+        """Decode the result of `encode`. `other(tag, content)` decodes unknown tags. Raises
+        ValueError for all other data."""
         if isinstance(data, list):
             return [self.decode(item, other) for item in data]
         if not isinstance(data, dict):
@@ -159,7 +160,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _of_moment(value: Any) -> list[Any]:
-    """The class and numbers of a datetime value, and its offset from UTC in seconds, if any."""
+    """The class and numbers of a datetime value, and the offset from UTC in seconds, if any."""
     name = type(value).__name__
     found = [name, [getattr(value, part) for part in _MOMENTS[name]]]
     zone = value.utcoffset() if "hour" in _MOMENTS[name] else None
@@ -238,7 +239,7 @@ _ALL = Codec()
 
 
 def encode(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
-    """Encode with a codec of all kinds; see `Codec.encode`. `other` gets the value only."""
+    """Encode with a codec of all kinds; see `Codec.encode`. `other` gets only the value."""
     return _ALL.encode(value, None if other is None else lambda item, _: other(item))
 
 
@@ -248,13 +249,13 @@ def decode(data: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def written(value: Any) -> bytes:
-    """JSON as bytes."""
+    """A value as JSON in bytes."""
     return json.dumps(value).encode()
 
 
 def as_lists(value: Any) -> Any:
-    """A value with tuples and arrays converted to lists, also inside lists, tuples and the values
-    of dictionaries: rows of a dataset have no tuples."""
+    """Convert tuples and arrays to lists, also inside lists, tuples and the values of dictionaries,
+    since the rows of a dataset have no tuples."""
     if type(value).__name__ == "ndarray":
         return as_lists(value.tolist())
     if isinstance(value, (list, tuple)):

@@ -17,8 +17,8 @@ leave = os._exit  # os._exit is replaced while a reward function runs
 
 
 def main(target: str, channel: int, lifeline: int) -> None:
-    """Answer calls over `channel` until it, or `lifeline`, is closed at the other end."""
-    for name in STOP_SIGNALS:  # only the end of its parent or connection ends a worker
+    """Answer calls over `channel` until the other end closes `channel` or `lifeline`."""
+    for name in STOP_SIGNALS:  # a worker ends only with its parent or connection
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
@@ -30,7 +30,7 @@ def main(target: str, channel: int, lifeline: int) -> None:
         while True:
             message = connection.recv_bytes()
             try:
-                if handle is None:  # so that the first call reports an error of the setup
+                if handle is None:  # the first call reports an error of the setup
                     handle = getattr(importlib.import_module(module), function)(setup)
                 said = ANSWER + handle(message)
             except Exception as error:

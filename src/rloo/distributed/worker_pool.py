@@ -1,4 +1,4 @@
-"""A pool of workers: one thread per worker runs jobs and sets their futures."""
+"""A pool of workers. One thread per worker runs jobs and sets the jobs' futures."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from rloo.distributed.worker_process import Worker, WorkerDied
 S = TypeVar("S")
 T = TypeVar("T")
 
-# Waits are split into short ones, so that Python handles signals.
+# A wait is a loop of short waits of this length, so that Python handles signals.
 _TURN_SECONDS = 0.2
-# A job fails when it has lost this many workers.
+# A job fails after this many of its workers were lost.
 TRIES = 3
 
 
 def wait_result(future: Future[T]) -> T:
-    """The result of a future whose calls all have deadlines. Its exception is marked `in_run`."""
+    """The result of a future, all of whose calls have deadlines. An exception of the future is
+    marked with `in_run`."""
     while not wait_for([future], _TURN_SECONDS).done:
         pass
     try:
@@ -35,8 +36,8 @@ def wait_result(future: Future[T]) -> T:
 
 
 def chain_future(told: Future[T], other: Future[S], take: Callable[[S], T]) -> None:
-    """When `other` is done, set `told` to `take(result)`, or to the exception. A cancelled `other`
-    gives RuntimeError. Nothing else may set `told`."""
+    """When `other` is done, set `told` to `take(result)`, or to the exception of `other`. If
+    `other` is cancelled, `told` gets a RuntimeError. No other code may set `told`."""
 
     def tell(done: Future[S]) -> None:
         try:
@@ -50,10 +51,10 @@ def chain_future(told: Future[T], other: Future[S], take: Callable[[S], T]) -> N
 
 
 class WorkerPool:
-    """Workers that run jobs in the order of submission, one at a time each. `make` returns a worker
-    when there are jobs, and a new one when a worker is lost. The job of a lost worker is retried on
-    any free worker, as often as `submit` allows. `close` ends the workers; so does the end of this
-    process."""
+    """Workers that run jobs in the order of submission. Each worker runs one job at a time. `make`
+    returns a worker when there are jobs, and a new worker when one is lost. The job of a lost
+    worker is retried on any free worker, as often as `submit` allows. The workers end with `close`
+    or with this process."""
 
     def __init__(self, size: int, make: Callable[[], Worker]) -> None:
         self.size = size
@@ -67,7 +68,7 @@ class WorkerPool:
         self, job: Callable[[Worker], T], *, first: bool = False, tries: int = TRIES
     ) -> Future[T]:
         """Queue a job and return its future; `first` puts it before all waiting jobs. The job fails
-        when it has lost `tries` workers."""
+        after `tries` lost workers."""
         future: Future[T] = Future()
         with self._shared.changed:
             if self._shared.closed:
@@ -123,7 +124,7 @@ class _Shared:
     def work(self) -> None:
         worker: Worker | None = None
         while self._something_to_do():
-            if worker is not None and not worker.is_alive:  # it died between two jobs
+            if worker is not None and not worker.is_alive:  # the worker died between two jobs
                 self._dismiss(worker)
                 worker = None
             if worker is None and (worker := self._hire()) is None:
@@ -143,7 +144,7 @@ class _Shared:
             else:
                 self._count(job.future)
                 job.future.set_result(result)
-                del result  # else it would stay in memory until the next job
+                del result  # or it stays in memory until the next job
             del job
         if worker is not None:
             worker.end()
@@ -156,7 +157,7 @@ class _Shared:
             return not self.closed
 
     def _next(self) -> _Job | None:
-        """The next job; None if another thread has taken the last one."""
+        """The next job; None if another thread has taken the last job."""
         with self.changed:
             while self.jobs:
                 job = self.jobs.popleft()
@@ -166,7 +167,7 @@ class _Shared:
         return None
 
     def _again(self, job: _Job, error: WorkerDied) -> None:
-        """Queue the job of a lost worker again, or fail it after its last try."""
+        """Queue the job of a lost worker again. After its last try the job fails."""
         job.tries += 1
         with self.changed:
             if job.tries < job.most_tries and not self.closed:

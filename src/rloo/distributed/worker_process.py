@@ -1,8 +1,8 @@
-"""Worker processes: each answers one call after the other, and ends with this process.
+"""Worker processes. Each worker answers one call after the other, and ends with this process.
 
 A worker is a new interpreter, not a fork, so it inherits no locks of other threads. Calls and
-answers are bytes over a private pair of sockets. Workers that are started elsewhere, on any
-machine, are in `rloo.distributed.worker_registry`.
+answers are bytes over a private pair of sockets. For workers that are started outside of the run,
+on any machine, see `rloo.distributed.worker_registry`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _PROGRAM = (
 
 
 class WorkerDied(OSError):
-    """A worker has died, or was killed because it did not answer in time. `status` is its exit
-    status, negative for a signal; None if it was killed here or is not known."""
+    """A worker has died, or was killed because it did not answer in time. `status` is the worker's
+    exit status, negative for a signal. It is None if this process killed the worker, or if the
+    status is unknown."""
 
     def __init__(self, name: str, fact: str, status: int | None = None) -> None:
         super().__init__(f"the process {name} {fact}")
@@ -35,8 +36,8 @@ class WorkerDied(OSError):
 
 
 class Worker(ABC):
-    """The process at the other end of a connection, which answers calls. It first gets the bytes
-    `setup`."""
+    """The process at the other end of a connection, which answers calls. The process first receives
+    the bytes `setup`."""
 
     def __init__(self, name: str, connection: Connection, setup: bytes) -> None:
         self.name = name
@@ -47,7 +48,7 @@ class Worker(ABC):
     @property
     @abstractmethod
     def pid(self) -> int:
-        """The process id, on the worker's machine."""
+        """The process id on the worker's machine."""
 
     @property
     def is_alive(self) -> bool:
@@ -56,15 +57,16 @@ class Worker(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the process; a pending call raises WorkerDied. Thread-safe."""
+        """Kill the process. A pending call raises WorkerDied. Thread-safe."""
 
     @abstractmethod
     def end(self) -> None:
         """Kill the process and close its connection. Thread-safe, and may be repeated."""
 
     def _disconnect(self) -> None:
-        """Close the connection; the caller holds the lock `_closing`. Two threads could close the
-        descriptor twice, and the second time it may belong to another file."""
+        """Close the connection; the caller holds the lock `_closing`. Without the lock, two threads
+        could close the descriptor twice, and the second time its number may belong to another
+        file."""
         with suppress(OSError):
             self._connection.close()
 
@@ -73,8 +75,8 @@ class Worker(ABC):
         """The exit status of a process that has closed its connection: see `WorkerDied`."""
 
     def call(self, message: bytes, seconds: float | None = None) -> bytes:
-        """The answer to a message. Raises WorkerDied, also after so many seconds (None: no limit),
-        and the error that the call raised in the worker."""
+        """Return the answer to a message. Raises WorkerDied, also if the call takes longer than
+        `seconds` (None: no limit). Also raises the error that the call raised in the worker."""
         late = threading.Event()
 
         def give_up() -> None:
@@ -105,9 +107,9 @@ class Worker(ABC):
 
 
 class LocalWorker(Worker):
-    """A worker that is started here. It calls `target` (`module:function`) with the bytes `setup`,
-    and the function that this returns with the bytes of every call. With `group`, its children are
-    killed with it."""
+    """A worker that this process starts. The worker calls `target` (`module:function`) with the
+    bytes `setup`. `target` returns a function, which the worker calls with the bytes of every call.
+    With `group`, the worker's children are killed with the worker."""
 
     def __init__(self, name: str, target: str, setup: bytes, *, group: bool = False) -> None:
         connection, theirs = Pipe()
@@ -118,7 +120,7 @@ class LocalWorker(Worker):
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     @property
@@ -140,16 +142,16 @@ class LocalWorker(Worker):
 
     def _status(self) -> int:
         status = self._process.wait(10.0)
-        # None: it has closed its connection but still runs.
+        # None: the process has closed its connection but still runs.
         return self._process.end() if status is None else status
 
 
 def start(target: str, channel: int) -> ChildProcess:
-    """Start an interpreter with `target`. It answers calls over the descriptor `channel` until the
-    other end is closed or this process ends."""
+    """Start an interpreter with `target`. The interpreter answers calls over the descriptor
+    `channel` until the other end is closed or this process ends."""
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path), target]
-    # A lifeline, since the thread that starts the worker may end before it. The worker also notices
-    # its parent's death while it computes.
+    # The tie is a lifeline, since the thread that starts the worker may end before the worker. With
+    # a lifeline the worker also detects its parent's death during a computation.
     return ChildProcess(command, "lifeline", channel=channel)
 
 
@@ -162,8 +164,8 @@ def describe(error: BaseException, trace: str) -> bytes:
 
 
 def _error_of(said: dict[str, Any]) -> Exception:
-    """The error that a worker sent. It has the same type if that is a builtin or of this package;
-    else it is a RuntimeError."""
+    """The error that a worker sent. The error has the original type if that type is a builtin or
+    belongs to this package. Otherwise it is a RuntimeError."""
     kind, text = None, said["text"]
     if said["module"] == "builtins" or said["module"].startswith("rloo."):
         kind = getattr(importlib.import_module(said["module"]), said["type"], None)

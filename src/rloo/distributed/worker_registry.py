@@ -1,8 +1,8 @@
-"""Workers that are started elsewhere, on any machine, and connect to the main process.
+"""Workers that are started outside of the run, on any machine, and connect to the main process.
 
-A registry listens on a port. It writes its address and a secret to a file on a shared file system
-that only its user can read. Both ends prove that they know the secret (HMAC). Messages are plain
-bytes, and not encrypted, as between ranks.
+A registry listens on a port. It writes its address and a secret to a file on a shared file system.
+Only the user of the run can read the file. Both ends prove that they know the secret (HMAC).
+Messages are bytes without encryption, as between ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ KINDS = {"sample": "rloo.engines.engine_worker:serve", "score": "rloo.rewards.re
 # The file in a run's folder with the registry's address and secret.
 FILE = ".workers.json"
 HELLO_BYTES = 4096
-# Errors if the other end is gone or fails authentication. (multiprocessing asserts the prefix of a
-# message.)
+# Errors if the other end is gone or fails authentication. (The AssertionError is for the prefix of
+# a message, which multiprocessing asserts.)
 REFUSALS = (
     OSError, EOFError, ValueError, KeyError, TypeError, AuthenticationError, AssertionError,
 )  # fmt: skip
@@ -40,7 +40,8 @@ _SILENCE_SECONDS = 60
 
 
 class WorkerRegistry:
-    """Accepts workers. After `open` it listens on `host` and writes its address to `folder`."""
+    """Accepts workers. After `open` the registry listens on `host`, and its address is in
+    `folder`."""
 
     def __init__(self, folder: Path, host: str) -> None:
         self._file, self._host = folder / FILE, host
@@ -53,7 +54,8 @@ class WorkerRegistry:
         atexit.register(self.close)
 
     def open(self) -> None:
-        """Start to listen, once. Raises OSError if it cannot listen on `host` or write the file."""
+        """Start to listen, once. Raises OSError if it is impossible to listen on `host` or to write
+        the file."""
         if self._listener is None:
             try:
                 self._listener = socket.create_server((self._host, 0), backlog=1024)
@@ -66,8 +68,8 @@ class WorkerRegistry:
             threading.Thread(target=self._listen, args=(self._listener,), daemon=True).start()
 
     def acquire(self, kind: str, name: str, setup: bytes, seconds: float) -> RemoteWorker:
-        """A free worker of this kind; waits for one. Raises WorkerDied after so many seconds, and
-        if the registry is closed."""
+        """Wait for a free worker of this kind, and return it. Raises WorkerDied after `seconds`,
+        and if the registry is closed."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not self._closed and time.monotonic() < deadline:
@@ -90,8 +92,8 @@ class WorkerRegistry:
             return [worker.hello.shown() for worker in self._members]
 
     def finish(self) -> None:
-        """Mark the run as over: after `close` workers stop waiting. Otherwise they connect again to
-        a restarted main process."""
+        """Mark the run as over. After `close`, workers of such a run end. Workers of other runs
+        connect again to a restarted main process."""
         self._over = True
 
     def close(self) -> None:
@@ -124,10 +126,10 @@ class WorkerRegistry:
         while not self._closed:
             try:
                 accepted, _ = listener.accept()
-            except OSError:  # the listener is closed, or the worker has left already
+            except OSError:  # the listener is closed, or the worker is gone already
                 time.sleep(0.0 if self._closed else 0.1)
                 continue
-            # In a thread, so that a silent connection does not delay others.
+            # A thread accepts the worker, so that a silent connection does not delay others.
             threading.Thread(target=self._welcome, args=(accepted,), daemon=True).start()
 
     def _welcome(self, accepted: socket.socket) -> None:
@@ -167,12 +169,13 @@ class Registration:
     since: float
 
     def shown(self) -> dict[str, Any]:
-        """As JSON values."""
+        """The registration as JSON values."""
         return {"role": self.kind, "host": self.host, "pid": self.pid, "since": self.since}
 
 
 class RemoteWorker(Worker):
-    """A worker that is started elsewhere. After `end` it connects again, as a new worker."""
+    """A worker that is started outside of the run. After `end` its process connects again, as a new
+    worker."""
 
     def __init__(self, connection: Connection, hello: Registration) -> None:
         super().__init__(f"that {hello.kind}s on {hello.host}", connection, b"")
@@ -182,15 +185,16 @@ class RemoteWorker(Worker):
 
     @property
     def pid(self) -> int:
-        """The process id, on the worker's machine."""
+        """The process id on the worker's machine."""
         return self.hello.pid
 
     def hired_as(self, name: str, setup: bytes) -> None:
-        """Give the worker a name, and `setup` to send with the first call."""
+        """Set the worker's name, and the bytes `setup`, which are sent with the first call."""
         self.name, self._setup = f"{name} (process {self.pid} on {self.hello.host})", setup
 
     def is_there(self) -> bool:
-        """Whether the connection is open, as far as is known here. Not for use during a call."""
+        """Whether the connection is open, as far as this process knows. Not for use during a
+        call."""
         try:
             return self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -199,7 +203,7 @@ class RemoteWorker(Worker):
             return False
 
     def kill(self) -> None:
-        """See `Worker`: the process ends when its connection does."""
+        """See `Worker`. The process ends with its connection."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -217,7 +221,7 @@ class RemoteWorker(Worker):
 
 def acquire_worker(kind: str, setup: bytes, hub: WorkerRegistry | None, seconds: float) -> Worker:
     """A worker of one of the KINDS: from the registry `hub` (see `WorkerRegistry.acquire`), or a
-    process started here if there is none."""
+    process that this call starts if `hub` is None."""
     name = f"that {kind}s"
     return (
         LocalWorker(name, KINDS[kind], setup)
@@ -227,9 +231,9 @@ def acquire_worker(kind: str, setup: bytes, hub: WorkerRegistry | None, seconds:
 
 
 def authenticate(connected: socket.socket, secret: str, *, first: bool) -> Connection:
-    """The connection over a socket, after both ends have proved that they know the secret. The end
-    with `first` sends the first challenge. Raises AuthenticationError, OSError or EOFError, also
-    after HELLO_SECONDS of silence. Takes ownership of the socket."""
+    """Return the connection over a socket, after both ends have proved that they know the secret.
+    The end with `first` sends the first challenge. Raises AuthenticationError, OSError or EOFError,
+    also after HELLO_SECONDS without data. Takes ownership of the socket."""
     seconds = struct.pack("ll", int(HELLO_SECONDS), 0)
     connected.setblocking(True)
     for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

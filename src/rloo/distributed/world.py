@@ -1,5 +1,5 @@
-"""World: the processes of a run and the device of this one. The trainer creates it once and passes
-it on; no other module queries a device or a rank."""
+"""World: the processes of a run, and the device of this process. The trainer creates the World once
+and passes it on. No other module queries a device or a rank."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Process `rank` of `size`, which computes on `device`. `collectives` connect it to the others;
-    `device_groups` exist if weights are sharded. Workers that are started elsewhere connect to the
-    `worker_registry` of the main process.
+    """Process `rank` of `size`, which computes on `device`. `collectives` connect this process to
+    the others. `device_groups` exist if weights are sharded. Workers that are started outside of
+    the run connect to the `worker_registry` of the main process.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
-    with values of the same form, and get the same result. A single process gets its own value. All
-    raise `RankError` if another process has failed, is gone, or does not arrive within
-    `ddp_timeout`, and from then on at once.
+    with values of the same form, and get the same result. A single process gets its own value. A
+    collective raises `RankError` if another process has failed, is gone, or does not arrive within
+    `ddp_timeout`. All later collectives then raise at once.
     """
 
     device: torch.device
@@ -46,8 +46,8 @@ class World:
         return self.rank == 0
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """The indices, of `count` items, that belong to this process or to `rank`: equal parts in
-        the order of ranks."""
+        """The indices among `count` items that belong to this process or to `rank`. Parts are equal
+        and in the order of ranks."""
         rank = self.rank if rank is None else rank
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
@@ -56,8 +56,8 @@ class World:
         return [value] if self.collectives is None else self.collectives.all_gather_object(value)
 
     def broadcast_object(self, value: T) -> T:
-        """The value of the main process. The main process itself does not need the others: if one
-        is gone, it still returns its value, and its next collective raises RankError."""
+        """The value of the main process. The main process returns its value even if another process
+        is gone; its next collective then raises RankError."""
         try:
             return self.all_gather_object(value if self.is_main else None)[0]  # type: ignore[return-value]
         except ConnectionError:  # RankError
@@ -66,12 +66,12 @@ class World:
             return value
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true in some process."""
+        """Whether `flag` is true in at least one process."""
         return any(self.all_gather_object(flag))
 
     def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
-        """The results of `work` in every process. If one runs out of memory, all raise
-        torch.OutOfMemoryError, so that all react alike."""
+        """The results of `work` in every process. If one process runs out of memory, all raise
+        torch.OutOfMemoryError, so that all react in the same way."""
         if self.collectives is None:
             return [work()]
         if (
@@ -102,7 +102,7 @@ class World:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Report to the other processes, as far as they still run, why this one ends."""
+        """Report to the other processes that still run why this process ends."""
         if self.collectives is not None:
             self.collectives.fail(error)
 
@@ -112,7 +112,8 @@ class World:
             self.collectives.end()
 
     def require_device_groups(self) -> None:
-        """Raise ValueError if an error has ended a collective of torch in some processes only."""
+        """Raise ValueError if an error has ended a collective of torch in some, but not all
+        processes."""
         if self.collectives is not None and self.collectives.left_behind:
             raise ValueError(
                 "an error in the midst of a step has broken the lines by which weights are "
@@ -126,9 +127,10 @@ class World:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """A block with collectives inside torch, which handle no signal and do not notice errors of
-        other processes. All processes enter it, or none if one was asked to stop. Signals are
-        deferred to its end. After an error in it the processes are out of step."""
+        """A context for collectives inside torch, which handle no signal and do not notice errors
+        of other processes. All processes enter the context, or none if one process received a stop
+        signal. Signals are deferred to the end of the context. After an error in the context, the
+        collectives of the processes no longer match."""
         if self.collectives is None:
             yield
         else:
@@ -136,13 +138,13 @@ class World:
                 yield
 
     def regroup(self, value: T) -> list[T] | None:
-        """The values of all processes, at the end of a run. None if one is gone, does not arrive,
-        or had an error inside `in_step`."""
+        """The values of all processes, at the end of a run. None if a process is gone, does not
+        arrive, or had an error inside `in_step`."""
         return [value] if self.collectives is None else self.collectives.regroup(value)
 
     def all_reduce_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
         """Sum each parameter's gradient over the processes, in place. A missing gradient counts as
-        zeros; if all processes lack it, it stays None."""
+        zeros. If all processes lack a gradient, it stays None."""
         if self.collectives is not None:
             self.collectives.all_reduce_gradients(parameters)
 
@@ -158,7 +160,7 @@ def process_rank() -> int:
 
 
 def rank_here() -> int:
-    """The rank of this process on this machine (LOCAL_RANK)."""
+    """The rank of this process among the processes on this machine (LOCAL_RANK)."""
     return _number("LOCAL_RANK", 0)
 
 
@@ -168,13 +170,15 @@ def processes_here() -> int:
 
 
 def _number(name: str, default: int) -> int:
-    """`rloo.config.launcher_env` rejects values that are not numbers, by name."""
+    """The number in an environment variable. `rloo.config.launcher_env` rejects other values, with
+    an error that names the variable."""
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
 
 
 def device_here(*, use_cpu: bool) -> torch.device:
-    """The device of this process: its GPU if there is one and not `use_cpu`, else the CPU."""
+    """The device of this process: the CPU if `use_cpu` is true or there is no GPU, otherwise its
+    GPU."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():
@@ -189,10 +193,10 @@ def make_world(
     divides: bool = False,
     workers: str | None = None,
 ) -> World:
-    """The World of this process, on the device of `device_here`. `timeout`: seconds that a process
-    waits for the others. `divides`: whether weights are sharded, also with a single process.
-    `workers`: the folder through which remote workers find the main process; None: there are
-    none."""
+    """The World of this process, on the device of `device_here`. A process waits at most `timeout`
+    seconds for the others. `divides`: whether weights are sharded, also with a single process.
+    `workers` is the folder in which remote workers find the main process's address; None if there
+    are no remote workers."""
     world = _connected(use_cpu, timeout, divides)
     if workers is None or not world.is_main:
         return world

@@ -1,2 +1,2 @@
 """Engines sample completions: `native` (fast, in this package), `hf` (transformers' `generate`) and
-`vllm` (on vLLM servers). `engine_registry` builds the engine that a run names."""
+`vllm` (on vLLM servers). `engine_registry` builds an engine by its name."""

@@ -1,5 +1,5 @@
-"""Counter-based noise to sample tokens: a function of (seed, purpose, step, prompt, k, position).
-The noise of a token does not depend on other tokens, batches, evaluation or resuming."""
+"""Counter-based noise for sampling tokens: a function of (seed, purpose, step, prompt, k,
+position). The noise of a token does not depend on other tokens, batches, evaluation or resuming."""
 
 from __future__ import annotations
 
@@ -22,30 +22,32 @@ _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 def noise_key(seed: int, purpose: str, step: int) -> int:
     """The 64-bit number for the argument `noise` of `Engine.sample`. `purpose` separates training
-    and evaluation, which never share noise, whatever the step."""
+    and evaluation, which share noise in no step."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
 def row_keys(noise: int, prompt_ids: Tensor, samples: Tensor) -> Tensor:
-    """The key of each row's noise, int64 (R,), from its prompt's id and its sample number k."""
+    """The noise key of each row, int64 (R,), from the id of the prompt and the sample number k."""
     start = _mix(torch.full_like(prompt_ids, _signed(noise)))
     return _mix(_mix(start + prompt_ids * _GOLDEN) + samples * _GOLDEN)
 
 
 def offset_keys(keys: Tensor, offsets: Tensor) -> Tensor:
-    """Keys (R,) shifted by `offsets`: their noise at position p is that of `keys` at p + offset."""
+    """Shift keys (R,) by `offsets`. The new keys at position p have the noise of `keys` at p +
+    offset."""
     return keys + offsets * _GOLDEN
 
 
 def uniforms(keys: Tensor, start: int, count: int) -> Tensor:
-    """The noise of positions start .. start + count - 1 of each row: float64 (R, count) in [0, 1),
-    the output of SplitMix64 (Steele, Lea, Flood 2014) of key + position * golden ratio."""
+    """The noise of positions start .. start + count - 1 of each row: float64 (R, count) in [0, 1).
+    The noise is the output of SplitMix64 (Steele, Lea, Flood 2014) for key + position * golden
+    ratio."""
     return uniforms_at(keys[:, None], torch.arange(start, start + count, device=keys.device))
 
 
 def uniforms_at(keys: Tensor, positions: Tensor) -> Tensor:
-    """`uniforms` at the given positions, an int64 tensor that broadcasts with `keys`."""
+    """The noise of `uniforms` at `positions`, an int64 tensor that broadcasts with `keys`."""
     bits = _mix(keys + (positions + 1) * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
 

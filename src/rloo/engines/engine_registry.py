@@ -1,4 +1,4 @@
-"""Builds the engine that a run names."""
+"""Builds an engine by its name."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from rloo.types import Engine, Weights
 @dataclass(frozen=True, slots=True)
 class EngineInputs:
     """The inputs of an engine. `weights` returns the weights that `load` will get (default: the
-    model's parameters). `precision` is that of the model's autocast. `dtype` is that of the fused
-    decoder's matrix products (default: the model's). `no_copy` is a reason against a copy of the
-    weights, which the fused decoder makes. Inside the context `whole()` this process has all
-    weights; outside they may be sharded. `tell` gets messages for the user during sampling.
-    `policy` (a `Policy`, with the run's options as `config`) and `log_folder` (for the output of
-    other processes) are for engines that run in other processes."""
+    model's parameters). `precision` is the dtype of the model's autocast. `dtype` is the dtype of
+    the fused decoder's matrix products (default: the model's). `no_copy` is a reason against the
+    copy of the weights that the fused decoder makes. Within the context `whole()` this process has
+    all weights; outside, the weights may be sharded. `tell` receives messages for the user during
+    sampling. `policy` (a `Policy`, with the run's options as `config`) and `log_folder` (for the
+    output of other processes) are for engines that run in other processes."""
 
     model: PreTrainedModel
     pad_token_id: int
@@ -39,12 +39,13 @@ class EngineInputs:
     log_folder: Path | None = None
 
 
-# The engine, and a note for the user if it is another one, or slower, than expected.
+# The engine, and a note for the user if the engine is not the expected one, or slower.
 Made = tuple[Engine, str | None]
 
 
 def build_engine(name: str, inputs: EngineInputs) -> Made:
-    """Build the engine `name`; "auto" is native if the model allows it. ValueError if unknown."""
+    """Build the engine `name`; "auto" is native if the model allows it. Raises ValueError for an
+    unknown name."""
     made: Made = engine_spec(name).make(inputs)
     engine, note = made
     if isinstance(engine, InProcessEngine):
@@ -109,7 +110,7 @@ def _make_hf(inputs: EngineInputs) -> Made:
     return engine, "; ".join(told) or None
 
 
-# Each function imports its engine itself, so the libraries of other engines need not be installed.
+# Each function imports its own engine, so the libraries of other engines need not be installed.
 MAKERS: dict[str, Callable[[EngineInputs], Made]] = {
     "auto": _make_native,
     "native": _make_native,

@@ -46,7 +46,7 @@ def engine_worker_config(model: PreTrainedModel, **values: Any) -> EngineWorkerC
 
 
 def serve(setup: bytes) -> EngineWorker:
-    """The worker that answers calls, from an `EngineWorkerConfig` as JSON."""
+    """Make the worker that answers calls. `setup` is an `EngineWorkerConfig` as JSON."""
     return EngineWorker(EngineWorkerConfig(**json.loads(setup)))
 
 
@@ -60,7 +60,7 @@ class EngineWorker:
         self._tokenizer: Any = None
 
     def __call__(self, message: bytes) -> bytes:
-        """Answer one call: load a version, or sample."""
+        """Answer one call: load a version of the weights, or sample."""
         said = decode(message) if message else {}
         if "load" in said:
             if said["threads"] is not None:

@@ -1,5 +1,6 @@
-"""The reference engine: transformers' `generate` and filters, with our noise. It is slow, but
-correct for every causal language model that `generate` can run, also with images."""
+"""The reference engine: transformers' `generate` and filters, with the noise of `counter_rng`. The
+engine is slow, but correct for every causal language model that `generate` can run, also with
+images."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from rloo.types import Sampling, Weights
 
 @dataclass(frozen=True, slots=True)
 class BatchingRule:
-    """How `generate` samples a model correctly: which rows it batches (any, those with prompts of
-    one length, or one at a time), and whether it uses a cache."""
+    """A way in which `generate` samples a model correctly: which rows are batched (any, rows with
+    prompts of one length, or one row at a time), and whether a cache is used."""
 
     rows: Literal["any", "one length", "one"] = "any"
     cached: bool = True
@@ -39,23 +40,23 @@ _WAYS = (
     BatchingRule(cached=False), BatchingRule("one length", cached=False),
     BatchingRule("one", cached=False),
 )  # fmt: skip
-# Layers without a recurrent state, which padding tokens would change.
+# Types of layers without a recurrent state. (Padding tokens would change such a state.)
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Whether layers have a recurrent state, as in linear attention, state space models and short
+    """Whether any layer has a recurrent state, as in linear attention, state space models and short
     convolutions."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     return bool(model._is_stateful or set(types) - _ATTENTION)
 
 
 def find_way(model: PreTrainedModel) -> BatchingRule:
-    """The fastest batching rule whose log-probs match a forward pass, found by trials. A recurrent
-    model is never padded: how much padding changes its state depends on the weights, which will
-    change. Raises ValueError if no rule matches."""
+    """The fastest batching rule whose log-probs match a forward pass. Each rule is tried. A
+    recurrent model is never padded: the effect of padding on its state depends on the weights,
+    which training changes. Raises ValueError if no rule matches."""
     recurrent = is_recurrent(model)
-    # Errors of a recurrent step, compared with a full pass, accumulate over tokens.
+    # The errors of recurrent steps, compared with a full pass, accumulate over tokens.
     sampling = replace(SAMPLING, max_tokens=16) if recurrent else SAMPLING
     found: str | None = None
     for way in _WAYS:
@@ -69,7 +70,7 @@ def find_way(model: PreTrainedModel) -> BatchingRule:
 
 
 def _fault_of(model: PreTrainedModel, way: BatchingRule, sampling: Sampling) -> str | None:
-    """Run a trial of a batching rule; return why it is wrong, or None."""
+    """Run a trial of a batching rule. Return why the rule is wrong, or None."""
     prompts = trial_prompts(model, (2, 2, 5, 5))
     try:
         groups = HFEngine(model, pad_token_id=0, way=way).sample(prompts, 2, sampling, noise=0)
@@ -88,8 +89,9 @@ def _fault_of(model: PreTrainedModel, way: BatchingRule, sampling: Sampling) -> 
 
 class HFEngine(InProcessEngine):
     """Samples with `generate` from the policy's module. Placeholder tokens of images are never
-    sampled, since there would be no images for them. `behavior_logprobs` exclude these tokens, and
-    `policy_logprobs` include them, as in training, so that the difference is visible."""
+    sampled, since no images would belong to them. The distribution of `behavior_logprobs` excludes
+    these tokens. That of `policy_logprobs` includes them, as in training, so that the difference is
+    visible."""
 
     name = "hf"
     default_cache_bytes = 2 << 30
@@ -98,8 +100,8 @@ class HFEngine(InProcessEngine):
     def __init__(
         self, model: PreTrainedModel, *, way: BatchingRule | None = None, **options: Any
     ) -> None:
-        """`way`: see `find_way`. None: the default rule for a model without a recurrent state, else
-        the result of `find_way`. Raises ValueError if no rule is correct."""
+        """`way`: see `find_way`. If None, a model without a recurrent state uses the default rule,
+        other models the result of `find_way`. Raises ValueError if no rule is correct."""
         super().__init__(model, **options)
         if way is None:
             way = find_way(model) if is_recurrent(model) else BatchingRule()
@@ -112,7 +114,7 @@ class HFEngine(InProcessEngine):
         return 1 if self.way.rows == "one" else len(same)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Nothing is copied: the engine shares the policy's module."""
+        """Set the version. No weights are copied, since the engine shares the policy's module."""
         self.version = version
 
     def _draw(self, rows: list[PromptRow], keys: Tensor, sampling: Sampling) -> SampledTokens:
@@ -156,7 +158,8 @@ def _no_defaults(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Drawing(LogitsProcessor):
-    """Samples each token with our noise and masks all others: greedy `generate` then takes it."""
+    """Samples each token with the noise and masks all other tokens, so that greedy `generate`
+    selects the sampled token."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Engines that run in this process. They sample in waves within bounded memory, with the policy's
-module, whose state is restored afterwards."""
+"""Engines that run in this process. They sample with the policy's module and restore the module's
+state afterwards. Rows are sampled in waves: a wave has as many rows as fit into memory together."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from rloo.model.attention import head_size
 from rloo.model.token_budget import available_bytes
 from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling
 
-# One row: a prompt and the sample's number k in its group.
+# One row: a prompt, and the number k of the sample in its group.
 PromptRow = tuple[Prompt, int]
 # Tokens, policy and behavior log-probs, each (R, largest limit of a row), and the lengths (R,) at
 # which a stop string was complete.
 SampledTokens = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-# The share of a GPU's memory that caches leave free: for a prompt's forward, and fragmentation.
+# The share of a GPU's memory that caches leave free for a prompt's forward and fragmentation.
 RESERVE = 0.1
 
-# Bytes of a token and its two log-probs; and of four float32 numbers per vocabulary entry, while a
-# token is sampled.
+# Bytes of a sampled token and its two log-probs. Bytes per vocabulary entry (four float32 numbers)
+# while a token is sampled.
 _DRAWN_TOKEN_BYTES, _ENTRY_BYTES = 16, 16
 
-# Returns a context manager inside which a process has all weights.
+# Returns a context manager within which a process has all weights.
 GatherWeights = Callable[[], AbstractContextManager[object]]
-# Receives a message for the user, a single line.
+# Receives a one-line message for the user.
 Tell = Callable[[str], object]
 
 
@@ -46,10 +46,10 @@ Tell = Callable[[str], object]
 def in_inference_mode(
     model: PreTrainedModel, precision: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Inside: evaluation mode (which disables gradient checkpointing), autocast to `precision`
-    (None: no autocast) and no autograd. Each submodule's mode is restored afterwards. Inside, a
-    mixture of experts does not return router logits, whatever its configuration says, since a
-    cached forward has no balancing loss."""
+    """Within this context, the model is in evaluation mode (which disables gradient checkpointing),
+    with autocast to `precision` (None: no autocast) and without autograd. A mixture of experts
+    never returns router logits, since a cached forward has no balancing loss. Each submodule's mode
+    is restored afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     text_config = model.config.get_text_config()
@@ -90,7 +90,8 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
 def pad_left(
     rows: Sequence[list[int]], pad_token_id: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Rows of token ids padded on the left to the longest (R, W), and the padding lengths (R,)."""
+    """Pad rows of token ids on the left to the longest. Returns (R, W) and the padding lengths
+    (R,)."""
     width = max(map(len, rows))
     padding = [width - len(ids) for ids in rows]
     padded = [[pad_token_id] * pad + ids for pad, ids in zip(padding, rows, strict=True)]
@@ -103,8 +104,8 @@ def limits_of(rows: Sequence[PromptRow], sampling: Sampling) -> list[int]:
 
 
 def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = None) -> int:
-    """Bytes of one token's keys and values over all layers (an upper estimate), in `dtype`. The
-    default is the model's dtype, but at least float32."""
+    """Bytes of one token's keys and values over all layers (an upper estimate), in `dtype`
+    (default: the model's dtype, but at least float32)."""
     config = model.config.get_text_config()
     heads = largest_of_layers(config, "num_attention_heads") or 1
     kv_heads = largest_of_layers(config, "num_key_value_heads") or heads
@@ -113,8 +114,8 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
 
 
 def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:
-    """Bytes of the cached copies of weights in autocast's `precision` (an upper estimate): those of
-    the trained matrices. On a CPU, rounded copies are float32."""
+    """Bytes of the cached copies of the trained matrices in autocast's `precision` (an upper
+    estimate). On a CPU, rounded copies are float32."""
     if precision is None:
         return 0
     size = 4 if model.device.type == "cpu" else precision.itemsize
@@ -122,8 +123,8 @@ def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:
 
 
 def cache_room(device: torch.device, on_cpu: int) -> int:
-    """Bytes that the caches of one wave may occupy now. On a GPU: the free memory less a reserve.
-    On a CPU: always `on_cpu`, so that free memory does not decide which rows are batched."""
+    """Bytes that the caches of one wave may occupy now. On a GPU: the free memory minus a reserve.
+    On a CPU: always `on_cpu`, so that the batches do not depend on free memory."""
     if device.type != "cuda":
         return on_cpu
     reserve = int(RESERVE * torch.cuda.get_device_properties(device).total_memory)
@@ -131,9 +132,9 @@ def cache_room(device: torch.device, on_cpu: int) -> int:
 
 
 class InProcessEngine(ABC):
-    """Samples `PromptRow`s with the policy's module, as many at once as `cache_bytes` allow (None:
+    """Samples `PromptRow`s with the policy's module. `cache_bytes` limits the rows of a wave (None:
     `cache_room`, computed at each call). Keys and values have the type `cache_dtype`. `precision`
-    is that of autocast (None: no autocast). `whole`, `tell`: see `EngineInputs`."""
+    is the dtype of autocast (None: no autocast). `whole`, `tell`: see `EngineInputs`."""
 
     name: ClassVar[str]
     # Bytes that the caches of one wave may occupy on a CPU; further rows wait for the next wave.
@@ -153,11 +154,11 @@ class InProcessEngine(ABC):
         whole: GatherWeights = nullcontext,
     ) -> None:
         self._model = model
-        # The limit after a GPU ran out of memory with more rows.
+        # The limit on the rows of a wave after a GPU ran out of memory.
         self._most_rows: int | None = None
         self._pad_token_id = pad_token_id
         self._precision = precision
-        # Without a copy of the weights, sampling needs the module's full weights.
+        # An engine without a copy of the weights needs the module's full weights.
         self._whole = nullcontext if copies_weights else whole
         self.version = -1
         self._cache_bytes = cache_bytes
@@ -175,7 +176,7 @@ class InProcessEngine(ABC):
 
     def _count_rows(self, token_bytes: int, more_tokens: int = 0) -> None:
         """Set the memory of rows in `capabilities`: `token_bytes` of keys and values per token, and
-        room for `more_tokens` per row and its prompt."""
+        memory for `more_tokens` in each row and its prompt."""
         self.capabilities = replace(
             self.capabilities,
             prompt_token_bytes=token_bytes,
@@ -194,7 +195,8 @@ class InProcessEngine(ABC):
             return self._sample(prompts, numbers, sampling, noise)
 
     def stats(self) -> dict[str, float]:
-        """See `rloo.types.Engine`. Empty: an engine in this process has no workers to lose."""
+        """See `rloo.types.Engine`. Empty, since an engine in this process has no workers that could
+        be lost."""
         return {}
 
     def _sample(
@@ -206,7 +208,7 @@ class InProcessEngine(ABC):
     ) -> list[list[Completion]]:
         if not prompts:
             return []
-        # Sorted by length, which leaves little padding.
+        # Rows are sorted by length, which leaves little padding.
         by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index].token_ids))
         rows = [(index, k) for index in by_length for k in numbers[index]]
         wave = self._at_once([(prompts[index], k) for index, k in rows], sampling)
@@ -222,15 +224,15 @@ class InProcessEngine(ABC):
     def _wave(
         self, rows: list[PromptRow], sampling: Sampling, noise: int
     ) -> list[Completion] | None:
-        """The completions of one batch of rows. None if a GPU runs out of memory: from then on,
-        waves are smaller. Raises torch.OutOfMemoryError if a single row does not fit."""
+        """The completions of one wave of rows. None if a GPU runs out of memory; later waves are
+        then smaller. Raises torch.OutOfMemoryError if a single row does not fit."""
         try:
             drawn = self._draw(rows, self._keys(rows, noise), sampling)
             return collect_completions(drawn, sampling.stop_token_ids, limits_of(rows, sampling))
         except torch.OutOfMemoryError:
             if len(rows) == 1:
                 raise
-        # The error, gone by now, referred to the frames and so to the memory that they allocated.
+        # The deleted error referred to frames, and so to the memory that these frames allocated.
         torch.cuda.empty_cache()
         self._most_rows = len(rows) // 2
         self.tell(
@@ -251,7 +253,7 @@ class InProcessEngine(ABC):
         return self.capabilities.rows_at_once(len(rows), longest, sampling.max_tokens)
 
     def _together(self, lengths: Sequence[int]) -> int:
-        """How many of the first rows, with prompts of these lengths, may be batched."""
+        """The number of leading rows that may be batched. Their prompts have these `lengths`."""
         return len(lengths)
 
     def _keys(self, rows: list[PromptRow], noise: int) -> Tensor:
@@ -263,4 +265,4 @@ class InProcessEngine(ABC):
     @abstractmethod
     def _draw(self, rows: list[PromptRow], keys: Tensor, sampling: Sampling) -> SampledTokens:
         """Sample one wave and return the input of `collect_completions`, in the order of `rows`.
-        `keys` (R,) are the keys of their noise."""
+        `keys` (R,) are the noise keys of the rows."""

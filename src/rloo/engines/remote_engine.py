@@ -1,8 +1,8 @@
-"""An engine in worker processes, each with a copy of the weights: it samples during training.
+"""An engine that samples during training in worker processes, each with a copy of the weights.
 
-The workers (`rloo.distributed.worker_process`) are started by the run or placed by a launcher. They
-read weights from a folder with a subfolder per version. A lost worker is started again, or comes
-back, and loads the newest version. Its unfinished work is repeated."""
+The workers (`rloo.distributed.worker_process`) are started by the run or by a launcher. They read
+weights from a folder with a subfolder per version. A lost worker is restarted or connects again,
+and loads the newest version. Its unfinished requests are repeated."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class WeightExporter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RemoteEngineConfig:
-    """The workers of a `RemoteEngine`: `size` of them, from a `worker_registry`, or else started by
-    the run. `seconds` is the deadline of a call and of a worker's start. Weights are written to
-    `folder`. None: to this machine's memory or temporary folder; a version takes `room` bytes."""
+    """The `size` workers of a `RemoteEngine`: from a `worker_registry` if given, otherwise started
+    by the run. `seconds` is the deadline of a call and of a worker's start. Weights are written to
+    `folder` (None: to this machine's shared memory or temporary folder). A version has `room`
+    bytes."""
 
     size: int = 1
     worker_registry: WorkerRegistry | None = None
@@ -88,7 +89,7 @@ class RemoteEngine:
         self.close = weakref.finalize(self, _close, self._crew, self._state)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Publish the weights: sampling uses them from now on. See `rloo.types.Engine`. A
+        """Publish the weights, which all later sampling uses. See `rloo.types.Engine`. A
         collective."""
         version = self._source.world.broadcast_object(version)
         if version == self.version:
@@ -98,12 +99,12 @@ class RemoteEngine:
             self._source.write(None)
         else:
             if state.versions is None:
-                for _ in range(self._workers.size):  # they may start
+                for _ in range(self._workers.size):  # starts the workers
                     self._crew.submit(lambda worker: worker.call(b"", state.seconds))
                 workers, name = self._workers, secrets.token_hex(4)
                 state.versions = WeightStore.made_in(workers.folder, name, workers.room)
             folder = state.versions.write(version, self._source.write)
-            # Workers placed by a launcher choose their number of threads themselves.
+            # Workers that a launcher started choose their number of threads themselves.
             threads = None if self._workers.worker_registry else torch.get_num_threads()
             state.publish(version, folder, threads)
         self.version = version
@@ -111,7 +112,7 @@ class RemoteEngine:
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """`sample` without waiting: return a future of the completions of each prompt."""
+        """Sample without waiting. Return a future of the completions of each prompt."""
         return self._begin(prompts, [range(count)] * len(prompts), sampling, noise, first=False)
 
     def sample(
@@ -159,12 +160,12 @@ class RemoteEngine:
             self._crew.cancel_pending()
 
     def stats(self) -> dict[str, float]:
-        """How often a worker was lost and came back, and its request was repeated."""
+        """How often a worker was lost, a worker returned, and a request was repeated."""
         lost = float(self._crew.lost) if self._crew else 0.0
         return dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
 
     def busy_seconds(self) -> float:
-        """The mean seconds that a worker has been sampling so far."""
+        """The seconds of sampling so far, as a mean over the workers."""
         return self._crew.busy_seconds() / self._crew.size if self._crew else 0.0
 
 
@@ -182,14 +183,14 @@ class _State:
         self._lock = threading.Lock()
 
     def publish(self, version: int, folder: Path, threads: int | None) -> None:
-        """Set the version to load. Older ones are removed, unless a worker is loading them."""
+        """Set the version to load. Older versions are removed, unless a worker is loading them."""
         assert self.versions is not None
         with self._lock:
             self.wanted = version, folder, threads
             self.versions.keep({version, *self.loading.values()})
 
     def take(self, worker: Worker) -> tuple[int, Path, int | None]:
-        """Return the newest version, and note that this worker loads it now."""
+        """Return the newest version, and record that this worker is loading it."""
         with self._lock:
             assert self.wanted is not None, "load comes first"
             self.loading[worker] = self.wanted[0]
@@ -197,8 +198,8 @@ class _State:
 
 
 def _shares(numbers: Sequence[range], size: int) -> list[list[tuple[int, range]]]:
-    """Split the completions with these numbers into at most `size` equal parts, in order. A part
-    lists indices of prompts, each with its range of numbers."""
+    """Split completions into at most `size` equal parts, in order. `numbers` has the numbers of
+    each prompt's completions. A part is a list of prompt indices, each with a range of numbers."""
     total = sum(map(len, numbers))
     shares: list[list[tuple[int, range]]] = []
     for worker in range(size):
@@ -223,7 +224,8 @@ class _Joined:
         self._lock = threading.Lock()
 
     def wait_for(self, done: Future[list[list[Completion]]], place: int, number: int) -> None:
-        """Take the completions at `place` of `done`; the first of them has this `number`."""
+        """Take the completions at `place` of the result of `done`. The first of these completions
+        has this `number`."""
         part: Future[list[Completion]] = Future()
         part.add_done_callback(partial(self._take, number))
         chain_future(part, done, itemgetter(place))

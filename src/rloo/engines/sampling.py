@@ -1,5 +1,6 @@
 """Sampling tokens: filters, the inverse CDF, stop strings, and collecting completions. All engines
-of this process use it, so they choose the same tokens from the same logits and noise."""
+in this process use these functions, so they choose the same tokens from the same logits and
+noise."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _NUCLEUS = 1024
 
 @dataclass(frozen=True, slots=True)
 class SampledIndices:
-    """One token per row: tokens int64 (R,) and both log-probs float32 (R,)."""
+    """One token per row: tokens int64 (R,), and log-probs of policy and behavior, float32 (R,)."""
 
     tokens: Tensor
     policy_logprobs: Tensor
@@ -32,8 +33,9 @@ class SampledIndices:
 def draw(
     logits: Tensor, noise: Tensor, sampling: Sampling, seen: Tensor | None = None
 ) -> SampledIndices:
-    """Sample a token in each row: logits (R, V); noise float64 (R,) in [0, 1); `seen` bool (R, V),
-    True for tokens of prompt or completion (needed only for the repetition penalty)."""
+    """Sample a token in each row, from logits (R, V) and noise, float64 (R,) in [0, 1). `seen`,
+    bool (R, V), is True for tokens of prompt or completion. Only the repetition penalty needs
+    it."""
     logits = logits.float()
     if sampling.greedy:
         tokens = logits.argmax(dim=-1)
@@ -54,9 +56,9 @@ def gather_logprobs(scores: Tensor, tokens: Tensor) -> Tensor:
 
 
 def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-    """Scores (R, V) of the behavior distribution, minus infinity for removed tokens: by repetition
-    penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al. 2020) and min-p (Nguyen
-    et al. 2024), in the order and with the boundary cases of transformers."""
+    """Scores (R, V) of the behavior distribution; removed tokens have minus infinity. The filters
+    are repetition penalty (Keskar et al. 2019), temperature, top-k, top-p (Holtzman et al. 2020)
+    and min-p (Nguyen et al. 2024). Order and boundary cases are those of transformers."""
     scores = logits
     if sampling.repetition_penalty != 1.0:
         assert seen is not None, "the repetition penalty needs the tokens seen"
@@ -79,7 +81,8 @@ def filter_logits(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
 
 
 def _keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
-    """Keep a token if the more likely tokens together have less than `top_p`; always the first."""
+    """Keep a token if the total probability of all more likely tokens is below `top_p`. The most
+    likely token is always kept."""
     probs = scores.softmax(dim=-1)
     best, columns = probs.topk(min(_NUCLEUS, scores.shape[-1]), dim=-1)
     before = best.cumsum(dim=-1) - best
@@ -95,9 +98,10 @@ def _keep_nucleus(scores: Tensor, top_p: float) -> Tensor:
 def invert_cdf(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens int64 (R,) and their log-probs float32 (R,) under the softmax of scores (R, V).
 
-    The token is the first whose cumulative probability exceeds noise * total. Nothing is sorted;
-    probabilities are cumulated in float64 over blocks of the vocabulary and then within one block.
-    A token of probability zero is never chosen; the last one of positive probability can be.
+    The token is the first whose cumulative probability exceeds noise * total. No sort is needed:
+    probabilities are cumulated in float64, first over blocks of the vocabulary and then within one
+    block. A token of probability zero is never chosen. The last token of positive probability can
+    be chosen.
     """
     size = scores.shape[-1]
     probs = scores.softmax(dim=-1)
@@ -168,8 +172,8 @@ class StopStringMatcher:
         self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
 
     def update(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
-        """Whether the rows `index` (R',) of tokens (R, max_tokens), known up to `position`, contain
-        a stop string by now: bool (R',), or None if there are no stop strings."""
+        """Whether the rows `index` (R',) of tokens (R, max_tokens) contain a stop string up to
+        `position`, the last sampled one: bool (R',). None if there are no stop strings."""
         if self._ends is None:
             return None
         drawn = tokens[index, position].tolist()
@@ -189,12 +193,12 @@ _PART = "\N{REPLACEMENT CHARACTER}"
 
 
 class _Ends:
-    """Finds stop strings at the end of tokens, decoding as little as possible.
+    """Finds stop strings at the end of tokens, and decodes as few tokens as possible.
 
-    A token can complete a stop string only if its text has the last character of one, or, where
-    that character is not ASCII, a part of a character. Decoding adds and strips spaces between
-    tokens. So any token can complete a stop string that ends in a space, and any token can if the
-    tokenizer cleans up spaces.
+    A token can complete a stop string only if the token's text has the last character of a stop
+    string. If that character is not ASCII, a text with a part of a character is enough. Decoding
+    adds and strips spaces between tokens, so any token can complete a stop string that ends in a
+    space. If the tokenizer cleans up spaces, any token can complete any stop string.
     """
 
     def __init__(self, decode: Callable[[list[list[int]]], list[str]], stops: Sequence[str]):
@@ -203,11 +207,12 @@ class _Ends:
         self._any = " " in self._last or _cleans_up(decode)
         if not all(last.isascii() for last in self._last):
             self._last.add(_PART)
-        # Characters to decode before the last token. Cleaning up may remove every other one.
+        # Characters to decode before the last token. Cleaning up may remove every second character.
         self._needed = 8 + (2 if self._any else 1) * max(map(len, stops))
-        # The tokens that `found` needs: nearly all have at least a quarter of a character.
+        # The number of tokens that `found` needs: nearly all have at least a quarter of a
+        # character.
         self.window = 8 + 4 * self._needed
-        # For each known token: whether it can complete a stop string, and its characters.
+        # For each known token: whether it can complete a stop string, and its number of characters.
         self._known: dict[int, tuple[bool, float]] = {}
 
     def possible(self, tokens: list[int]) -> list[bool]:
@@ -227,7 +232,7 @@ class _Ends:
             begin -= 1
             text += self._known[recent[begin]][1]
         texts = self._decode([recent[begin:]])
-        if _PART in texts[0]:  # it may begin inside a character, which has at most four tokens
+        if _PART in texts[0]:  # it may begin inside a character of at most four tokens
             texts += self._decode([recent[start:] for start in range(max(0, begin - 3), begin)])
         return any(stop in text for stop in self._stops for text in texts)
 
@@ -239,12 +244,12 @@ def _cleans_up(decode: Callable[..., list[str]]) -> bool:
         return False
     assert tokenizer is not None
     ids = [tokenizer.encode("do n't , he 's .", add_special_tokens=False)]
-    return decode(ids) != decode(ids, clean_up_tokenization_spaces=False)  # some ignore it
+    return decode(ids) != decode(ids, clean_up_tokenization_spaces=False)  # some ignore this
 
 
 @lru_cache(maxsize=4)
 def _ends_of(decode: Callable[[list[list[int]]], list[str]], stops: tuple[str, ...]) -> _Ends:
-    """A cached `_Ends`, since it remembers the tokens of earlier waves and rollouts."""
+    """Return a cached `_Ends`, which knows the tokens of earlier waves and rollouts."""
     return _Ends(decode, stops)
 
 
@@ -256,8 +261,9 @@ def collect_completions(
     """Cut each row after its first stop token, at the end of its first stop string, or at its
     limit.
 
-    `drawn`: tokens, policy and behavior log-probs, each (R, W), arbitrary after a row's end; and
-    `StopStringMatcher`'s lengths (R,). Raises FloatingPointError if the model's logits were NaN.
+    `drawn` has tokens, policy and behavior log-probs, each (R, W) with arbitrary values after a
+    row's end, and the lengths (R,) of `StopStringMatcher`. Raises FloatingPointError if the model's
+    logits were NaN.
     """
     tokens, policy, behavior, stop_lengths = drawn
     stops = torch.tensor(stop_token_ids, dtype=tokens.dtype, device=tokens.device)

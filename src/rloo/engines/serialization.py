@@ -16,8 +16,8 @@ from rloo.types import Completion, Episode, FinishReason
 
 def pack(completions: Sequence[Completion]) -> dict[str, Any]:
     """Convert N completions with T tokens in total to tensors (N,) and (T,), without loss.
-    `behavior` is None if it equals `policy`, `versions` if no version is known. Episodes lose the
-    fields that cannot be sent."""
+    `behavior` is None if equal to `policy`; `versions` is None if no version is known. Fields of
+    episodes that cannot be sent are left out."""
     known = any(c.weight_versions for c in completions)
     same = all(
         c.behavior_logprobs is c.policy_logprobs or c.behavior_logprobs == c.policy_logprobs
@@ -36,7 +36,7 @@ def pack(completions: Sequence[Completion]) -> dict[str, Any]:
 
 def pack_episodes(completions: Sequence[Completion]) -> dict[str, Any]:
     """Convert the masks of trained tokens and the episodes of N completions. `trained` is None if
-    all tokens are trained, `episodes` if there is no episode."""
+    all tokens are trained; `episodes` is None if there is no episode."""
     trained = [None if c.trained is None else _runs(c.trained) for c in completions]
     episodes = [_plain(c.episode) for c in completions]
     return {
@@ -81,7 +81,8 @@ def unpack(packed: dict[str, Any]) -> list[Completion]:
 
 
 def _runs(trained: Sequence[bool]) -> list[int]:
-    """Run lengths of the mask: how many tokens are trained, then how many are not, and so on."""
+    """Run lengths of the mask: the number of trained tokens, then of tokens that are not, and so
+    on."""
     lengths = [len(list(run)) for _, run in groupby(trained)]
     return lengths if not trained or trained[0] else [0, *lengths]
 
@@ -111,7 +112,7 @@ def _array_of(kind: str, values: Tensor) -> array[Any]:
 
 
 def _floats(parts: Sequence[Sequence[float]]) -> Tensor:
-    """The values as one tensor: float32 if that loses nothing, else float64."""
+    """The values as one tensor, in float32 if every value is preserved, otherwise in float64."""
     whole = _join("d", parts)
     half = whole.float()
     return half if torch.equal(half.double(), whole) else whole

@@ -1,4 +1,5 @@
-"""Specs of the engines that sample in this process. Torch is imported when one is built."""
+"""Specs of the engines that sample in this process. Torch is imported only when an engine is
+built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of engines: a few sampled tokens are scored again by plain forward passes."""
+"""Trials of engines: a few sampled tokens are scored again by forward passes without a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLING = Sampling(max_tokens=4, stop_token_ids=())
 
 
 def trial_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[Prompt]:
-    """Prompts of these lengths with different tokens, none of which stands for an image."""
+    """Prompts of these lengths with different tokens, without placeholder tokens of images."""
     vocabulary, never = model.config.get_text_config().vocab_size, image_token_ids(model.config)
     usual = [token for i in range(64) if (token := (7 * i + 3) % vocabulary) not in never]
     return [
@@ -29,8 +29,8 @@ def trial_prompts(model: PreTrainedModel, lengths: Sequence[int]) -> list[Prompt
 def worst_error(
     model: PreTrainedModel, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]
 ) -> float:
-    """The largest difference between the log-probs of completions, sampled as by `SAMPLING`, and
-    those of the same tokens by one forward each, without a cache and without padding."""
+    """The largest error of the log-probs of completions that were sampled with `SAMPLING`. The
+    expected log-probs come from one forward per completion, without a cache and without padding."""
     worst = 0.0
     with in_inference_mode(model):
         for prompt, group in zip(prompts, groups, strict=True):

@@ -1,4 +1,4 @@
-"""A folder of weight versions, for engines in other processes and on other machines."""
+"""A folder of weight versions for engines in other processes and on other machines."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from rloo.distributed.atomic_io import atomic_directory, list_files, remove_tree
 from rloo.distributed.file_lock import FileLock
 
 MANIFEST = "manifest.json"
-# The name prefix of a store's folder, and the file in it that its process has locked.
+# The name prefix of a store's folder, and the file in the folder that its process locks.
 NAME, LOCK = "rloo-weights", "in-use"
 SHARED = Path("/dev/shm")
 
 
 class WeightStore:
-    """The folders `v00000012`, ... in `folder`, each with the weights of one version. A version is
-    written to a temporary folder and renamed, so that a reader finds it complete or not at all."""
+    """The store `folder` has one folder per version of the weights: `v00000012`, ... A version is
+    written to a temporary folder, which is then renamed. A reader therefore never sees an
+    incomplete version."""
 
     def __init__(self, folder: Path, lock: FileLock | None = None) -> None:
         self.folder, self._lock = folder, lock
 
     @classmethod
     def made_in(cls, parent: Path | None, token: str, size: int = 0) -> WeightStore:
-        """Create a folder in `parent`, locked until this process ends. None: in shared memory if it
-        has room for three versions of `size` bytes, else in the temporary folder. Removes stores
-        that killed processes have left in `parent`."""
+        """Create a folder in `parent`, locked until this process ends. If `parent` is None, the
+        folder is in shared memory if there is room for three versions of `size` bytes, otherwise in
+        the temporary folder. Stores of killed processes are removed from `parent`."""
         if parent is None:
             roomy = SHARED.is_dir() and shutil.disk_usage(SHARED).free > 3 * size
             parent = SHARED if roomy else Path(tempfile.gettempdir())
@@ -60,7 +61,7 @@ class WeightStore:
 
     def write(self, version: int, write: Callable[[Path], object]) -> Path:
         """Create a version: call `write` with its folder, and add the manifest. If `write` fails,
-        nothing is left. Raises FileExistsError if the version exists."""
+        the folder is removed. Raises FileExistsError if the version exists."""
         final = self.path(version)
         if final.exists():
             raise FileExistsError(f"{final} is there already; a version stands for one state")
@@ -72,18 +73,19 @@ class WeightStore:
         return final
 
     def drop_older(self, version: int) -> None:
-        """Remove all versions below one that every engine has acknowledged."""
+        """Remove all versions below `version`, which every engine has acknowledged."""
         self.keep({each for each in self.all() if each >= version})
 
     def keep(self, versions: Collection[int | None]) -> None:
-        """Remove all versions except these."""
+        """Remove all versions except `versions`."""
         for each in self.all():
             if each not in versions:
                 remove_tree(self.path(each))
 
 
 def locked(folder: Path) -> FileLock | None:
-    """Lock `folder` and return the lock; None if another process, in any container, has it."""
+    """Lock `folder` and return the lock. None if another process, in any container, has the
+    lock."""
     with suppress(OSError):
         return FileLock(folder / LOCK, 0o600)
     return None

@@ -1,7 +1,6 @@
 """CPU kernels in C, built with the machine's compiler at first use. They replace many small
 operations of torch (a token of the sampler), or many passes over memory (norms, gated units, the
-vocabulary's softmax). If they cannot be built, or are not wanted, torch computes.
-"""
+vocabulary's softmax). Torch computes if the kernels cannot be built or are disabled."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ def use(wanted: bool) -> None:
 
 
 def in_use() -> bool:
-    """Whether the C kernels are in use. Then they are built and have passed the self test."""
+    """Whether the C kernels are in use. If so, they are built and have passed the self test."""
     return _in_use
 
 
 def unavailable_reason() -> str | None:
-    """Why the C kernels cannot be used, as the end of a sentence: there is no library, or its
-    results differ from torch's. None if they can. The first call on a machine takes seconds, later
-    ones milliseconds."""
+    """Why the C kernels cannot be used, as the end of a sentence, or None if they can. The library
+    could not be built, or its results differ from torch's. The first call on a machine takes
+    seconds, later calls take milliseconds."""
     from rloo.kernels import c_build, self_test
 
     return c_build.unavailable_reason() or self_test.difference()

@@ -18,14 +18,15 @@ from rloo.kernels.fused_layers import computes
 
 
 class _Last(NamedTuple):
-    """A rounded tensor and its input. Holding the input keeps its memory from being reused."""
+    """A rounded tensor and its input. The reference to the input prevents reuse of its memory."""
 
     given: Tensor
     version: int
     found: Tensor
 
     def is_of(self, x: Tensor) -> bool:
-        """Whether x is the same input. Memory is compared, since autograd makes new objects."""
+        """Whether x is the same input. Addresses are compared, since autograd makes new tensor
+        objects."""
         given = self.given
         place = x.data_ptr(), x.shape, x.stride()
         same = place == (given.data_ptr(), given.shape, given.stride())
@@ -34,7 +35,7 @@ class _Last(NamedTuple):
 
 @dataclass(slots=True)
 class _Kept:
-    """The cache: rounded matrices by address, and the last rows."""
+    """The cache: rounded matrices by address, and the last rounded rows."""
 
     matrices: dict[int, _Last] = field(default_factory=dict)
     rows: _Last | None = None
@@ -45,7 +46,8 @@ _kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def keeping() -> Iterator[None]:
-    """Inside, trained weights, and rows that several layers read in turn, are rounded once."""
+    """Within this context, trained weights, and rows that several layers read in turn, are rounded
+    once."""
     before = _kept.set(_kept.get() or _Kept())
     try:
         yield
@@ -59,7 +61,7 @@ def reduced_precision(config: RLOOConfig) -> torch.dtype | None:
 
 
 def in_float32(rounding: bool) -> AbstractContextManager[Any]:
-    """A context without autocast if `rounding` replaces it; else a null context."""
+    """A context without autocast if `rounding` replaces autocast; otherwise a null context."""
     return torch.autocast("cpu", enabled=False) if rounding else nullcontext()
 
 
@@ -71,7 +73,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def round_in_place(x: Tensor) -> None:
-    """`rounded` in place, for a dense float32 tensor."""
+    """Round a dense float32 tensor as `rounded` does, in place."""
     if computes(x):
         ops.rounded(x, x)
     else:
@@ -91,7 +93,7 @@ def rounded_layer(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor |
 
 
 def _rows(rows: Tensor) -> Tensor:
-    """`rounded`, cached for the last rows."""
+    """Return the result of `rounded`, cached for the last rows."""
     if (kept := _kept.get()) is None:
         return rounded(rows)
     if kept.rows is None or not kept.rows.is_of(rows):
@@ -100,7 +102,7 @@ def _rows(rows: Tensor) -> Tensor:
 
 
 def rounded_matrix(weight: Tensor) -> Tensor:
-    """`rounded`, cached for a trained weight until it changes."""
+    """Return the result of `rounded`, cached for a trained weight until the weight changes."""
     if (kept := _kept.get()) is None:
         return rounded(weight)
     last = kept.matrices.get(weight.data_ptr())

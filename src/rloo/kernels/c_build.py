@@ -1,5 +1,5 @@
-"""Builds and loads the C library. It is built once per machine, compiler and source, and stored in
-the user's cache. It computes with torch's OpenMP threads."""
+"""Builds and loads the C library. The library is built once per machine, compiler and source, and
+stored in the user's cache. It uses torch's OpenMP threads."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ _SECONDS = 120
 
 
 class BuildUnavailable(RuntimeError):
-    """Raised if there is no library. Its message is the reason, as the end of a sentence."""
+    """Raised if there is no library. The error's message is the reason, as the end of a
+    sentence."""
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library, built if needed. Raises BuildUnavailable if that is not possible."""
+    """Return the library, built if needed. Raises BuildUnavailable if it cannot be built."""
     compiler = _find_compiler()
     file = tuning_cache.folder() / f"kernels-{_digest(compiler)}.so"
     if not file.exists():
@@ -71,7 +72,7 @@ def _find_compiler() -> str:
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library that torch ships, so that both share one thread pool."""
+    """The OpenMP library that torch ships, so that torch and the kernels share one thread pool."""
     found = sorted(Path(torch.__file__).parent.glob("lib*/lib?omp*.so*"))
     found += sorted(Path(torch.__file__).parent.with_name("torch.libs").glob("lib?omp*.so*"))
     return [str(found[0])] if found else []

@@ -11,9 +11,10 @@ from rloo.kernels.ffi import AttentionShape, call
 
 
 class SpanTable(NamedTuple):
-    """`spans` of the packed row, int64 (S, 4): start and stop of the span, then of the prompt to
-    which all its tokens also attend (no prompt: equal numbers). `offsets` (G + 1,) delimit the
-    spans of each group; its prompt comes first. `longest`: the most keys of a query."""
+    """`spans` of the packed row, int64 (S, 4): start and stop of the span, then start and stop of
+    the prompt to which all tokens of the span also attend (equal numbers if there is no prompt).
+    `offsets` (G + 1,) delimit the spans of each group. A group's first span is its prompt.
+    `longest` is the largest number of keys of a query."""
 
     spans: Tensor
     offsets: Tensor
@@ -24,7 +25,7 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, table: SpanTable, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of query (T, H, D) to key and value (T, H_kv, D): the output (T, H, D), and the
-    logarithms (T, H) of the softmax's normalizers. `scaling` multiplies the scores."""
+    log-sum-exp (T, H) of each query's scores. `scaling` multiplies the scores."""
     shapes = _shapes(query, key, table, scaling)
     output, normalizer = torch.empty_like(query), query.new_empty(query.shape[:2])
     room = _room(query, table, backward=False)

@@ -17,9 +17,9 @@ from rloo.kernels.ffi import call
 _INT = ctypes.c_int64
 _POINTER = ctypes.c_void_p
 _STORE, _ADD, _GATE = range(3)
-# The minimum number of floats for a thread's attention scores.
+# The minimum number of floats in a thread's buffer of attention scores.
 _SCORES = 1 << 15
-# The initial slots of a row in the cache; they double when it is full.
+# The initial number of slots of a row in the cache. The number doubles when the cache is full.
 _FIRST_SLOTS = 64
 
 
@@ -76,7 +76,7 @@ _Drawing = _struct(
 
 @cache
 def columns() -> int:
-    """The columns of a panel: two SIMD vectors of float32."""
+    """The number of columns of a panel: two SIMD vectors of float32."""
     return int(call("rloo_columns"))
 
 
@@ -86,14 +86,14 @@ def round_up(size: int) -> int:
 
 
 def filled_up(token_bytes: int, size: int) -> int:
-    """Bytes that a token's keys and values (`token_bytes`, heads of this `size`) occupy in
-    `DecodingRows`, including the padding of the values' panels."""
+    """Bytes that a token's keys and values occupy in `DecodingRows`, including the padding of the
+    values' panels. Without padding they have `token_bytes`; heads have this `size`."""
     values = token_bytes // 2
     return token_bytes - values + values * round_up(size) // size
 
 
 def filling() -> int:
-    """The most tokens of padding in the panels of a row's keys and of its prompt's."""
+    """The largest number of padding tokens in the panels of a row's keys and its prompt's keys."""
     return 2 * (columns() - 1)
 
 
@@ -111,7 +111,8 @@ def to_panels(matrix: Tensor) -> Tensor:
 
 
 def _gates_to_panels(matrix: Tensor) -> Tensor:
-    """Pack a gated matrix (gates, then the rows that they multiply): half of a panel is of each."""
+    """Pack a gated matrix (gates, then the rows that they multiply). A panel is half gates, half
+    rows."""
     step = columns()
     halves = matrix.view(2, len(matrix) // step, step // 2, -1)
     return halves.permute(1, 3, 0, 2).reshape(len(matrix) // step, -1, step)
@@ -119,7 +120,7 @@ def _gates_to_panels(matrix: Tensor) -> Tensor:
 
 class PackedMatrix:
     """A matrix (N, K), float32 or bfloat16, and an optional bias (N,), for products with float32
-    rows (T, K). A `gated` matrix has the gates in the first half of its rows, and N must be a
+    rows (T, K). In a `gated` matrix the first half of the rows are the gates, and N must be a
     multiple of `columns()`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
@@ -149,7 +150,7 @@ class PackedMatrix:
         return self.times(rows).add_(hidden)
 
     def gated(self, rows: Tensor) -> Tensor:
-        """SiLU(gates) times the other half: (T, N / 2)."""
+        """SiLU of the gates' products, times the other half of the products: (T, N / 2)."""
         return self._product(rows, rows.new_empty(len(rows), self.size // 2), _GATE)
 
     def _product(self, rows: Tensor, result: Tensor, how: int) -> Tensor:
@@ -162,7 +163,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Sizes of a decoder; the floors are widths times the norm's epsilon."""
+    """Sizes of a decoder. The floors are widths times the norm's epsilon."""
 
     hidden: int
     heads: int
@@ -217,9 +218,9 @@ class CDecoder:
 
 
 class DecodingRows:
-    """Rows that are decoded together, one token of each per step. `prompts` yields the keys and
-    values of each layer (P, H_kv, longest, D). Prompt p has `lengths[p]` tokens (P,). `prompt_of`
-    (R,) is each row's prompt."""
+    """Rows that are decoded together; each step samples one token per row. `prompts` yields the
+    prompts' keys and values of each layer (P, H_kv, longest, D). Prompt p has `lengths[p]` tokens
+    (P,). `prompt_of` (R,) is each row's prompt."""
 
     def __init__(
         self,
@@ -252,18 +253,19 @@ class DecodingRows:
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of the active rows, in order."""
+        """The indices of the active rows, in order."""
         return self._rows[: self._state.active]
 
     def keep(self, alive: Tensor) -> None:
-        """Keep only those of `rows` active that are `alive`, bool."""
+        """Keep only the `rows` active for which `alive` (bool) is true."""
         left = self.rows[alive]
         self._rows[: len(left)] = left
         self._state.active = len(left)
 
     def decode(self, noise: Tensor, start: int, steps: int) -> int:
-        """Sample up to `steps` more tokens of each active row, with noise, float64 (R, X), for the
-        positions from `start` on. Returns the number of steps taken until no row was left."""
+        """Sample up to `steps` more tokens of each active row. `noise`, float64 (R, X), is for the
+        positions from `start` on. Returns the number of steps taken, which is smaller if no row is
+        left."""
         done, noise = 0, noise.contiguous()
         self._drawing.use(noise, start)
         while done < steps and self._state.active:
@@ -275,7 +277,7 @@ class DecodingRows:
         return done
 
     def _make_cache(self, rows: int, slots: int) -> _Tokens:
-        """An uninitialized cache; zeros if its panels have columns that are never written."""
+        """An uninitialized cache. It is zeros if its panels have columns that are never written."""
         sizes, step = self._model.sizes, columns()
         wide = round_up(sizes.size) // step
         make = torch.empty if sizes.size % step == 0 else torch.zeros
@@ -285,7 +287,7 @@ class DecodingRows:
         return _Tokens([make(key) for _ in layers], [make(value) for _ in layers])
 
     def _grow(self) -> None:
-        """Double the slots, up to the number that can be used, for the active rows only."""
+        """Double the slots of the active rows, up to the number that can be used."""
         left, old = self._places[self.rows], self._own
         new = self._make_cache(len(left), min(2 * old.slots, round_up(self._drawing.width)))
         for layer in range(self._model.num_layers):
@@ -344,7 +346,7 @@ class _Tokens:
 
 class TokenSampling:
     """The sampling settings, and the outputs: `tokens` int64 and `logprobs` float32, both (R, W).
-    The first column of both is given."""
+    The caller has filled the first column of both."""
 
     def __init__(
         self,
@@ -372,7 +374,7 @@ class TokenSampling:
         )
 
     def use(self, noise: Tensor, start: int) -> None:
-        """Set the noise of the positions from `start` on: float64 (R, X)."""
+        """Set the noise, float64 (R, X), for the positions from `start` on."""
         self._noise = noise
         self.struct.noise = noise.data_ptr()
         self.struct.noise_width, self.struct.noise_from = noise.shape[1], start

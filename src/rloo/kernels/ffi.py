@@ -1,4 +1,4 @@
-"""Calls functions of the C library; tensors are passed as addresses of dense arrays."""
+"""Calls functions of the C library. Tensors are passed as addresses of dense arrays."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SIGNATURES = {
 
 
 class HeadShape(ctypes.Structure):
-    """The shape of tokens' heads; positions restart after every `period` tokens."""
+    """The shape of the tokens' heads. Positions restart after every `period` tokens."""
 
     _fields_ = (
         ("tokens", ctypes.c_long),
@@ -46,7 +46,8 @@ class HeadShape(ctypes.Structure):
 
 
 class AttentionShape(ctypes.Structure):
-    """Shapes of queries and keys, groups, the most keys of a query, and the scores' factor."""
+    """Shapes of queries and keys, number of groups, most keys of a query, and factor of the
+    scores."""
 
     _fields_ = (
         *((name, ctypes.c_long) for name in ("tokens", "heads", "key_heads", "size", "groups")),

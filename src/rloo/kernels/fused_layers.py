@@ -1,7 +1,6 @@
-"""Fused norms, gated units and rotary embeddings of known architectures: on float32 CPU tensors by
-the C kernels if these are in use (`rloo.kernels`), on a GPU by compiled ones (`gpu_kernels`). In
-all other cases the module's original forward computes.
-"""
+"""Fused norms, gated units and rotary embeddings of known architectures. On float32 CPU tensors the
+C kernels compute them, if these kernels are in use (`rloo.kernels`). On a GPU, compiled functions
+compute them (`gpu_kernels`). In all other cases the module's original forward computes."""
 
 from __future__ import annotations
 
@@ -19,13 +18,13 @@ from rloo.kernels import gpu_kernels, ops
 
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _PLAIN = (Tensor, nn.Parameter)
-# The argument name of the cache in a forward pass: since transformers 5.24, and before.
+# The argument name of the cache in a forward pass, since transformers 5.24 and in older versions.
 CACHES = ("cache", "past_key_values")
 
 
 def computes(*tensors: Tensor) -> bool:
-    """Whether to use the C kernels for these tensors. Subclasses of Tensor (sharded, or without
-    memory) are left to torch."""
+    """Whether to use the C kernels for these tensors. Torch computes for subclasses of Tensor
+    (sharded tensors, or tensors without memory)."""
     return (
         kernels.in_use()
         and all(
@@ -64,7 +63,7 @@ class _GatedUnit(torch.autograd.Function):
 
 
 class _Rotary(torch.autograd.Function):
-    """Rotates heads (B, T, H, D), after normalizing them if there is a weight."""
+    """Rotates heads (B, T, H, D). If there is a weight, they are normalized first."""
 
     @staticmethod
     def forward(
@@ -100,7 +99,7 @@ def _kernels_for(*tensors: Tensor | None) -> _Kernels | None:
 
 
 class _RMSNorm(nn.Module):
-    """A base class in front of transformers' RMSNorm classes."""
+    """A base class that precedes transformers' RMSNorm classes in the method resolution order."""
 
     weight: Tensor
     variance_epsilon: float
@@ -114,7 +113,7 @@ class _RMSNorm(nn.Module):
 
 
 class _MLP(nn.Module):
-    """A base class in front of transformers' gated MLP classes."""
+    """A base class that precedes transformers' gated MLP classes in the method resolution order."""
 
     gate_proj: Any
     up_proj: Any
@@ -130,7 +129,8 @@ class _MLP(nn.Module):
 
 
 class _Attention(nn.Module):
-    """A base class in front of transformers' attention classes, for forwards without a cache."""
+    """A base class that precedes transformers' attention classes in the method resolution order,
+    for forwards without a cache."""
 
     config: Any
     q_proj: Any
@@ -181,7 +181,8 @@ class _Attention(nn.Module):
         return self.o_proj(output.reshape(*shape, -1)), weights
 
     def _rotated(self, x: Tensor, name: str, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Rotate heads (B, T, H, D), after a norm if there is one; return (B, H, T, D)."""
+        """Apply the norm, if there is one, to heads (B, T, H, D); rotate them, and return (B, H, T,
+        D)."""
         norm = getattr(self, name, None)
         weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.variance_epsilon)
         if (own := _kernels_for(x, weight)) is not None:
@@ -193,7 +194,7 @@ class _Attention(nn.Module):
 
 
 def _window_of(attention: Any) -> int | None:
-    """The layer's attribute `sliding_window` if it has one, else the configuration's."""
+    """The layer's attribute `sliding_window` if it has one, otherwise that of the configuration."""
     own = getattr(attention.config, "sliding_window", None)
     window: int | None = getattr(attention, "sliding_window", own)
     return window

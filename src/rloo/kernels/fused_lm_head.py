@@ -1,5 +1,5 @@
-"""The output head fused with the log-probs of tokens: a block of rows at a time, so that logits are
-read while they are still in the processor's cache."""
+"""The output head fused with the log-probs of tokens. A block of rows is computed at a time, so
+that logits are read while they are still in the processor's cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
 
 # The number of elements processed at a time, so that they stay in the processor's cache.
 CACHED_ELEMENTS = 2**21
-# The minimum rows of a block: with fewer rows a product is slow, whatever the vocabulary's size.
+# The minimum rows of a block. With fewer rows a product is slow for every vocabulary size.
 _MIN_ROWS = 256
 
 
@@ -27,13 +27,14 @@ class HasMatrix(Protocol):
     """A head that can return its matrix (V, D) and optional bias (V,)."""
 
     def matrix(self) -> Matrix | None:
-        """Matrix and bias, or None if logits are more than this product."""
+        """Matrix and bias, or None if the logits need more operations than this product."""
 
 
 class LogprobRequest(NamedTuple):
     """A request for the log-probs of `targets` (T,) at a temperature, given hidden states (T, D).
-    The softmax of up to `chunk_elements` logits is stored for the backward; that of more is
-    recomputed there. `rounds`: products have rounded operands (`bf16_rounding`)."""
+    The softmax of up to `chunk_elements` logits is stored for the backward. The softmax of more
+    logits is recomputed in the backward. With `rounds`, products have rounded operands
+    (`bf16_rounding`)."""
 
     targets: Tensor
     temperature: float
@@ -128,8 +129,8 @@ def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
-    """Return rows @ weight.T + bias for (T, D) and (V, D), without gradients. It is written to
-    `place` (T, V) if torch multiplies; oneDNN returns a new tensor."""
+    """Return rows @ weight.T + bias for (T, D) and (V, D), without gradients. If torch multiplies,
+    the result is in `place` (T, V); oneDNN returns a new tensor."""
     if cpu_matmul.multiplies("forward", len(rows), weight):
         return cpu_matmul.multiply(rows, weight, bias)
     if bias is None:
@@ -145,8 +146,8 @@ def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
 
 
 def add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
-    """Add the gradient of a matrix (V, D) to `total` in place. It is computed from hidden states
-    (T, D) and the gradient of their logits (T, V), by torch or oneDNN."""
+    """Add the gradient of a matrix (V, D) to `total` in place. Torch or oneDNN computes this
+    gradient from hidden states (T, D) and the gradient of their logits (T, V)."""
     if cpu_matmul.multiplies("weight", len(block), total):
         total += cpu_matmul.outer(block, hidden)
     else:
@@ -159,7 +160,8 @@ def rows_of(vocabulary: int) -> int:
 
 
 def _room(hidden: Tensor, weight: Tensor, asked: LogprobRequest) -> tuple[Tensor, int]:
-    """Allocate logits of all tokens if they are stored, else of a block; also a block's rows."""
+    """Allocate the logits of all tokens if they are stored, otherwise of a block. Also returns the
+    number of rows of a block."""
     tokens, vocabulary = len(hidden), len(weight)
     rows, most = rows_of(vocabulary), max(1, asked.chunk_elements // vocabulary)
     if tokens > most:
@@ -174,5 +176,5 @@ def _blocks(tokens: int, rows: int) -> Iterator[slice]:
 
 
 def _place(kept: Tensor, part: slice, hidden: Tensor) -> Tensor:
-    """The rows of a block in `kept`: separate ones if all are stored, else the first rows."""
+    """The rows of a block in `kept`: its own rows if all are stored, otherwise the first rows."""
     return kept[part] if len(kept) == len(hidden) else kept[: part.stop - part.start]

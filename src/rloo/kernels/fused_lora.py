@@ -1,6 +1,6 @@
 """Fused LoRA layers: the adapter's product is added into the output of the base layer's product.
-peft computes it separately, scales it and adds it, in several passes over memory. In all other
-cases peft's original forward computes."""
+peft computes, scales and adds the adapter's product separately, in several passes over memory. In
+cases that are not supported here, peft's original forward computes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rloo.kernels.fused_layers import asking
 
 
 class _How(NamedTuple):
-    """The factor of the adapter's product, and whether products have rounded operands."""
+    """The factor of the adapter's product, and whether the operands of products are rounded."""
 
     scaling: float
     rounds: bool
@@ -75,7 +75,7 @@ class _LoRAProduct(torch.autograd.Function):
 
 
 class _Linear(nn.Module):
-    """A base class in front of peft's Linear."""
+    """A base class that precedes peft's Linear in the method resolution order."""
 
     lora_A: Any
     lora_B: Any

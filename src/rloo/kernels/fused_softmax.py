@@ -1,5 +1,5 @@
 """Fused softmax of rows of logits: log-probs of targets, entropies, and the gradient of both. The C
-kernels compute it if these are in use, else torch."""
+kernels compute these if the kernels are in use, otherwise torch does."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rloo.kernels.fused_layers import computes
 
 
 class SoftmaxOutput(NamedTuple):
-    """The outputs of `select` for R rows of V logits: log-probs (R,), entropies (R,), and for the
-    backward `kept` (R, V), exp(logits / temperature - the largest), and its sums `total` (R,).
-    `kept` may be the tensor of the logits."""
+    """The outputs of `select` for R rows of V logits: log-probs (R,), entropies (R,), and two
+    outputs for the backward: `kept` (R, V), which is exp(logits / temperature - the row's maximum),
+    and the sums `total` (R,) of its rows. `kept` may be the tensor of the logits."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -33,7 +33,8 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOut
     if temperature != 1.0:
         logits.div_(temperature)
     chosen = logits.gather(-1, targets[:, None])[:, 0]
-    # Fewer passes than torch's log_softmax: uses the likeliest token's probability, never 0.
+    # Fewer passes than torch's log_softmax. The normalizer comes from the most likely token, whose
+    # probability is never 0.
     weights = logits.softmax(dim=-1)
     normalizer = logits.amax(dim=-1) - weights.amax(dim=-1).log()
     torch.sub(chosen, normalizer, out=rows.logprobs)
@@ -48,8 +49,8 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOut
 def differentiate(
     rows: SoftmaxOutput, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
 ) -> None:
-    """Replace `rows.kept` by the gradient of the logits, in place. `of_logprobs` and `of_entropy`
-    (R,) are the outputs' gradients divided by the temperature."""
+    """Overwrite `rows.kept` with the gradient of the logits. `of_logprobs` and `of_entropy` (R,)
+    are the gradients of the two outputs divided by the temperature."""
     kept, total = rows.kept, rows.total
     assert kept is not None and total is not None
     if of_entropy is None:

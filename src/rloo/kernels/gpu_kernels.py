@@ -1,9 +1,9 @@
-"""Norms, rotary embeddings and gated units on a GPU, each as one kernel that torch.compile makes of
-its definition. Without them torch reads and writes each array several times between products (see
-`rloo.kernels.fused_layers`, and `rloo.kernels` for a CPU).
+"""Norms, rotary embeddings and gated units on a GPU. torch.compile makes one kernel of the
+definition of each. Without these kernels torch reads and writes each array several times between
+products (see `rloo.kernels.fused_layers`, and `rloo.kernels` for a CPU).
 
-They compute 16-bit inputs in float32, and round once. If the compiler is missing or gives other
-numbers, torch computes without them.
+With 16-bit inputs the kernels compute in float32 and round once. If the compiler is missing or its
+results are wrong, eager torch computes.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def in_use() -> bool:
 
 
 def computes(*tensors: Tensor) -> bool:
-    """Whether to use compiled functions for these tensors. Subclasses of Tensor are left to
-    torch."""
+    """Whether to use compiled functions for these tensors. Torch computes for subclasses of
+    Tensor."""
     return _in_use and all(
         type(x) in _PLAIN and x.dtype in _KINDS and x.device.type == "cuda" for x in tensors
     )
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean of x^2 + epsilon) * weight for x (..., D), in the dtype in which a product
-    would read it (autocast's, if enabled)."""
+    """x / sqrt(mean of x^2 + epsilon) * weight for x (..., D), in the dtype that a product would
+    read (autocast's dtype if enabled)."""
     rows, how = x.reshape(-1, x.shape[-1]), (epsilon, _dtype_of(x, weight))
     result: Tensor = _Fused.apply(_rms_norm, _rms_norm_backward, how, rows, weight)
     return result.view(x.shape)
@@ -58,8 +58,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def rotary(
     x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
 ) -> Tensor:
-    """Heads (B, T, H, D), normalized if there is a weight (D,), and rotated by cosine and sine
-    (B, T, D) or (1, T, D)."""
+    """Rotate heads (B, T, H, D) by cosine and sine (B, T, D) or (1, T, D). If there is a weight
+    (D,), the heads are normalized first."""
     batch, length, *rest = x.shape
     turns = (y.expand(batch, -1, -1).reshape(batch * length, -1) for y in (cosine, sine))
     heads = x.reshape(batch * length, *rest)
@@ -92,8 +92,8 @@ def merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Ten
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled at its first call, once for all sizes marked as varying. A
-    method is compiled once for all objects of its class."""
+    """Return the function compiled at its first call, once for all sizes that are marked as
+    dynamic. A method is compiled once for all objects of its class."""
     if (owner := getattr(function, "__self__", None)) is not None:
         return partial(_compiled(function.__func__), owner)  # type: ignore[attr-defined]
     return _compiled(function)
@@ -106,7 +106,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def let_vary(*tensors: Tensor) -> None:
-    """Mark the number of rows of these tensors as varying for torch.compile."""
+    """Mark the number of rows of these tensors as dynamic for torch.compile."""
     for tensor in tensors:
         torch_compat.mark_varying(tensor, 0)
 
@@ -115,7 +115,7 @@ def _run(
     function: Callable[..., Any], tensors: Sequence[Tensor | None], how: Any, *, rank: int = 2
 ) -> Any:
     """Call the compiled function. In tensors of `rank` dimensions or more, the number of rows may
-    vary. Gradients and autocast are off, since torch.compile recompiles for each such state."""
+    vary. Gradients and autocast are disabled, since torch.compile recompiles if either changes."""
     given = [None if x is None else x.detach() for x in tensors]
     for x in given:
         if x is not None and x.ndim >= rank:
@@ -126,7 +126,7 @@ def _run(
 
 
 class _Fused(torch.autograd.Function):
-    """A compiled forward and a compiled backward, which gets the gradient and the inputs."""
+    """A compiled forward and a compiled backward. The backward gets the gradient and the inputs."""
 
     @staticmethod
     def forward(
@@ -274,7 +274,7 @@ def unavailable_reason(
     device: torch.device, dtype: torch.dtype, width: int, size: int
 ) -> str | None:
     """Why compiled functions cannot be used on this device, for hidden states of `width` and heads
-    of `size`, as the end of a sentence; None if they can. It takes seconds."""
+    of `size`, as the end of a sentence; None if they can. The check takes seconds."""
     try:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             worst = max(_differences(device, dtype, width, size))
@@ -288,7 +288,8 @@ def unavailable_reason(
 
 
 def _differences(device: torch.device, dtype: torch.dtype, width: int, size: int) -> list[float]:
-    """The largest differences of results and gradients from the definitions in eager torch."""
+    """The largest differences of results and gradients from those of the definitions in eager
+    torch."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int, of: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""The C kernels of the update, on dense float32 CPU tensors: each function with its gradient's."""
+"""The C kernels of the update, on dense float32 CPU tensors: functions and their gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _parts(like: Tensor, rows: int) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """weight * x / sqrt(mean(x^2) + epsilon) for rows (..., D), and the backward's state."""
+    """weight * x / sqrt(mean(x^2) + epsilon) for rows (..., D), and the state for the backward."""
     y, inverse = torch.empty_like(x), x.new_empty(x.shape[:-1])
     call("rms_norm", x, weight, y, inverse, inverse.numel(), x.shape[-1], epsilon)
     return y, inverse
@@ -74,8 +74,8 @@ def _heads(x: Tensor, cosine: Tensor, epsilon: float) -> HeadShape:
 def rotary(
     x: Tensor, weight: Tensor | None, cosine: Tensor, sine: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Heads (B, T, H, D), normalized as by `rms_norm` if there is a weight (D,), and rotated:
-    cosine and sine are (B or 1, T, D). Also returns the backward's state."""
+    """Rotate heads (B, T, H, D) by cosine and sine (B or 1, T, D). If there is a weight (D,),
+    `rms_norm` is applied first. Also returns the state for the backward."""
     y, inverse = torch.empty_like(x), None if weight is None else x.new_empty(x.shape[:-1])
     call("rotary", x, weight, cosine, sine, y, inverse, _heads(x, cosine, epsilon))
     return y, inverse
@@ -102,12 +102,12 @@ def rotary_backward(
 def log_softmax(
     logits: Tensor, targets: Tensor, temperature: float, places: Sequence[Tensor | None]
 ) -> None:
-    """Fill `places` from logits (R, V) and targets (R,): see `fused_softmax.select`. The places are
-    for exp(logits / temperature - the largest), log-probs, entropies and sums."""
+    """Fill `places` from logits (R, V) and targets (R,): see `fused_softmax.select`. The four
+    outputs are exp(logits / temperature - the row's maximum), log-probs, entropies and sums."""
     call("log_softmax", logits, targets, *places, *logits.shape, temperature)
 
 
 def log_softmax_backward(kept: Tensor, total: Tensor, targets: Tensor, scale: Tensor) -> None:
-    """Replace `kept` from `log_softmax` by the gradient of the logits, in place. `scale` (R,) is
-    the gradient of the log-probs divided by the temperature."""
+    """Overwrite `kept`, the first output of `log_softmax`, with the gradient of the logits. `scale`
+    (R,) is the gradient of the log-probs divided by the temperature."""
     call("log_softmax_backward", kept, total, targets, scale, *kept.shape)

@@ -21,7 +21,7 @@ Pairs = Iterator[tuple[Tensor | None, Tensor | None]]
 @cache
 @torch.enable_grad()
 def difference() -> str | None:
-    """The first result of the library that differs from torch's, or None; takes milliseconds."""
+    """The first result of the library that differs from torch's, or None. Takes milliseconds."""
     for name, check in _CHECKS.items():
         if not all(_are_close(ours, theirs) for ours, theirs in check(_random())):
             return f"its {name} differs from torch's"
@@ -101,7 +101,7 @@ def _softmax(random: Callable[..., Tensor]) -> Pairs:
 
 
 def _attention(random: Callable[..., Tensor]) -> Pairs:
-    """Attention over a prompt of 9 tokens with completions of 20 and 5."""
+    """Attention over a prompt of 9 tokens with completions of 20 and 5 tokens."""
     tokens, heads, scaling = 34, 4, _SIZE**-0.5
     query, key, value, grad = (random(tokens, n, _SIZE) for n in (heads, 2, 2, heads))
     spans = torch.tensor([(0, 9, 0, 0), (9, 29, 0, 9), (29, 34, 0, 9)])

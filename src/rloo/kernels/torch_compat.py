@@ -1,6 +1,7 @@
-"""Uses of torch's private API, or of API that differs between supported versions, each with a
-fallback. An operation is None if torch does not have it. Its callers test its results at the start
-of a run. One more such use, of torch.distributed, is in `rloo.distributed.group_setup`."""
+"""Uses of torch's private API, or of API that differs between supported versions. Each use has a
+fallback. An operation is None if torch does not have it. The callers of an operation test its
+results at the start of a run. `rloo.distributed.group_setup` also uses private API, of
+torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def _operation(library: str, name: str) -> Any:
 # Attention over segments on a GPU: tested by `flash_gpu.has_segments`. Fallback: padded rows.
 flash_forward = _operation("aten", "_flash_attention_forward")
 flash_backward = _operation("aten", "_flash_attention_backward")
-# Attention with a mask: tested by `flash_gpu.has_dense`. Fallback: its definition.
+# Attention with a mask: tested by `flash_gpu.has_dense`. Fallback: attention by its definition.
 efficient_attention = _operation("aten", "_scaled_dot_product_efficient_attention")
 # Attention on a CPU: tested by `prepare_model.check_forward`. Fallback: padded rows.
 cpu_flash = _operation("aten", "_scaled_dot_product_flash_attention_for_cpu")
@@ -29,19 +30,21 @@ multiply_packed = _operation("mkldnn", "_linear_pointwise")
 
 
 def has_cpu_flash() -> bool:
-    """Whether torch has CPU attention that returns its normalizers."""
+    """Whether torch has CPU attention that returns the log-sum-exp of the scores."""
     return cpu_flash is not None and cpu_flash_backward is not None
 
 
 def uses_tf32(device: torch.device) -> bool:
     """Whether this device rounds the operands of float32 products to 10 bits. The older setting
-    (`allow_tf32`) sets this one, but no longer reflects it once this one was set."""
+    `allow_tf32` sets `fp32_precision`, but does not show its value once `fp32_precision` itself was
+    set."""
     setting = torch.backends.cuda.matmul.fp32_precision
     return device.type == "cuda" and setting not in ("ieee", "none")
 
 
 def let_segments_grow() -> bool:
-    """Make GPU memory segments expandable, from the first tensor on; False if torch cannot."""
+    """Make GPU memory segments expandable, from the first tensor on. Returns False if torch
+    cannot."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is not None:
         change("expandable_segments:True")
@@ -49,20 +52,20 @@ def let_segments_grow() -> bool:
 
 
 def mark_varying(tensor: Tensor, *dimensions: int) -> None:
-    """Mark these sizes as dynamic for torch.compile, which otherwise learns it by a second
-    compilation."""
+    """Mark these sizes as dynamic for torch.compile. Otherwise torch.compile compiles a second time
+    when a size first changes."""
     mark = getattr(torch._dynamo, "maybe_mark_dynamic", None)
     if mark is not None:
         mark(tensor, dimensions)
 
 
 def is_profiled() -> bool:
-    """Whether torch's profiler is running; False if torch does not tell."""
+    """Whether torch's profiler is running; False if torch does not report this."""
     return bool(getattr(torch.autograd, "_profiler_enabled", lambda: False)())
 
 
 def largest(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The largest absolute value of each tensor, NaN if it has a NaN."""
+    """The largest absolute value of each tensor, or NaN if the tensor has a NaN."""
     together = getattr(torch, "_foreach_norm", None)
     if together is None:
         return [tensor.abs().amax() for tensor in tensors]

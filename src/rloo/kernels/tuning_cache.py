@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """A folder that only the user can write to, since its content is executed. If there is none, a
+    """A folder that only the user can write to, since files in it are executed. If there is none, a
     temporary folder of this process."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rloo")
     try:
@@ -42,8 +42,9 @@ def processor() -> str:
 
 
 def names_kept(name: str, find: Callable[[], list[str]]) -> list[str]:
-    """The names in this cache file, or else the result of `find`, which is stored there. If several
-    processes find names at once, all return those of the first."""
+    """The names in the cache file `name`. If the file does not exist, return the result of `find`
+    and store it in the file. If several processes call `find` at once, all return the names of the
+    first process."""
     file = folder() / name
     with contextlib.suppress(OSError, ValueError):
         return _read(file)
@@ -56,7 +57,7 @@ def names_kept(name: str, find: Callable[[], list[str]]) -> list[str]:
         except FileExistsError:
             with contextlib.suppress(ValueError):
                 return _read(file)
-            os.replace(made, file)  # the existing file has no list of names
+            os.replace(made, file)  # the existing file contains no list of names
     return found
 
 

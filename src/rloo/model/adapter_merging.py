@@ -1,4 +1,5 @@
-"""Iterates over an adapted model's weights, layer by layer: the base's, or the merged ones."""
+"""Iterates over the weights of an adapted model, layer by layer: those of the base model, or the
+base weights with the adapter merged in."""
 
 from __future__ import annotations
 
@@ -23,12 +24,14 @@ def walk(
     prefix: str = "",
     seen: set[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `named_parameters`. `unwrap` replaces adapted layers; others are dequantised."""
+    """Yield the names and full tensors of `named_parameters`. `unwrap` replaces layers with an
+    adapter; other quantised layers are dequantised."""
     seen = set() if seen is None else seen
     inner = unwrap(module) if isinstance(module, layer_kinds()) else in_full(module)
     replaced = inner is not module
     for name, parameter in inner.named_parameters(recurse=replaced):
-        # A tied weight has one name. Only this loop refers to the replacement, so it may be freed.
+        # A tied weight is yielded once. Only this loop refers to the replacement layer, so the
+        # layer is freed after the loop.
         if replaced or id(parameter) not in seen:
             yield prefix + name, full_tensor(parameter)
         if not replaced:
@@ -40,7 +43,7 @@ def walk(
 
 @torch.no_grad()
 def merged_layer(layer: Any) -> Any:
-    """Return the layer with its adapter merged in, as a layer of the base's type."""
+    """Return a layer of the base layer's type with the adapter merged in."""
     if isinstance(layer, peft_library().utils.ModulesToSaveWrapper):
         return layer.modules_to_save[TRAINED]
     merged = whole_copy(layer)
@@ -65,13 +68,13 @@ def _merge_in_full(layer: Any) -> nn.Linear:
 
 
 def original_layer(layer: Any) -> nn.Module:
-    """Return the base's layer, without the adapter."""
+    """Return the base model's layer, dequantised, without the adapter."""
     if isinstance(layer, peft_library().utils.ModulesToSaveWrapper):
         return layer.original_module
     return in_full(layer.get_base_layer())
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return the names and layers that have an adapter."""
+    """Iterate over the layers that have an adapter, with their names."""
     kinds = layer_kinds() if "peft" in sys.modules else ()
     return ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))

@@ -1,9 +1,9 @@
 """The attention function that packed training and the native engine install in a model.
 
-A model with the attention implementation `"rloo"` behaves as usual unless its forward gets the
-keyword argument `rloo_layout`: then every layer passes its queries, keys and values to that layout.
-The layout is an argument, never a global, because gradient checkpointing runs the forward again
-after the caller has returned.
+A model with the attention implementation `"rloo"` computes standard attention by default. If its
+forward receives the keyword argument `rloo_layout`, every layer passes its queries, keys and values
+to that layout. The layout is an argument, never a global, because gradient checkpointing runs the
+forward again after the caller has returned.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class AttentionLayout(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """query (B, H, Q, D), key and value (B, H_kv, L, D) to the output (B, Q, H, D)."""
+        """Map query (B, H, Q, D), key and value (B, H_kv, L, D) to the output (B, Q, H, D)."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -46,13 +46,13 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
     def scaling_of(self, query: Tensor) -> float:
-        """The factor of the scores; by default 1 / sqrt(head size)."""
+        """The factor that multiplies the scores; by default 1 / sqrt(head size)."""
         return query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
 
 
 def head_size(config: Any) -> int:
-    """The head size in a text model's configuration: the largest where layers differ. A model
-    without heads has one head of the hidden size."""
+    """The head size from a text model's configuration; the largest one if layers differ. A model
+    without attention heads counts as one head of the hidden size."""
     heads = largest_of_layers(config, "num_attention_heads") or 1
     size: int = largest_of_layers(config, "head_dim") or config.hidden_size // heads
     return size
@@ -64,14 +64,16 @@ def attend(
     """Softmax attention with grouped heads, logit soft-capping (Gemma 2) and sinks (GPT-OSS).
 
     query (B, H, Q, D); key and value (B, H_kv, L, D); mask bool, broadcastable to (B, 1, Q, L),
-    True where a query attends to a key (each query to at least one). Returns (B, H, Q, D).
+    True where a query attends to a key. Every query attends to at least one key. Returns (B, H, Q,
+    D).
     """
     fused = partial(F.scaled_dot_product_attention, attn_mask=mask, scale=options.scaling)
     plain = options.sinks is None and options.softcap is None
     batch, heads, queries, _ = query.shape
     repeats = heads // key.shape[1]
     if repeats > 1 and queries == 1 and plain:
-        # One query per row: the heads of a group become its queries, so that no key is copied.
+        # With one query per row, the heads of a group become the queries of one head: no key is
+        # copied.
         folded = query.reshape(batch, key.shape[1], repeats, query.shape[-1])
         return fused(folded, key, value).reshape(batch, heads, 1, value.shape[-1])
     if repeats > 1:
@@ -85,11 +87,12 @@ def attend(
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a part of the keys, without sinks, and the log of its softmax's normalizer.
+    """Attention over a part of the keys, without sinks, and the log-sum-exp of the scores.
 
     query (B, H, Q, D); key and value (B, H, L, D); mask (B, 1, Q, L) is added to the scores.
-    Returns (B, H, Q, D) and (B, H, Q, 1). Averaging two parts with the weights `exp(normalizer)`
-    gives the softmax over all of their keys. For 16-bit inputs both results are float32.
+    Returns (B, H, Q, D) and (B, H, Q, 1). The average of two parts with the weights
+    exp(log-sum-exp) is the attention over the keys of both parts. For 16-bit inputs both results
+    are float32.
     """
     fuses = options.softcap is None and query.shape[-1] == value.shape[-1]
     if fuses and flash_gpu.has_dense(query.device, query.dtype, query.shape[-1]):
@@ -135,8 +138,9 @@ def _attend_eagerly(
 
 
 def round_inputs(states: Tensor) -> Tensor:
-    """Round queries, keys or values to autocast's dtype, as a fused attention does, and return them
-    in at least float32: scores rounded to 16 bits would let sampler and trainer disagree."""
+    """Round queries, keys or values to autocast's dtype, as fused attention does, and return them
+    in at least float32. With scores rounded to 16 bits, the log-probs of sampler and trainer would
+    differ."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
         states = states.to(torch.get_autocast_dtype(device))
@@ -179,7 +183,8 @@ def _attention_forward(
 def causal_mask(
     queries: int, keys: int, device: torch.device, sliding_window: int | None = None
 ) -> Tensor:
-    """bool (queries, keys), True where a query attends; the queries are the last positions."""
+    """A bool mask (queries, keys), True where a query attends. The queries are the last
+    positions."""
     key = torch.arange(keys, device=device)
     distance = key[keys - queries :, None] - key
     mask = distance >= 0
@@ -187,8 +192,8 @@ def causal_mask(
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that transformers passes on as it is. Without it transformers builds one of size
-    tokens squared."""
+    """A mask that transformers passes on unchanged. Without this mask transformers builds one with
+    tokens x tokens elements."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -200,7 +205,8 @@ def install(model: PreTrainedModel) -> None:
 
 
 def unavailable_reason(model: PreTrainedModel) -> str | None:
-    """Return why layouts cannot work for `model`, or None. Reads the configuration only."""
+    """Return the reason why attention layouts do not work for `model`, or None. Reads only the
+    configuration."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} is an encoder-decoder model"

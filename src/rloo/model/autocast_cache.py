@@ -1,5 +1,5 @@
-"""Keeps the rounded copies of weights that autocast (or `bf16_rounding` in its place) makes for an
-entire update instead of one forward pass."""
+"""Keeps the rounded copies of weights for an entire update instead of one forward pass. Autocast
+makes these copies, or `bf16_rounding` in place of autocast."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from rloo.model.policy import Policy
 
 @contextmanager
 def casting_once(policy: Policy) -> Iterator[None]:
-    """Inside, autocast casts the trained weights once, for the first micro-batch. The weights must
-    not change inside. Reentrant checkpointing casts without gradients, so it disables this."""
+    """Within this context, autocast casts the trained weights only once, for the first micro-batch.
+    The weights must not change within it. With reentrant checkpointing, which casts without
+    gradients, the context has no effect."""
     config = policy.config
     reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if policy.divides or reentrant or not (config.bf16 or config.fp16):
         yield
         return
-    # The outermost autocast context clears the cache when it ends. This one casts nothing itself.
+    # The outermost autocast context clears the cache when it ends. This context casts nothing
+    # itself.
     with torch.autocast(policy.device.type, enabled=False), keeping():
         yield

@@ -39,10 +39,11 @@ def export_weights(
     *,
     untie: bool = False,
 ) -> None:
-    """Write the weights `named` (names as in `model`) into `folder` as safetensors: one file a
-    layer and an index, with the hub's names and shapes. Floating-point weights are cast to `dtype`.
-    With sharded weights this is a collective; a rank that passes None writes nothing. No rank holds
-    more than the largest layer at a time. `untie` writes a tied matrix twice."""
+    """Write the weights `named` (names as in `model`) into `folder` as safetensors: one file per
+    layer and an index. Names and shapes are those of the hub. Floating-point weights are cast to
+    `dtype`. With sharded weights this is a collective. A rank that passes None as `folder` writes
+    nothing. Each rank holds one full layer at a time. With `untie` a tied matrix is written
+    twice."""
     twins = tied_outputs(model) if untie else {}
     places: dict[str, str] = {}
     total = 0
@@ -63,7 +64,8 @@ def export_weights(
 
 
 def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
-    """Map the input embedding's name to the output matrix's, if they are tied; else empty."""
+    """Map the name of the input embedding to the name of the output matrix if they are tied.
+    Otherwise the map is empty."""
     names = {id(p): name for name, p in model.named_parameters(remove_duplicate=True)}
     output = model.get_output_embeddings()
     name = names.get(id(getattr(output, "weight", None)))
@@ -72,7 +74,7 @@ def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's full tensors on the host; empty dicts unless `keep`."""
+    """Yield each layer's full tensors on the host, or empty dicts if `keep` is false."""
     current, tensors = None, dict[str, Tensor]()
     for name, tensor in named:
         found = _LAYER.match(name)
@@ -97,8 +99,8 @@ def _as_on_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, 
 
 
 class PolicyExport:
-    """Exports a policy to an engine in other processes, whose weights have the type `dtype`. With
-    `merge` an adapter is merged into its base and the full model is sent. Otherwise only the
+    """Exports a policy to an engine in other processes. The engine's weights have the type `dtype`.
+    With `merge` an adapter is merged into its base and the full model is sent. Otherwise only the
     adapter is sent, with the rank `adapter_rank`. With `untie` a tied matrix is written twice.
     Every method is a collective of all ranks."""
 
@@ -113,8 +115,8 @@ class PolicyExport:
         self.adapter_rank = largest_rank(adapter) if alone and adapter is not None else None
 
     def write(self, folder: Path | None) -> None:
-        """Write the trained weights into `folder`, in the main process: the adapter alone, or a
-        full model with its configuration and tokenizer. Other ranks pass None and write nothing."""
+        """Write the trained weights into `folder`, in the main process: only the adapter, or a full
+        model with its configuration and tokenizer. Other ranks pass None and write nothing."""
         policy = self._policy
         if self.adapter_rank is None:
             self._write_model(folder, policy.weights())
@@ -124,7 +126,7 @@ class PolicyExport:
                 policy.files.save_adapter(folder)
 
     def write_base(self, folder: Path | None) -> None:
-        """Write the adapter's base model, as `write` does."""
+        """Write the adapter's base model into `folder`, in the main process (see `write`)."""
         assert self._policy.adapter is not None
         self._write_model(folder, self._policy.adapter.base_weights())
 
@@ -144,10 +146,11 @@ class PolicyExport:
 
     @contextmanager
     def perturbed(self, scale: float) -> Iterator[None]:
-        """Inside, the adapter's weights have noise of this standard deviation added: log-probs then
-        show whether an engine applies the adapter."""
+        """Within this context, noise with the standard deviation `scale` is added to the adapter's
+        weights. The log-probs then show whether an engine applies the adapter."""
         assert self._policy.adapter is not None
-        # The raw data: an in-place change of the parameters would count as a new version.
+        # The raw data is changed: an in-place change of the parameters would count as a new
+        # version.
         raw = [to_local(p) if is_sharded(p) else p.data for p in self._policy.parameters]
         before = [tensor.clone() for tensor in raw]
         generator = torch.Generator(raw[0].device).manual_seed(0)
@@ -168,7 +171,7 @@ def largest_rank(adapter: LoRAAdapter) -> int:
 
 
 def why_merged(adapter: LoRAAdapter) -> str | None:
-    """The setting for which vLLM cannot load the adapter alone; None if it can."""
+    """The setting that prevents vLLM from loading the adapter unmerged; None if there is none."""
     config = adapter.config
     reasons = {
         "use_dora": config.use_dora,

@@ -1,10 +1,11 @@
-"""Exact attention over packed groups without masks, rows or padding, by torch's flash attention.
+"""Exact attention over packed groups without masks or padding, by torch's flash attention.
 
 A completion's token attends to its prompt and to earlier tokens of the completion. One rectangular
 call covers the prompt for all completions of a group. One causal call per completion covers the
-rest. Both read the packed row in place. Each call returns the log of its softmax's normalizer, by
-which the two parts are weighted (as in ring attention, Liu et al. 2023). Given the merged output
-and normalizer, each part's backward is exact. Memory is linear in the tokens. For CPUs only.
+rest. Both read the packed row in place. Each call also returns the log-sum-exp of its scores (the
+normalizer). The two outputs are merged with these normalizers as weights (as in ring attention, Liu
+et al. 2023). Given the merged output and normalizer, each part's backward is exact. Memory is
+linear in the number of tokens. This module is for CPUs only.
 """
 
 from __future__ import annotations
@@ -28,15 +29,16 @@ from rloo.kernels.torch_compat import cpu_flash, cpu_flash_backward
 
 @dataclass(frozen=True)
 class CPUAttentionRanges:
-    """Ranges of the packed row. `own`: causal self-attention; these ranges cover the row once.
-    `shared`: pairs of queries and further keys to which all of them attend."""
+    """Token ranges of the packed row. Each range in `own` has causal self-attention; together they
+    cover the row once. Each pair in `shared` has queries and further keys: all these queries attend
+    to all these keys."""
 
     own: Sequence[slice]
     shared: Sequence[tuple[slice, slice]]
 
     @cached_property
     def table(self) -> SpanTable | None:
-        """The same ranges for the C kernels; None unless each group starts with its prompt."""
+        """The same ranges for the C kernels; None if a group does not start with its prompt."""
         groups: dict[int, list[tuple[int, int, int, int]]] = {}
         starts = [queries.start for queries, _ in self.shared]
         for own in self.own:
@@ -58,7 +60,7 @@ class CPUAttentionRanges:
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, calls: CPUAttentionRanges, *, scaling: float
 ) -> Tensor:
-    """Attention: query (H, T, D), key and value (H_kv, T, D), of one dtype, to (T, H, D).
+    """Map query (H, T, D), key and value (H_kv, T, D), all of one dtype, to the output (T, H, D).
 
     `scaling` multiplies the scores.
     """
@@ -154,6 +156,7 @@ class _PackedFlash(torch.autograd.Function):
 
 
 def _empty_by_token(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty (G, R, T, D) whose memory is ordered (T, G, R, D), as the next layer reads it."""
+    """An empty tensor (G, R, T, D) whose memory has the order (T, G, R, D), as the next layer reads
+    it."""
     groups, repeats, tokens, size = like.shape
     return like.new_empty(tokens, groups, repeats, size, dtype=dtype).permute(1, 2, 0, 3)

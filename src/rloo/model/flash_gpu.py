@@ -1,9 +1,10 @@
-"""Fused attention on a GPU that also returns the log of its softmax's normalizer, by which parts of
-an attention are merged: over segments of packed tokens (flash attention, Dao 2023), and over dense
-rows with a mask (memory-efficient attention, Rabe and Staats 2021).
+"""Fused attention on a GPU that also returns the log-sum-exp of the scores (the normalizer), so
+that parts of an attention can be merged. There are two kinds: over segments of packed tokens (flash
+attention, Dao 2023), and over dense rows with a mask (memory-efficient attention, Rabe and Staats
+2021).
 
-The functions are torch's and not public, so each is tested on the device before it is used. If one
-is missing or gives other numbers, its callers fall back to the attention without it.
+The functions are private functions of torch, so each is tested on the device before its first use.
+If a function is missing or its results are wrong, its callers compute the attention without it.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ HALF = (torch.float16, torch.bfloat16)
 _LARGEST, _MULTIPLE = 256, 8
 # The largest difference from the definition that counts as rounding; the trial's values are near 1.
 _ROUNDING = {torch.float16: 0.02, torch.bfloat16: 0.1, torch.float32: 1e-3}
-# Columns of a mask's row that the efficient kernel reads at a time.
+# The number of columns of a mask's row that the efficient kernel reads at a time.
 _ALIGNED = 16
 
 
 class Segments(NamedTuple):
     """Queries `edges_q[i]` to `edges_q[i + 1]` attend to keys `edges_k[i]` to `edges_k[i + 1]`.
-    Edges are int32 (number of segments + 1,), on the device; `most_q` and `most_k` are the longest
-    segments. A segment may be empty."""
+    Edges are int32 (number of segments + 1,), on the device. `most_q` and `most_k` are the lengths
+    of the longest segments. A segment may be empty."""
 
     edges_q: Tensor
     edges_k: Tensor
@@ -47,8 +48,9 @@ def attend_segments(
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries (T, H, D) to keys (S, H_kv, D), of one 16-bit dtype, without gradients:
-    output (T, H, D) and normalizers (H, T) in float32. With `used` (number of segments,), int32,
-    queries attend to a segment's first `used` keys only, so shapes need not follow lengths."""
+    output (T, H, D) and normalizers (H, T) in float32. With `used`, int32 (number of segments,),
+    queries attend only to a segment's first `used` keys. Tensors then keep their shapes while
+    lengths change."""
     output, normalizer, *_ = _attend(query, key, value, segments, scaling, seqused_k=used)
     return output, normalizer
 
@@ -62,10 +64,10 @@ def _attend(
     causal: bool = False,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """Return `attend_segments` and the state that the backward needs."""
+    """Return the results of `attend_segments` and the state that the backward needs."""
     edges_q, edges_k, most_q, most_k = segments
     if most_q == 1 and len(query) != len(edges_q) - 1:
-        most_q = 2  # with 1, the kernel reads one query of each segment, and some have none
+        most_q = 2  # with 1, the kernel reads a query even from an empty segment
     edges = edges_q, edges_k, most_q, most_k
     found = torch_compat.flash_forward(
         query, key, value, *edges, 0.0, causal, False, scale=scaling, **options
@@ -74,8 +76,8 @@ def _attend(
 
 
 class GPUAttentionRanges(NamedTuple):
-    """A packed row's attention. `own`: causal self-attention of all tokens. `shared`: attention of
-    the tokens `queries` (T',) to the tokens `keys` (S',), or None."""
+    """The two parts of a packed row's attention. `own`: causal self-attention of all tokens.
+    `shared`: attention of the tokens `queries` (T',) to the tokens `keys` (S',), or None."""
 
     own: Segments
     shared: Segments | None
@@ -93,8 +95,8 @@ def attend_packed(
 
 
 class _Packed(torch.autograd.Function):
-    """Two flash calls merged by their normalizers. Given the merged ones and the merged output, the
-    backward of each call is exact."""
+    """Two flash calls merged by their normalizers. Given the merged normalizers and the merged
+    output, the backward of each call is exact."""
 
     @staticmethod
     def forward(
@@ -145,7 +147,8 @@ def attend_dense(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of (B, H, Q, D) to (B, H, L, D), without gradients: output (B, H, Q, D) and
-    normalizers (B, H, Q, 1) in float32. The mask, broadcastable to (B, H, Q, L), is added."""
+    normalizers (B, H, Q, 1) in float32. The mask, broadcastable to (B, H, Q, L), is added to the
+    scores."""
     shape = *query.shape[:3], key.shape[2]
     if mask is not None:
         padded = F.pad(mask.to(query.dtype), (0, -shape[-1] % _ALIGNED))
@@ -194,7 +197,7 @@ def _agrees(trial: Any, device: torch.device, dtype: torch.dtype, size: int) -> 
             )
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, TypeError, ValueError):  # no such kernel, or other arguments
+    except (RuntimeError, TypeError, ValueError):  # the kernel is missing or takes other arguments
         return False
 
 

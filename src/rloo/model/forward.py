@@ -15,14 +15,14 @@ from rloo.kernels.cpu_matmul import Matrix, matrix_of
 from rloo.model.logprobs import CHUNK_ELEMENTS, Head, TokenScores, score_tokens, token_logprobs
 from rloo.model.micro_batch import MicroBatch
 
-# Configuration keys for a factor of the logits: Cohere's, and FalconH1's.
+# Configuration keys of a factor that multiplies the logits, in Cohere and in FalconH1.
 _FACTORS = ("logit_scale", "lm_head_multiplier")
-# Inkling's keys: the divisor of hidden states before the head, and the number of the head's rows
-# that count.
+# Configuration keys of Inkling: the divisor of the hidden states before the head, and the number of
+# rows of the head that are used.
 _DIVISOR, _ROWS = "logits_mup_width_multiplier", "unpadded_vocab_size"
 # Keys for the soft cap of logits: those of Gemma, RecurrentGemma and xLSTM.
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-# Models whose `logits_scaling` is a factor. For Granite, which has the same key, it is a divisor.
+# Models whose `logits_scaling` multiplies the logits. In Granite the same key is a divisor.
 _MULTIPLIES = ("hyperclovax",)
 # Models whose routers score keys; a pair of keys is an expert.
 _ROUTES_BY_KEYS = ("doge",)
@@ -34,7 +34,8 @@ class LogprobModel(nn.Module):
     `forward` computes everything from the input tokens to the balancing loss. A wrapper of this
     module (FSDP2, DeepSpeed) therefore covers a complete forward pass, and its hooks enclose every
     use of the weights. `balanced` adds the balancing loss of a mixture of experts. With
-    `own_logits` the model computes its logits itself: its output head is not known here.
+    `own_logits` the model computes its logits itself, because its output head is not supported
+    here.
     """
 
     own_logits = False
@@ -59,12 +60,12 @@ class LogprobModel(nn.Module):
         chunk_elements: int = CHUNK_ELEMENTS,
         temperature: float | None = None,
     ) -> TokenScores:
-        """Scores of the batch's T completion tokens, with gradients where they are enabled.
+        """Scores of the batch's T completion tokens, with gradients if they are enabled.
 
-        With `logprobs_only` there are no gradients, no entropies (of shape (0,)) and no balancing
-        loss, for about half the work at the head. `by_logits` returns log-probs only, from the
-        model's logits, for comparison with ours. `chunk_elements`: see `token_logprobs`.
-        `temperature` replaces the policy's.
+        With `logprobs_only` there are no gradients, no entropies (their shape is (0,)) and no
+        balancing loss, and the head computes about half as much. With `by_logits` there are only
+        log-probs, from the logits that the model itself computes, as a check of our output head.
+        `chunk_elements`: see `token_logprobs`. `temperature` replaces the policy's temperature.
         """
         temperature = temperature or self.temperature
         if by_logits:
@@ -86,7 +87,8 @@ class LogprobModel(nn.Module):
         return TokenScores(logprobs, entropy, balance)
 
     def _run(self, batch: MicroBatch, **options: Any) -> tuple[Any, Tensor, Head]:
-        """The outputs, the states that predict the completion tokens, and the head for them."""
+        """The model's outputs, the hidden states that predict the completion tokens, and their
+        head."""
         if self.own_logits:
             outputs = self.model(**batch.inputs, use_cache=False, **options)
             # A clone, because the caller overwrites logits.
@@ -98,18 +100,18 @@ class LogprobModel(nn.Module):
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """(T,): the log-probs alone, without gradients."""
+        """Only the log-probs (T,), without gradients."""
         return self(batch, logprobs_only=True, temperature=temperature).logprobs
 
     @torch.no_grad()
     def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:
-        """(T,): the log-probs from the logits that the model itself computes."""
+        """The log-probs (T,) from the logits that the model itself computes."""
         return self(batch, by_logits=True).logprobs
 
 
 def _path_of_body(model: PreTrainedModel) -> str:
-    """The name of the module in `model` that gives the hidden states. Llama 4's text model has no
-    module under its `base_model_prefix`, so its first PreTrainedModel child is used."""
+    """The name of the module in `model` that computes the hidden states. Llama 4's text model has
+    no module under its `base_model_prefix`, so its first PreTrainedModel child is used."""
     known: nn.Module | None = model.base_model
     if known is model:
         known = next((m for m in model.children() if isinstance(m, PreTrainedModel)), None)
@@ -135,8 +137,8 @@ def own_logprobs(model: PreTrainedModel, batch: MicroBatch, temperature: float) 
 
 
 class OutputHead:
-    """The function from hidden states to logits, including the scaling of some architectures.
-    `direct` bypasses the hooks of the module that has the matrix."""
+    """The function from hidden states to logits, including the scaling of some architectures. With
+    `direct` the call bypasses the hooks of the output module."""
 
     def __init__(self, model: PreTrainedModel, *, direct: bool = False) -> None:
         text_config = model.config.get_text_config()
@@ -168,8 +170,9 @@ class OutputHead:
 
 
 def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
-    """The weight of the balancing loss: the option's, else the model's; 0 without such a loss.
-    Raises ValueError if the option is not 0 and the model has no balancing loss known here."""
+    """The coefficient of the balancing loss: the option's value if set, otherwise the value in the
+    model's configuration; 0 for a model without such a loss. Raises ValueError if the option is not
+    0 and the model has no balancing loss that is supported here."""
     asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
     own = getattr(settings, "router_aux_loss_coef", None)
     # Doge has these settings even where its layers have no experts.
@@ -192,8 +195,9 @@ def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
 def balancing_loss(
     model: PreTrainedModel, router_logits: tuple[Tensor, ...], multiplicity: Tensor
 ) -> Tensor:
-    """Number of experts x sum over them of (share of choices) x (mean probability), over all layers
-    at once: Switch Transformers (arXiv 2101.03961), equations 4 to 6, by transformers' code.
+    """Number of experts x sum over experts of (share of choices) x (mean probability), for all
+    layers together. See Switch Transformers (arXiv 2101.03961), equations 4 to 6. Computed by
+    transformers' code.
 
     `router_logits`: per layer (tokens, experts). `multiplicity` (B, W): how often each token
     counts. With perfect balance the loss equals k, the number of experts per token.

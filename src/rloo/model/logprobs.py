@@ -21,8 +21,9 @@ from rloo.kernels.fused_lm_head import (
 )
 from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
 
-# The number of logits in a chunk. With gradients, the probabilities of a single chunk are stored
-# until the backward (256 MiB in float32, twice that on a GPU). Several chunks are recomputed there.
+# The number of logits in a chunk. If there is only one chunk and gradients are enabled, its
+# probabilities are stored until the backward (256 MiB in float32, twice that on a GPU). If there
+# are several chunks, the backward recomputes them.
 CHUNK_ELEMENTS = 2**26
 # A GPU's chunks are this many times larger, because each operation on a chunk is a kernel launch.
 _ON_GPU = 2
@@ -35,7 +36,7 @@ Head = Callable[[Tensor], Tensor]
 class TokenScores(NamedTuple):
     """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; the balancing
     loss of the micro-batch, for a mixture of experts whose coefficient is not 0; and the log-probs
-    under the reference, (T,), where they were asked for."""
+    under the reference, (T,), if requested."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -47,8 +48,8 @@ class _SelectLogprobs(torch.autograd.Function):
     """log softmax(logits / temperature)[target] and the entropy, forward and backward in place.
 
     Autograd would store the log-softmax in addition to the logits and allocate a third array in the
-    backward. New arrays of this size cost more in page faults than the arithmetic. Probabilities
-    therefore overwrite `logits`, which nothing else uses, a few rows at a time.
+    backward. The page faults of new arrays of this size take longer than the arithmetic.
+    Probabilities therefore overwrite `logits`, which nothing else uses, a few rows at a time.
     """
 
     @staticmethod
@@ -78,7 +79,8 @@ class _SelectLogprobs(torch.autograd.Function):
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
-    """Slices of rows that fit a CPU's cache. On a GPU one slice: each operation is a launch."""
+    """Slices of rows that fit a CPU's cache. On a GPU one slice, since each operation is a kernel
+    launch."""
     if logits.device.type == "cuda":
         return iter((slice(0, len(logits)),))
     step = max(1, CACHED_ELEMENTS // logits.shape[-1])
@@ -98,8 +100,8 @@ def token_logprobs(
 
     `hidden` (T, D) are the states that predict `targets` (T,); `head` maps them to logits. Arrays
     over the vocabulary exist for one chunk of tokens at a time. A chunk has `chunk_elements`
-    numbers, on a GPU twice as many. Several chunks are recomputed in the backward. Both results
-    carry gradients.
+    numbers, on a GPU twice as many. If there are several chunks, the backward recomputes them. Both
+    results carry gradients.
     """
 
     if (matrix := _matrix(head)) is not None:
@@ -127,7 +129,7 @@ def token_logprobs(
 def score_tokens(
     head: Head, hidden: Tensor, targets: Tensor, *, temperature: float, vocab_size: int
 ) -> Tensor:
-    """Only the log-probs (T,) of `token_logprobs`, without gradients: about half the work."""
+    """Only the log-probs (T,) of `token_logprobs`, without gradients, for about half the work."""
     if (matrix := _matrix(head)) is not None:
         return blocked_scores(hidden, matrix, targets, temperature)
     size = rows_of(vocab_size)

@@ -1,4 +1,5 @@
-"""LoRA adapters: adding one to a model, loading it and saving it without the base's weights."""
+"""LoRA adapters: adding an adapter to a model, and loading and saving it without the base
+weights."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from rloo.model.adapter_merging import (
 REFERENCE = "ref"
 CONFIG_FILE = "adapter_config.json"
 FILES = (CONFIG_FILE, "adapter_model.safetensors")
-# Values of init_lora_weights that leave the loaded weights as they are.
+# Values of init_lora_weights that do not change the loaded weights.
 PLAIN_STARTS = (True, False, "gaussian")
 # Options of a LoraConfig that change more than the weights of layers.
 OTHER_KINDS = ("layer_replication", "trainable_token_indices", "lora_bias")
@@ -86,7 +87,8 @@ class LoRAAdapter:
         self._check_trained()
 
     def _check_tied(self) -> None:
-        """peft adapts only one of two tied matrices; the merged weights would not fit the base."""
+        """Raise ValueError if an adapted matrix is tied: peft adapts only one of the two tied
+        matrices, so the merged weights would not fit the base model."""
         if not getattr(self.model.config.get_text_config(), "tie_word_embeddings", False):
             return
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
@@ -121,8 +123,9 @@ class LoRAAdapter:
         )
 
     def keep_reference(self) -> None:
-        """Store the current model as the reference for `as_reference`: the base alone if the
-        adapter has no effect yet, otherwise a frozen copy of the adapter, as in TRL."""
+        """Store the current model as the reference for `as_reference`. If the adapter has no effect
+        yet, the reference is the base model; otherwise it uses a frozen copy of the adapter, as in
+        TRL."""
         if not self.has_effect:
             return
         config = copy.deepcopy(self.config)
@@ -136,9 +139,10 @@ class LoRAAdapter:
 
     @contextmanager
     def as_reference(self) -> Iterator[None]:
-        """Inside, `model` computes as the reference does. Use it without gradients only."""
+        """Within this context, `model` computes the outputs of the reference. Gradients must be
+        disabled."""
         tuner = self.wrapper.base_model
-        # When peft activates an adapter, it makes all of its parameters trainable.
+        # When peft activates an adapter, all parameters of that adapter become trainable.
         trained = [(p, p.requires_grad) for p in self.model.parameters()]
         if self._has_reference:
             tuner.set_adapter(REFERENCE)
@@ -160,33 +164,35 @@ class LoRAAdapter:
         return self.wrapper.peft_config[TRAINED]
 
     def describe(self) -> str:
-        """Return a text such as `LoRA, rank 8`, or `rank 4 to 16` if layers have other ranks."""
+        """Return a text such as `LoRA, rank 8`, or `rank 4 to 16` if the ranks of layers differ."""
         ranks = sorted({self.config.r, *self.config.rank_pattern.values()})
         kind = "DoRA" if self.config.use_dora else "LoRA"
         return f"{kind}, rank {' to '.join(map(str, dict.fromkeys([ranks[0], ranks[-1]])))}"
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's parameters by name, without the adapter."""
+        """The names and values of the base model's parameters, without the adapter."""
         return walk(self.model, original_layer)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The base model's parameters by name, with the adapter merged into a copy, one layer at a
-        time, in the base's precision."""
+        """The names and values of the base model's parameters with the adapter merged in. One layer
+        at a time is copied and merged, in the precision of the base model."""
         return walk(self.model, merged_layer)
 
     def save(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
-        """Write only the adapter, as peft does: `adapter_config.json` and the tensors. `state`
-        replaces the tensors; its names are those in `model`."""
+        """Write only the adapter, as peft does: `adapter_config.json` and the tensors. If `state`
+        is given, its tensors are written instead; its names are those in `model`."""
         if state is not None:
             state = {f"base_model.model.{name}": tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
-            # The warnings say that embeddings are saved too, or that peft could not look them up.
+            # The warnings report that embeddings are saved too, or that peft found no configuration
+            # by which to check the embeddings.
             warnings.filterwarnings("ignore", message="Setting `save_embedding_layers` to `True`")
             warnings.filterwarnings("ignore", message="Could not find a config file in")
             self.wrapper.save_pretrained(path, selected_adapters=[TRAINED], state_dict=state)
 
     def load(self, path: str | Path) -> None:
-        """Load the adapter that `save` wrote, exactly. ValueError for another configuration."""
+        """Load the adapter that `save` wrote, bit for bit. ValueError if its configuration
+        differs."""
         peft = peft_library()
         saved = _comparable(peft.PeftConfig.from_pretrained(str(path)))
         current = _comparable(self.config)
@@ -200,18 +206,20 @@ class LoRAAdapter:
 
 
 def remove(path: str | Path) -> None:
-    """Remove an earlier run's adapter from a folder: it would make a full model look adapted."""
+    """Remove an earlier run's adapter from a folder, which would otherwise be loaded as an adapter
+    instead of the full model."""
     for name in FILES:
         Path(path, name).unlink(missing_ok=True)
 
 
 def is_adapted(model: Any) -> bool:
-    """Whether `model` is a PeftModel. If peft has not been imported, it cannot be one."""
+    """Whether `model` is a PeftModel; False if peft has not been imported."""
     return "peft" in sys.modules and isinstance(model, peft_library().PeftModel)
 
 
 def refuse_loose_layers(model: nn.Module) -> None:
-    """Raise ValueError for adapters outside a PeftModel: names and files would not match."""
+    """Raise ValueError if `model` has adapters but is not in a PeftModel: names of parameters and
+    files would not match those of peft."""
     for name, _ in adapted_layers(model):
         raise ValueError(
             f"{name} has an adapter and no PeftModel is around the model; give the "
@@ -233,18 +241,19 @@ def add_adapter(model: Any, peft_config: Any) -> Any:
     try:
         with _without_old_names():
             return peft.get_peft_model(model, copy.deepcopy(peft_config))
-    except ValueError as error:  # modules that do not exist, or no default for the architecture
+    except ValueError as error:  # no such modules, or no default for the architecture
         raise ValueError(
             f"{error} (lora_target_modules, lora_target_parameters, lora_dropout, peft_config)"
         ) from error
 
 
 def lora_config(config: RLOOConfig) -> Any:
-    """The LoraConfig that the options describe, with TRL's defaults; None without `use_peft`."""
+    """The LoraConfig that the options describe, with TRL's defaults; None if `use_peft` is
+    false."""
     if not config.use_peft:
         return None
     targets = config.lora_target_modules
-    # peft reads a string as a pattern for full paths; here a plain name means a module.
+    # peft reads a string as a regular expression for full paths; here a plain name is a module.
     if isinstance(targets, str) and targets != "all-linear" and re.fullmatch(r"[\w.]+", targets):
         targets = [targets]
     return peft_library().LoraConfig(
@@ -261,12 +270,14 @@ def lora_config(config: RLOOConfig) -> Any:
 
 
 def find_file(name: str, file: str, revision: str) -> str | None:
-    """The path of `file` in a folder or hub id; None if absent. OSError for an unknown name."""
+    """The local path of `file` from a folder or hub id; None if absent. OSError for an unknown
+    `name`."""
     return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
 def find_base(name: str, revision: str = "main") -> str | None:
-    """The base model's name; None if `name` is no adapter. Raises ValueError if it names none."""
+    """The name of an adapter's base model; None if `name` is no adapter. Raises ValueError if the
+    adapter names no base model."""
     try:
         found = find_file(name, CONFIG_FILE, revision)
     except OSError:  # no such name: reported when the model itself is loaded
@@ -285,13 +296,13 @@ def find_base(name: str, revision: str = "main") -> str | None:
 
 
 def load_adapter(base: PreTrainedModel, name: str, revision: str = "main") -> Any:
-    """A PeftModel: `base` with the saved adapter `name`, a folder or hub id, made trainable."""
+    """Return a PeftModel: `base` with the saved adapter `name` (a folder or hub id), trainable."""
     with _without_old_names():
         with reading(f"the adapter {name}", "model"):
             wrapper = peft_library().PeftModel.from_pretrained(
                 base, name, is_trainable=True, revision=revision
             )
-        _load_tensors(wrapper, name, revision=revision)  # again, to see whether they are all there
+        _load_tensors(wrapper, name, revision=revision)  # again, to check for missing tensors
         return wrapper
 
 

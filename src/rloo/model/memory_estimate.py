@@ -1,5 +1,6 @@
-"""Predicts the memory of an update from measurements on small micro-batches. It counts the bytes
-that torch allocates (CPU: its profiler; CUDA: its allocator), not resident pages."""
+"""Predicts the memory of an update from measurements on small micro-batches. Memory means the bytes
+that torch allocates, not resident pages. Torch's profiler reports them on a CPU, torch's allocator
+on CUDA."""
 
 from __future__ import annotations
 
@@ -31,16 +32,17 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters, statistics
 from rloo.types import Sample
 
-# Measurements are made at these shares of a micro-batch's lengths. Memory is linear in tokens. If
-# masks or scores of width squared exist, a parabola is fitted through larger sizes.
+# Measurements are made at these shares of a micro-batch's lengths. Memory is linear in the number
+# of tokens. If masks or scores grow with the width squared, a parabola is fitted to measurements at
+# the larger shares.
 LINEAR = (1 / 16, 1 / 8)
 QUADRATIC = (1 / 4, 1 / 2, 3 / 4)
-# Completions shorter than this do not behave like long ones.
+# Measurements on completions with fewer tokens do not extrapolate to long completions.
 _FEWEST_TOKENS = 8
-# With short completions, a micro-batch of fewer tokens times weights is measured in full: about a
-# second.
+# If completions are short, a micro-batch with tokens x parameters below this limit is measured in
+# full, which takes about a second.
 _SMALL = 10**10
-# bitsandbytes has one code book for all parameters.
+# The name of bitsandbytes' code book, which all parameters share.
 _SHARED_STATE = "qmap"
 _MARK = "rloo: a phase ends"
 
@@ -50,7 +52,8 @@ Mark = Callable[[], None]
 def make_samples(
     prompt_tokens: int, completion_tokens: int, num_generations: int, num_groups: int = 1
 ) -> list[Sample]:
-    """Samples of these lengths with arbitrary tokens, which matter for neither memory nor time."""
+    """Samples of these lengths. Their tokens are arbitrary: tokens affect neither memory nor
+    time."""
     return [
         make_sample((group, index), prompt_tokens, completion_tokens)
         for group in range(num_groups)
@@ -59,7 +62,7 @@ def make_samples(
 
 
 def count_tokens(policy: Policy, samples: Sequence[Sample]) -> int:
-    """Input tokens of `samples` as one micro-batch, which is what the token budget limits."""
+    """The input tokens of `samples` as one micro-batch. The token budget limits this number."""
     return count_input_tokens(samples, policy.packed)
 
 
@@ -67,11 +70,12 @@ def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     """Peak memory in bytes of training on `samples` as one micro-batch, in addition to weights,
     gradients, optimizer and reference.
 
-    It is measured at small shares of the lengths, with the head's chunks scaled alike, phase by
-    phase (each layer's forward and backward, the vocabulary head, the reference). Each phase is
-    extrapolated, so that one which dominates only at full length is not missed. If completions
-    are short, fewer are used, and a small micro-batch is measured directly. The policy's
-    gradients are discarded. Predictions are cached in `policy.peaks`.
+    The peak is measured at small shares of the lengths; the head's chunks are scaled by the same
+    share. Each phase (a layer's forward or backward, the vocabulary head, the reference) is
+    measured and extrapolated separately, since another phase may have the highest peak at full
+    length. If completions are short, fewer completions are measured, and a small micro-batch is
+    measured in full. The policy's gradients are discarded. Predictions are cached in
+    `policy.peaks`.
     """
     shape = policy.packed, *((len(s.prompt_ids), len(s.token_ids)) for s in samples)
     if shape not in policy.peaks:
@@ -95,7 +99,7 @@ def _predicted(policy: Policy, samples: Sequence[Sample]) -> int:
         peaks.append(_peaks(policy, cut, int(CHUNK_ELEMENTS * tokens[-1] / full)))
     if len({len(phases) for phases in peaks}) > 1:  # a model whose phases vary with the length
         peaks = [[max(phases)] for phases in peaks]
-    # With distances from the full size as abscissa, the constant is the value at full size.
+    # The fit is over the distance from the full size, so its constant is the value at full size.
     distance = np.array(tokens) / full - 1
     constants = np.polyfit(distance, np.array(peaks, dtype=float), len(shares) - 1)[-1]
     return int(constants.max())
@@ -108,8 +112,8 @@ def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
 
 def process_peaks(device: torch.device) -> dict[str, int]:
-    """The process's peak memory so far in bytes, by the names in summary.json. On a GPU also the
-    peak of tensors there, since torch's peak statistics were last reset."""
+    """The process's peak memory so far in bytes, with the keys of summary.json. On a GPU the result
+    also has the peak of device memory since torch's peak statistics were last reset."""
     unit = 1 if sys.platform == "darwin" else 1024
     peaks = {"peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     if device.type == "cuda":
@@ -118,7 +122,8 @@ def process_peaks(device: torch.device) -> dict[str, int]:
 
 
 def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
-    """Peak bytes above the start in each phase of `work`, which calls its argument to end one."""
+    """Peak bytes of each phase of `work`, above the bytes at the start. `work` gets a function, and
+    calls it between two phases."""
     if device.type == "cuda":
         start, peaks = torch.cuda.memory_allocated(device), []
 
@@ -145,8 +150,9 @@ def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[in
 
 
 def _return_freed_memory() -> None:
-    """Make glibc return the memory that it keeps (`keep_freed_memory`). The profiler's small blocks
-    fragment it: without this the process grows with every measurement."""
+    """Make glibc return freed memory to the system, which `keep_freed_memory` prevents. The
+    profiler's small blocks fragment this memory. Without this call the process would grow with
+    every measurement."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -154,7 +160,7 @@ def _return_freed_memory() -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Suspend garbage collection: freeing unrelated objects would distort a measurement."""
+    """Suspend garbage collection, since freeing unrelated objects would distort a measurement."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -165,7 +171,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The times (ns) of the CPU's allocations and frees, and the bytes allocated after each."""
+    """The times (ns) of all allocations and frees on the CPU, and the total bytes after each."""
     events = [
         (event.start_ns(), event.nbytes())
         for event in recorded_events(profiler)
@@ -177,7 +183,7 @@ def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def peak_between(times: np.ndarray, totals: np.ndarray, start: int, end: int) -> int:
-    """The maximum of `allocations` between `start` and `end`, in bytes."""
+    """The largest total of `allocations` between the times `start` and `end`, in bytes."""
     first, last = times.searchsorted([start, end])
     held = totals[first - 1] if first else 0
     return int(max(held, totals[first:last].max(initial=0)))
@@ -196,8 +202,8 @@ def silence_profiler() -> None:
 
 
 def weight_bytes(module: nn.Module, device: torch.device | None = None) -> int:
-    """Bytes of parameters, buffers and quantisation scales; shared ones count once. With `device`,
-    only tensors on a device of that type count."""
+    """Bytes of parameters, buffers and quantisation scales. Shared memory counts once. With
+    `device`, only tensors on a device of that type count."""
     tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers(), *statistics(module))
     if device is not None:
         tensors = (tensor for tensor in tensors if tensor.device.type == device.type)
@@ -211,7 +217,8 @@ def gradient_bytes(policy: Policy) -> int:
 
 
 def optimizer_bytes(policy: Policy) -> int:
-    """Bytes of the optimizer's state; before the first step, from one parameter of each shape."""
+    """Bytes of the optimizer's state. Before the first step, one parameter of each shape is
+    measured."""
     present = _tensor_bytes(policy.stepper.optimizer.state.values())
     if present:
         return present
@@ -239,8 +246,9 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
 
 
 def step_bytes(policy: Policy) -> int:
-    """Peak bytes of an optimizer step in addition to weights, gradients and resident state. Parked
-    state counts. The step is carried out and may change the weights: discard the policy."""
+    """Peak bytes of an optimizer step in addition to weights, gradients and resident state. State
+    that is parked on the host between steps counts. The step may change the weights, so the caller
+    must discard the policy."""
     policy.stepper.fill()
     policy.stepper.step()  # creates the state
     policy.stepper.fill()
@@ -298,7 +306,8 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
 
 @contextmanager
 def _marked_layers(model: nn.Module, mark: Mark) -> Iterator[None]:
-    """Inside, call `mark` at the end of each layer's forward and the start of its backward."""
+    """Within this context, call `mark` at the end of each layer's forward and the start of its
+    backward."""
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         mark()

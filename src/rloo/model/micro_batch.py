@@ -1,5 +1,6 @@
-"""Builds micro-batches from completions: token lists become tensors, shifted by one. A micro-batch
-is packed (each prompt once, no padding in linear layers), or padded if packing is not supported."""
+"""Builds micro-batches from completions: token lists become tensors of inputs and targets, shifted
+by one position. A micro-batch is packed (each prompt once, no padding in linear layers), or padded
+if packing is not supported."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rloo.model.offload import send
 from rloo.model.shared_prefix import PackedLayout, Span
 from rloo.types import Sample
 
-# Rows of one attention call. Rows are sorted by length, which leaves little padding.
+# The number of rows in one attention call. Rows are sorted by length, which leaves little padding.
 ROWS_PER_CALL = 16
 
 T = TypeVar("T")
@@ -27,10 +28,11 @@ T = TypeVar("T")
 class MicroBatch:
     """The inputs of a forward pass: T completion tokens of N completions, flat.
 
-    `inputs` are keyword arguments of the model; `source_T` says which of its hidden states (batch
-    and time flattened) predicts `target_T`. `group_N` numbers the groups of this batch from 0.
-    `multiplicity` (like the input tokens) counts the completions that each input token belongs to.
-    `all_scored`: whether no reward is missing, computed on the host (no device synchronization).
+    `inputs` are keyword arguments of the model; `source_T` has the indices of the hidden states
+    (batch and time flattened) that predict `target_T`. `group_N` has the group of each completion,
+    numbered from 0 in this batch. `multiplicity` (in the shape of the input tokens) counts the
+    completions that each input token belongs to. `all_scored`: whether no reward is missing,
+    computed on the host (no device synchronization).
     """
 
     keys: list[tuple[int, int]]
@@ -56,11 +58,12 @@ class MicroBatch:
 def split(
     samples: Sequence[Sample], max_tokens: int, *, whole_groups: bool, packed: bool = True
 ) -> list[list[Sample]]:
-    """Divide samples into micro-batches of at most `max_tokens` input tokens, including padding
-    unless they will be `packed`. The result depends on the arguments only.
+    """Divide samples into micro-batches of at most `max_tokens` input tokens. Padding counts,
+    unless the micro-batches are `packed`. The result depends only on the arguments.
 
-    With `whole_groups`, a group that exceeds the budget is a separate micro-batch. Otherwise a
-    group is cut where the budget ends, and its prompt is computed once in each part.
+    With `whole_groups` no group is divided, and a group that exceeds the budget is a separate
+    micro-batch. Otherwise a group may be divided at the budget, and its prompt is computed once in
+    each part.
     """
     batches: list[list[Sample]] = []
     size = _Size()
@@ -79,9 +82,9 @@ def split(
 def deal(
     samples: Sequence[Sample], processes: int, *, whole_groups: bool, packed: bool = True
 ) -> list[list[Sample]]:
-    """Return the samples of each process, with about the same number of input tokens. Each process
-    gets neighbouring samples, so that few groups are cut, and none with `whole_groups`. Depends on
-    the arguments only; a single process gets all samples in order."""
+    """Return the samples of each process, with about the same number of input tokens for each. Each
+    process gets consecutive samples, so few groups are divided; with `whole_groups` none is. The
+    result depends only on the arguments. A single process gets all samples in order."""
     units = [unit for group in _by_group(samples) for unit in _units(group, whole_groups)]
     costs = [count_input_tokens(unit, packed) for unit in units]
     total, before = max(sum(costs), 1), 0.0
@@ -216,7 +219,8 @@ def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def count_input_tokens(samples: Sequence[Sample], packed: bool) -> int:
-    """Input tokens of one micro-batch of `samples`: each prompt once if `packed`, or padded."""
+    """The input tokens of `samples` as one micro-batch: if `packed`, each prompt counts once;
+    otherwise padding counts."""
     size = _Size()
     for group in _by_group(samples):
         size = size.with_more(group)

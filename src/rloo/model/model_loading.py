@@ -23,7 +23,8 @@ from rloo.model.training_state import first_not_finite
 
 
 def obtain_config(args: Any, model: str | PreTrainedModel | None) -> RLOOConfig:
-    """The run's options, fixed from now on (None: the defaults). ValueError for other objects."""
+    """Return the run's options, made read-only. If `args` is None, they are the defaults. Raises
+    ValueError if `args` has another type."""
     if args is None:
         name = model if isinstance(model, str) else getattr(model, "name_or_path", "")
         last = name.rstrip("/").split("/")[-1]
@@ -44,7 +45,8 @@ def obtain_model(
     peft_config: Any = None,
 ) -> tuple[PreTrainedModel, Any, RLOOConfig]:
     """Return the model (a PeftModel to train an adapter), its tokenizer or processor, and `args`
-    with the model's name if it has one. Raises ValueError for no model, and for two adapters."""
+    with the model's name if it has one. Raises ValueError if there is no model, and if two adapters
+    are requested."""
     if peft_config is not None and args.use_peft:
         raise ValueError("peft_config is given and use_peft is true; both add an adapter")
     if isinstance(model, PreTrainedModel) or lora.is_adapted(model):
@@ -114,9 +116,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | ProcessorMixin]:
     """Load the model `config.model` in float32, and its tokenizer, or processor if it reads images.
 
-    `config.model` is a hub id or folder; that of an adapter gives a trainable PeftModel.
-    `quantization_config` (a BitsAndBytesConfig) or the options quantise the linear layers. Raises
-    ValueError if transformers can load no tokenizer.
+    `config.model` is a hub id or folder. For an adapter's id or folder, the result is a trainable
+    PeftModel. The linear layers are quantised if `quantization_config` (a BitsAndBytesConfig) or
+    the options request it. Raises ValueError if transformers can load no tokenizer.
     """
     options = _loading_options(config)
     few_bits = quantization_of(config, quantization_config)
@@ -159,8 +161,8 @@ def load_model(
 
 
 def dtype_on_disk(name: str, revision: str = "main") -> str | None:
-    """The precision of a loaded model's files, from its config.json. None if the file does not name
-    one, or names one other than float32, bfloat16 and float16."""
+    """The precision of a loaded model's files, from its config.json. None if the file names no
+    precision, or a precision other than float32, bfloat16 and float16."""
     path = lora.find_file(resolve_model(name), "config.json", revision)
     written = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
     parts = (written, written.get("text_config") or {})
@@ -178,7 +180,7 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def num_embedded(model: PreTrainedModel) -> int:
-    """The number of rows of the input embedding: the model cannot read token ids beyond it."""
+    """The number of rows of the input embedding. All token ids must be smaller."""
     embedding: Any = model.get_input_embeddings()
     return shape_of(embedding.weight)[0]
 
@@ -196,8 +198,9 @@ def _loading_options(config: RLOOConfig) -> dict[str, Any]:
 
 
 def copy_from_file(model: PreTrainedModel) -> None:
-    """Copy the weights that are not quantised. A view of the mapped file would keep all of it in
-    memory, and is not aligned: products of the same matrices may differ in their last bits."""
+    """Replace all weights except quantised ones by copies. Before the call they are views of the
+    memory-mapped file, which keep the entire file in memory. A view is also not aligned, so
+    products of equal matrices may differ in their last bits."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.is_floating_point():
             parameter.data = parameter.data.clone()

@@ -19,7 +19,7 @@ SMALLEST = 4096
 
 
 def check(config: RLOOConfig, device: torch.device) -> None:
-    """Raise ValueError for options that would move nothing."""
+    """Raise ValueError for offload options that would have no effect."""
     moved = [word for word in config.offload if word != "params"]
     for name, value in (
         ("offload", moved),
@@ -48,7 +48,7 @@ class ParkedState:
 
     @contextmanager
     def fetched(self) -> Iterator[None]:
-        """Inside, the state is on the parameters' device."""
+        """Within this context, the state is on the parameters' device."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor) and value is self._buffers.get((id(parameter), name)):
@@ -59,8 +59,8 @@ class ParkedState:
             self.park()
 
     def park(self) -> None:
-        """Move all state off the device. Waits until it has arrived, since a checkpoint may read it
-        next."""
+        """Move all state off the device. Waits for the copies, since a checkpoint may read the
+        state next."""
         for parameter, state in self._optimizer.state.items():
             for name, value in state.items():
                 if not isinstance(value, Tensor) or value.device.type != self._device.type:
@@ -77,15 +77,15 @@ class ParkedState:
 
 @contextmanager
 def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Inside, tensors that a forward saves for the backward are moved to the host until then,
-    except for `weights` and tensors that share their memory."""
+    """Within this context, tensors that a forward saves are moved to the host until the backward.
+    `weights` and tensors that share their memory are not moved."""
     kept = {weight.untyped_storage().data_ptr() for weight in weights}
 
     def pack(tensor: Tensor) -> Any:
         stays = tensor.numel() < SMALLEST or tensor.untyped_storage().data_ptr() in kept
         if stays or tensor.device.type != device.type:
             return tensor
-        # Expanded dimensions are copied once. In stream order the copy precedes any overwrite.
+        # An expanded dimension is copied only once. The copy is in the stream before any overwrite.
         one = tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
         return _host_like(one).copy_(one, non_blocking=True), one.stride(), tensor.shape
 
@@ -104,7 +104,7 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
 
 
 def keep_on_host(model: nn.Module, device: torch.device) -> None:
-    """Keep the frozen weights of the layers of `model` on the host, and on `device` only while
+    """Keep the frozen weights of the layers of `model` on the host. They are on `device` only while
     their layer computes. Embeddings, final norm and head stay on `device`."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -134,7 +134,7 @@ def send(values: Tensor, device: torch.device) -> Tensor:
 
 
 def _lies_apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether no two elements share memory. False may also mean that it is not certain."""
+    """Whether no two elements share memory. False if they do, or if this is uncertain."""
     reached = 0
     for step, size in sorted((t, n) for n, t in zip(shape, strides, strict=True) if n > 1):
         if step <= reached:

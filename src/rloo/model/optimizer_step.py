@@ -33,7 +33,7 @@ from rloo.model.training_state import (
     probe,
 )
 
-# Added to the norm before it divides the limit, as in torch's clip_grad_norm_.
+# Added to the norm before the limit is divided by it, as in torch's clip_grad_norm_.
 EPSILON = 1e-6
 _OF_A_STEP = ("update/nonfinite", "update/scale_lowered", "update/changed_share")
 
@@ -73,18 +73,18 @@ class PolicyOptimizer:
         self._scaler.scale(loss).backward()
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over all processes; a process may have none. Gradients of sharded
-        weights are summed in the backward."""
+        """Sum the gradients over all processes. A process may have no gradients. Gradients of
+        sharded weights are summed in the backward."""
         if self._world.size > 1 and not self._divided:
-            # Without this the scaler has no scale in a process that had no loss.
+            # Without this call, the scaler of a process without a loss would have no scale.
             self._scaler.scale(torch.zeros(1, device=self._world.device))
             self._world.all_reduce_gradients(self._parameters)
 
     def step(self, scale: float = 1.0) -> dict[str, float]:
         """Take one optimizer step on the accumulated gradients and return its metrics. `scale`
-        multiplies the learning rate. A gradient that is not finite is skipped: the weights stay as
-        they are, and `update/nonfinite` is 1. Raises NotFiniteError if a finite gradient makes a
-        weight that is not finite."""
+        multiplies the learning rate. If the gradient is not finite, the step is skipped: the
+        weights do not change, and `update/nonfinite` is 1. Raises NotFiniteError if a finite
+        gradient leads to a weight that is not finite."""
         self._scaler.unscale_(self.optimizer)
         # With fp16, overflows are expected while the loss scale is adapted.
         searching = self._scaler.get_scale() > 1
@@ -114,7 +114,7 @@ class PolicyOptimizer:
         return stats
 
     def _clip(self) -> float:
-        """Clip the gradient to `max_grad_norm` and return its norm before."""
+        """Clip the gradient to `max_grad_norm` and return the norm before clipping."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if computes(*gradients) and all(g.is_contiguous() for g in gradients):
             whole = math.sqrt(sum(map(ops.sum_of_squares, gradients)))
@@ -156,8 +156,8 @@ class PolicyOptimizer:
             parameter.grad = torch.zeros_like(parameter)
 
     def skip(self) -> dict[str, float]:
-        """Skip a step for which there is no gradient, and return its metrics. The schedule counts
-        the step."""
+        """Skip a step for which there is no gradient, and return its metrics. The learning rate
+        schedule counts the step."""
         stats = {"learning_rate": self.learning_rate}
         stats |= dict.fromkeys(("grad_norm", *_OF_A_STEP), 0.0)
         self._advance_schedule()
@@ -169,21 +169,22 @@ class PolicyOptimizer:
         return float(self.scheduler.get_last_lr()[0])
 
     def _advance_schedule(self) -> None:
-        """Advance the schedule, which also counts steps that changed no weight."""
+        """Advance the schedule. Steps that changed no weight count too."""
         with warnings.catch_warnings():
             # torch warns if the first step changed no weight.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self.scheduler.step()
 
     def _not_finite(self, tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-        """`first_not_finite`; with sharded tensors the first found in any process."""
+        """The result of `first_not_finite`. With sharded tensors, the first name found in any
+        process."""
         name = first_not_finite(tensors)
         return (
             next(filter(None, self._world.all_gather_object(name)), None) if self._divided else name
         )
 
     def _share(self, flags: Tensor) -> float:
-        """The share of true flags; with sharded tensors over all processes."""
+        """The share of true flags. With sharded tensors, the share over all processes."""
         counts = [(int(flags.sum()), len(flags))]
         counts = self._world.all_gather_object(counts[0]) if self._divided else counts
         return sum(true for true, _ in counts) / sum(number for _, number in counts)
@@ -207,8 +208,8 @@ class PolicyOptimizer:
         self, *, in_parts: bool = False
     ) -> tuple[Flat, dict[str, Any], dict[str, Any] | None]:
         """Return the state of optimizer, schedule and loss scaling (None without `fp16`). Tensors
-        are live, not copies. Sharded ones are gathered in the main process, and this is then a
-        collective; with `in_parts` they stay sharded."""
+        are live, not copies. Sharded tensors are gathered in the main process, which makes this
+        call a collective. With `in_parts` they stay sharded."""
         scaler = self._scaler.state_dict() or None
         taken = self._optimizer_state(as_is if in_parts else gathered)
         return flatten(taken), self.scheduler.state_dict(), scaler
@@ -230,7 +231,7 @@ class PolicyOptimizer:
     def load_state(
         self, optimizer: Flat, scheduler: dict[str, Any], scaler: dict[str, Any] | None
     ) -> None:
-        """Restore the result of `state`. Raises ValueError for an optimizer with other shapes."""
+        """Restore the result of `state`. Raises ValueError if the optimizer has other shapes."""
         tensors, meta = optimizer
         self._load_optimizer(unflatten(meta, tensors))
         self.scheduler.load_state_dict(scheduler)

@@ -17,9 +17,9 @@ from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
 from rloo.distributed.sharded_tensor import is_sharded
 
-# These optimizers need more than the parameters and the usual options.
+# These optimizers need more arguments than the parameters and the common options.
 OTHER_OPTIMIZERS = ("lomo", "galore", "apollo", "schedule_free")
-# Parameters with these names are not decayed, as in transformers' Trainer.
+# Parameters with these names have no weight decay, as in transformers' Trainer.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
@@ -29,12 +29,12 @@ Given: TypeAlias = tuple[torch.optim.Optimizer | None, Scheduler | None]
 def make_optimizers(
     given: Given, model: PreTrainedModel, config: RLOOConfig, num_training_steps: int
 ) -> tuple[torch.optim.Optimizer, Scheduler]:
-    """Return optimizer and schedule: the user's where given, else those that the options name.
+    """Return optimizer and schedule: the user's if given, otherwise those that the options name.
 
-    Raises ValueError for an optimizer that lacks trained parameters or has those of another model
-    (or of this one before its adapter was added), and for a schedule of another optimizer. With
-    sharded weights it raises ValueError for a user's optimizer or schedule and for an optimizer
-    from a library other than torch.
+    Raises ValueError if the optimizer lacks trained parameters, or has parameters of another model
+    (or of this model before its adapter was added), and if the schedule is for another optimizer.
+    With sharded weights, also raises ValueError for a user's optimizer or schedule, and for an
+    optimizer from a library other than torch.
     """
     optimizer, scheduler = given
     divided = any(map(is_sharded, model.parameters()))
@@ -71,7 +71,8 @@ def make_optimizers(
 
 
 def decayed_names(model: nn.Module) -> list[str]:
-    """The names of the parameters that decay: neither biases nor norms, as in transformers."""
+    """The names of the parameters with weight decay: all but biases and norms, as in
+    transformers."""
     return list(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
 
 
@@ -79,10 +80,11 @@ def build_optimizer(
     model: PreTrainedModel, config: RLOOConfig, decayed: Sequence[str] | None = None
 ) -> torch.optim.Optimizer:
     """Return the optimizer `config.optim` for the trained parameters. The parameters named in
-    `decayed` have weight decay, by default `decayed_names`. As in transformers' Trainer, 8-bit
+    `decayed` (default: `decayed_names`) have weight decay. As in transformers' Trainer, 8-bit
     optimizers store the state of embeddings in 32 bits.
 
-    Raises ValueError for an unknown name, a library that is not installed, and unread `optim_args`.
+    Raises ValueError for an unknown name, a library that is not installed, and `optim_args` that
+    the optimizer does not read.
     """
     if any(family in config.optim for family in OTHER_OPTIMIZERS):
         raise ValueError(
@@ -94,7 +96,7 @@ def build_optimizer(
         {"params": [p for n, p in trained if n in names], "weight_decay": config.weight_decay},
         {"params": [p for n, p in trained if n not in names], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]  # DeepSpeed drops empty ones
+    groups = [group for group in groups if group["params"]]  # DeepSpeed drops empty groups
     try:
         make, options = _factory(model, config)
         optimizer: torch.optim.Optimizer = make(groups, **options)
@@ -115,7 +117,7 @@ def _factory(model: PreTrainedModel, config: RLOOConfig) -> tuple[Any, dict[str,
 
 
 def _read(value: Any) -> Any:
-    """Convert a number from `optim_args`, which some of transformers' factories leave as text."""
+    """Convert a number in `optim_args`: some of transformers' factories leave it as text."""
     if isinstance(value, str):
         for kind in (int, float):
             try:
@@ -126,14 +128,15 @@ def _read(value: Any) -> Any:
 
 
 def _check_arguments(model: PreTrainedModel, config: RLOOConfig, options: dict[str, Any]) -> None:
-    """Refuse `optim_args` that the optimizer does not read, which transformers silently drops."""
+    """Raise ValueError for `optim_args` that the optimizer does not read. transformers drops them
+    silently."""
     for part in filter(None, (config.optim_args or "").replace(" ", "").split(",")):
         name = part.partition("=")[0]
         try:
-            # The value is no option's default, so it changes the result only if the name is read.
+            # No option has this default, so the result changes if the factory reads the name.
             changed = _factory(model, config.with_values(optim_args=f"{name}=0.0137"))[1]
             without = _factory(model, config.with_values(optim_args=None))[1]
-        except (ValueError, AttributeError):  # the name is read, as a value of another type
+        except (ValueError, AttributeError):  # the name is read, with another type of value
             continue
         if changed == without:
             raise ValueError(
@@ -152,14 +155,14 @@ def _settle_bitsandbytes(optimizer: Any, model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             manager.override_config(module.weight, "optim_bits", 32)
-            # The manager is global and identifies parameters by ids that may be reused.
+            # The manager is global and identifies parameters by their `id`, which Python may reuse.
             weakref.finalize(module.weight, manager.pid2config.pop, id(module.weight), None)
 
 
 def build_scheduler(
     optimizer: torch.optim.Optimizer, config: RLOOConfig, num_training_steps: int
 ) -> Scheduler:
-    """The schedule `config.lr_scheduler_type`. Raises ValueError for invalid arguments."""
+    """Return the schedule `config.lr_scheduler_type`. Raises ValueError for invalid arguments."""
     name, options = config.lr_scheduler_type, config.lr_scheduler_kwargs or {}
     steps = config.warmup_steps  # below 1 a share of the run (transformers 5)
     warmup = math.ceil(steps * num_training_steps) if 0 < steps < 1 else int(steps)

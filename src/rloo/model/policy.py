@@ -45,7 +45,7 @@ def describe_parameters(policy: Policy) -> str:
 
 
 class ScheduledMicroBatch(NamedTuple):
-    """A micro-batch, whether its loss counts, and whether it is the last one."""
+    """A micro-batch, whether its loss counts, and whether it is the last one of the step."""
 
     batch: MicroBatch
     is_ours: bool
@@ -57,10 +57,10 @@ class Policy:
 
     Parameters are always float32; `bf16` and `fp16` are the precision of the computation
     (autocast), since bf16 parameters lose updates at RLOO's learning rates. For a PeftModel the
-    adapter is trained, `model` is the transformers model that contains it, and the reference is the
-    same module. `scorer` computes log-probs, `reference` computes those for the KL penalty,
-    `stepper` holds the optimizer, and `files` saves and loads. `processing_class` is the model's
-    tokenizer, or the processor that contains it.
+    adapter is trained, `model` is the transformers model that contains it, and the reference
+    computes with the same module. `scorer` computes log-probs, `reference` computes those for the
+    KL penalty, `stepper` holds the optimizer, and `files` saves and loads. `processing_class` is
+    the model's tokenizer, or the processor that contains it.
     """
 
     def __init__(
@@ -136,8 +136,8 @@ class Policy:
         shard = partial(fsdp2.shard, world=self.world, on_host="params" in config.offload)
         self.reference.divide(shard)
         shard(self.scorer)
-        # FSDP2's first forward fixes which weights take gradients, and makes the module that is
-        # called first the root.
+        # FSDP2's first forward determines which weights have gradients. It also makes the first
+        # called module the root.
         first = pad([make_sample((0, 0), 1, 1)], self.device, self.pad_token_id)
         self.score(first)
         if self.reference.model is not None:
@@ -154,11 +154,13 @@ class Policy:
         return PolicyOptimizer(self.model, optimizer, scheduler, self.config, self.world)
 
     def in_step(self) -> AbstractContextManager[None]:
-        """`World.in_step` if weights are sharded. Every computation with them must be inside."""
+        """`World.in_step` if weights are sharded. Every computation with sharded weights must be
+        inside this context."""
         return self.world.in_step() if self.divides else nullcontext()
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
-        """A micro-batch on the policy's device, packed if its attention supports that."""
+        """A micro-batch on the policy's device, packed if the policy's attention supports
+        packing."""
         if self.packed:
             return pack(samples, self.device)
         return pad(samples, self.device, self.pad_token_id)
@@ -167,8 +169,8 @@ class Policy:
         self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
     ) -> Iterator[ScheduledMicroBatch]:
         """Yield this process's micro-batches (see `split`) of the `dealt` samples. With sharded
-        weights all processes compute in step: a process with fewer micro-batches yields small ones
-        that do not count."""
+        weights all processes need the same number: a process with fewer micro-batches yields
+        additional small ones whose loss does not count."""
 
         def cut(samples: Sequence[Sample]) -> list[list[Sample]]:
             return split(samples, self.max_tokens, whole_groups=whole_groups, packed=self.packed)
@@ -185,19 +187,21 @@ class Policy:
         self, batch: MicroBatch, *, reference: bool = False, chunk_elements: int = CHUNK_ELEMENTS
     ) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
-        they are enabled; with `reference`, also those of `reference_logprobs`. `chunk_elements`:
-        see `token_logprobs`."""
+        they are enabled. With `reference`, the result includes `reference_logprobs`.
+        `chunk_elements`: see `token_logprobs`."""
         with self._autocast(), self._offloading():
             scores = self.scorer(batch, chunk_elements=chunk_elements)
         return scores._replace(reference=self.reference_logprobs(batch)) if reference else scores
 
     def score(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """The log-probs (T,) only, without gradients. `temperature` replaces the policy's."""
+        """The log-probs (T,) only, without gradients. `temperature` replaces the policy's
+        temperature."""
         with self._autocast():
             return self.scorer.logprobs(batch, temperature)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
-        """Log-probs (T,) under the frozen reference. Raises ValueError without one (beta 0)."""
+        """Log-probs (T,) under the frozen reference. Raises ValueError if there is none (beta is
+        0)."""
         # The policy cannot use casts made without gradients (see `autocast_cache`).
         with self._autocast(keeps=False):
             return self.reference.logprobs(batch)
@@ -216,7 +220,8 @@ class Policy:
 
     def check_forward(self, samples: Sequence[Sample]) -> None:
         """Run `prepare_model.check_forward` on real samples. If packing changes the result, updates
-        fall back to padding, with a note; if our output head differs, to the model's own logits."""
+        use padding instead, with a note. If the result of our output head is wrong, updates use the
+        model's own logits."""
         self.checked = True
         reason = prepare_model.check_forward(
             self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
@@ -246,9 +251,9 @@ class Policy:
 
     @contextmanager
     def gathered_weights(self, *, in_turn: bool = False) -> Iterator[None]:
-        """Inside, each process can compute with all weights independently, without gradients. With
-        `in_turn` all processes must compute the same with `model` itself; sharded weights are then
-        gathered layer by layer (under DeepSpeed all at once)."""
+        """Within this context, each process can compute with all weights independently, without
+        gradients. With `in_turn` all processes must run the same computation with `model` itself;
+        sharded weights are then gathered layer by layer (under DeepSpeed all at once)."""
         if in_turn:
             with self.in_step(), self._gathered(layers=False):
                 yield
@@ -271,7 +276,7 @@ class Policy:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """All tokens that end a completion: the model's, then the tokenizer's."""
+        """All tokens that end a completion: those of the model, then those of the tokenizer."""
         listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
         listed = list(listed or []) if isinstance(listed, (list, tuple, type(None))) else [listed]
         if self.tokenizer.eos_token_id is not None:

@@ -22,11 +22,12 @@ from rloo.model.micro_batch import MicroBatch, pack, pad
 from rloo.model.training_state import digest
 from rloo.types import Sample
 
-# Module attributes that make a forward random.
+# Names of module attributes that make a forward random.
 NOISE = re.compile("dropout|pdrop|jitter|layerdrop")
 # Largest difference between two float32 computations of a log-prob that counts as rounding.
 TOLERANCE = 1e-4
-# For a frozen 16-bit base under an adapter: 16-bit logits around 32 are 0.125 or 0.25 apart.
+# The tolerance for a frozen 16-bit base under an adapter. Around 32, neighbouring 16-bit values of
+# a logit differ by 0.125 or 0.25.
 LOW_PRECISION_TOLERANCE = 0.5
 # TF32 operands have 10 mantissa bits, 3 more than bf16.
 TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
@@ -45,7 +46,7 @@ class PreparedModel:
 
 
 def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) -> PreparedModel:
-    """Make `model` (or PeftModel) ready, in place. Raises ValueError if options do not fit it."""
+    """Prepare a model or PeftModel in place. Raises ValueError if options do not fit the model."""
     if config.fp16 and device.type == "cpu":
         raise ValueError(
             "fp16 is True on a CPU, whose float16 arithmetic is a hundred times "
@@ -64,7 +65,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
         model = adapter.model
     notes = quantization.prepare(model, config, adapted=adapter is not None)
     if config.parallel == "replicate":
-        nn.Module.to(model, device)  # else sharding moves them layer by layer
+        nn.Module.to(model, device)  # else sharding moves weights by layer
     notes += [*precision_note(config, device), *unused_gpu_note(config, device)]
     notes += ensure_float32(model, adapted=adapter is not None)
     if config.beta != 0 and adapter is not None:
@@ -86,7 +87,7 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
         fused_lora.install(model)
     if config.torch_compile or (config.cpu_options.kernels is not False and device.type == "cpu"):
         fused_layers.install(model)
-    # An adapter without effect says nothing about which weights these are.
+    # The weights of an adapter without effect do not identify the model.
     inert = adapter is not None and not adapter.has_effect
     initial = digest([p for p in model.parameters() if not (inert and p.requires_grad)])
     return PreparedModel(model, adapter, packed, initial, notes)
@@ -100,8 +101,8 @@ def without_packing(config: RLOOConfig, reason: str) -> str:
 
 
 def remove_dropout(model: PreTrainedModel) -> float:
-    """Remove dropout and return the largest probability found. With dropout the ratio would differ
-    from 1, and the KL at step 0 from 0. The model stays in evaluation mode."""
+    """Remove dropout and return the largest probability found. With dropout, the importance ratio
+    of the first step would differ from 1, and the KL from 0. The model stays in evaluation mode."""
     found = 0.0
     model.eval()
     for module in model.modules():
@@ -116,7 +117,7 @@ def remove_dropout(model: PreTrainedModel) -> float:
 
 def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
     """Convert trained parameters to float32; return notes. Raises ValueError for trained 16-bit
-    parameters of an adapted model, because its base stays as it was loaded."""
+    parameters of an adapted model, because its base keeps the dtype in which it was loaded."""
     trained = ((name, p.dtype) for name, p in model.named_parameters() if p.requires_grad)
     small = [x for x in trained if x[1] not in (torch.float32, torch.float64)]
     if not small:
@@ -136,8 +137,9 @@ def ensure_float32(model: PreTrainedModel, *, adapted: bool) -> list[str]:
 
 
 def enable_checkpointing(model: PreTrainedModel, config: RLOOConfig) -> list[str]:
-    """Enable gradient checkpointing if the options say so, or return a note why it is not possible.
-    Only checkpointed layers are set to training mode, which transformers requires to recompute."""
+    """Enable gradient checkpointing if the options request it, or return a note why it is not
+    possible. Only checkpointed layers are set to training mode, which transformers requires to
+    recompute."""
     if not config.gradient_checkpointing:
         return []
     if not model.supports_gradient_checkpointing:
@@ -158,7 +160,7 @@ def enable_checkpointing(model: PreTrainedModel, config: RLOOConfig) -> list[str
 def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfig) -> int:
     """Input tokens of a micro-batch whose activations take a quarter of the free memory. Per token,
     a layer stores about 34 numbers per hidden unit for the backward (Korthikanti et al. 2022,
-    without the attention scores), and the output head a few per vocabulary entry."""
+    without the attention scores), and the output head stores a few numbers per vocabulary entry."""
     text_config = model.config.get_text_config()
     layers, width = text_config.num_hidden_layers, text_config.hidden_size
     if device.type == "cuda":
@@ -167,14 +169,14 @@ def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfi
         own = config.with_values(gradient_checkpointing=again)
         a_token = activation_bytes(layers, width, own)
         return max(1024, min(65536, free // 4 // a_token))
-    # Larger micro-batches gain nothing on a CPU and exceed its caches.
+    # Larger micro-batches are not faster on a CPU, and exceed its caches.
     return max(1024, min(8192, 2**32 // (4 * 34 * width * layers)))
 
 
 def activation_bytes(layers: int, width: int, config: RLOOConfig) -> int:
-    """Bytes of activations per token on a GPU. With checkpointing: one layer's activations, and one
-    float32 state of each layer. In 16 bits, half of a layer's numbers (norms, residual stream) stay
-    float32."""
+    """Bytes of activations per token on a GPU. With checkpointing, these are the activations of one
+    layer, and one float32 state of each layer. In 16 bits, half of a layer's numbers (norms,
+    residual stream) stay float32."""
     number = 3 if config.bf16 or config.fp16 else 4
     a_layer = 34 * number * width
     return a_layer + 4 * layers * width if config.gradient_checkpointing else layers * a_layer
@@ -210,10 +212,11 @@ def check_forward(
     *,
     packed: bool,
 ) -> str | None:
-    """Compare the log-probs of `samples`, padded and `packed`, with those from the logits that the
-    model computes, in float32. Returns why packing changes the result, or None if it does not. If
-    our output head differs from the model's, sets `scorer.own_logits`. Raises ValueError if samples
-    with images have other log-probs in a batch than one by one."""
+    """Compare the log-probs of `samples`, padded and (if `packed`) packed, with log-probs from the
+    logits that the model itself computes, in float32. Returns how packing changes the result, or
+    None if it does not. If our output head differs from the model's, sets `scorer.own_logits`.
+    Raises ValueError if the log-probs of samples with images depend on the other samples of a
+    batch."""
     model = scorer.model
     tolerance = rounding_of(model)
     samples = sorted(samples, key=lambda sample: sample.key)
@@ -237,7 +240,7 @@ def check_forward(
         return None
     try:
         found = difference(pack(samples, device))
-    except (TypeError, RuntimeError) as error:  # what a model's forward does not expect
+    except (TypeError, RuntimeError) as error:  # the model's forward rejects packed inputs
         return f"packed it fails with {error}"
     return None if found <= tolerance else f"packed log-probs differ by {found:.1e}"
 

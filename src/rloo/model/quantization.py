@@ -58,7 +58,7 @@ def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
 
 
 def _from_dict(values: dict[str, Any]) -> Any:
-    """Build the config; raise ValueError for unknown names, which transformers would drop."""
+    """Build the config. Raises ValueError for unknown names, which transformers would ignore."""
     known = set(inspect.signature(BitsAndBytesConfig).parameters) - {"kwargs"}
     for name in values.keys() - known - {"quant_method"}:
         raise ValueError(f"quantization_config has {name}, which BitsAndBytesConfig does not know")
@@ -99,11 +99,12 @@ def is_quantised(module: nn.Module) -> bool:
 def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
     """Make quantised layers multiply by their dequantised weights; return notes.
 
-    bitsandbytes' products depend on more than the weights. With 8 bits they round activations in a
-    way that depends on the other rows of the batch. With 4 bits, on some CPUs, they become bf16
-    when no gradients are needed. Sampler and trainer would then disagree about the policy. Raises
-    ValueError for a quantised base without an adapter, one that is not bitsandbytes', one altered
-    by an earlier forward, and for a model without quantised layers if the options require them.
+    bitsandbytes' products do not depend only on the weights. With 8 bits, the rounding of
+    activations depends on the other rows of the batch. With 4 bits, some CPUs compute in bf16 if no
+    gradients are needed. The log-probs of sampler and trainer would then differ. Raises ValueError
+    for a quantised base that has no adapter, that another library has quantised, or that an earlier
+    forward has altered. Also raises ValueError if the options require quantised layers and the
+    model has none.
     """
     layers = list(quantised_layers(model))
     if not layers:
@@ -141,7 +142,7 @@ def _check_4bit(name: str, layer: Any) -> None:
         )
     if state.shape[-1] % state.blocksize == 0:
         return
-    # Version 0.50 starts a new block at every row when it dequantises on a CPU.
+    # bitsandbytes 0.50 starts a new block at every row when it dequantises on a CPU.
     in_one_row = copy(state)
     in_one_row.shape = (1, math.prod(state.shape))
     read = _bitsandbytes().functional.dequantize_4bit(layer.weight.data, in_one_row)

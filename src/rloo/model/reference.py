@@ -25,8 +25,8 @@ FOLDER = "reference"
 
 
 class ReferenceModel:
-    """The reference model of the KL penalty; this base class stands for none (beta is 0). `model`
-    is the reference's copy of the weights, or None."""
+    """The reference model of the KL penalty; this base class is used if there is none (beta is 0).
+    `model` is the reference's copy of the weights, or None."""
 
     model: PreTrainedModel | None = None
     moves = False
@@ -37,8 +37,8 @@ class ReferenceModel:
         raise ValueError("beta is 0; there is no reference model to compare with (beta)")
 
     def offload(self, device: torch.device) -> None:
-        """Keep a copy's layers in host memory, except the one that computes. Raises ValueError if
-        the reference is not a copy."""
+        """Keep a copy's layers in host memory, except for the layer that computes. Raises
+        ValueError if the reference is not a copy."""
         raise ValueError(
             "offload has reference and the reference is no copy of the weights: beta is 0, or "
             "it is the base of an adapter, which is there anyway (offload)"
@@ -53,18 +53,19 @@ class ReferenceModel:
         """Shard a copy's weights over the processes with the function `by`."""
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
-        """Store `state_of(model)` for `save`, which writes it for a sharded copy."""
+        """Store the result of `state_of(model)`, which `save` writes if the copy is sharded."""
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write a copy that `sync_ref_model` updates to a folder in the checkpoint: resuming cannot
-        recompute it."""
+        """Write the copy to a folder in the checkpoint if `sync_ref_model` updates it, since a
+        resumed run cannot recompute it."""
 
     def load(self, checkpoint: str | Path) -> None:
         """Load the copy that `save` wrote."""
 
 
 class AdapterDisabledReference(ReferenceModel):
-    """The policy's module with the adapter as before training: see `LoRAAdapter.as_reference`."""
+    """The policy's module with the adapter in its state before training: see
+    `LoRAAdapter.as_reference`."""
 
     def __init__(self, scorer: LogprobModel, adapter: LoRAAdapter) -> None:
         self._scorer = scorer
@@ -77,8 +78,8 @@ class AdapterDisabledReference(ReferenceModel):
 
 
 class FrozenCopy(ReferenceModel):
-    """A copy of the current policy. One that `moves` is saved in checkpoints. `precision` is the
-    type in which its matrices are stored (see `frozen_copy`)."""
+    """A copy of the current policy. Checkpoints contain the copy if it `moves`. `precision` is the
+    dtype of the stored matrices (see `frozen_copy`)."""
 
     model: PreTrainedModel
 
@@ -129,10 +130,10 @@ class FrozenCopy(ReferenceModel):
 
 
 def frozen_copy(model: PreTrainedModel, precision: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a frozen copy of `model` in evaluation mode. `precision` is that of the autocast in
-    which it computes: the float32 matrices of linear layers are stored in it. Autocast would round
-    them in each product, so results stay the same. Other modules that read a matrix, such as
-    embeddings, have it in float32."""
+    """Return a frozen copy of `model` in evaluation mode. `precision` is the dtype of autocast. The
+    float32 matrices of linear layers are stored in this dtype. The results do not change, since
+    autocast would round the matrices in each product. If another module, such as an embedding,
+    shares a matrix, that module has the matrix in float32."""
     if precision is None:
         return copy.deepcopy(model).eval().requires_grad_(False)
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
@@ -163,8 +164,8 @@ def _frozen(values: Tensor) -> nn.Parameter:
 def make_reference(
     scorer: LogprobModel, adapter: LoRAAdapter | None, config: RLOOConfig
 ) -> ReferenceModel:
-    """Return the reference that the options name, from a policy before training. Raises ValueError
-    if it is to be offloaded and is not a copy."""
+    """Return the reference that the options request, from a policy before training. Raises
+    ValueError if the options offload the reference and it is not a copy."""
     reference = _made(scorer, adapter, config)
     if "reference" in config.offload:
         reference.offload(scorer.model.device)

@@ -1,4 +1,4 @@
-"""Saves and loads a policy: its model or adapter, its tokenizer, and a reference that moves."""
+"""Saves and loads a policy: its model or adapter, its tokenizer, and a moving reference."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from rloo.model.model_loading import load_weights
 from rloo.model.parallel.sharded_checkpoint import has_parts, read_parts
 from rloo.model.reference import ReferenceModel
 
-# Up to so many bytes, a trial saves the weights too: it takes less than a second.
+# `try_save` saves weights of at most this many bytes, which takes less than a second.
 _TRIAL_BYTES = 1 << 26
-# Errors of a machine without room for a temporary folder. Results are written elsewhere.
+# Errors if a temporary folder cannot be written. Results are written to another folder.
 _NO_FOLDER = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT)
 
 
 class ModelFiles:
-    """Writes and reads a policy's weights in Hugging Face format. The main process writes sharded
-    weights inside `collected`, or all processes write their shards."""
+    """Writes and reads a policy's weights in Hugging Face format. Sharded weights are written by
+    the main process within `collected`, or by all processes as shards."""
 
     def __init__(
         self,
@@ -52,8 +52,9 @@ class ModelFiles:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Inside, the main process can save. A collective at its start: sharded weights are
-        gathered on the main process's host (of an adapted model, only the adapter's)."""
+        """Within this context, the main process can save. Entering the context is a collective:
+        sharded weights are gathered on the main process's host. For an adapted model, only the
+        adapter's weights are gathered."""
         if not self._divided or self._collected is not None:
             yield
             return
@@ -111,8 +112,8 @@ class ModelFiles:
         open_as_usual(Path(path).glob("*.safetensors"))
 
     def try_save(self) -> None:
-        """Save into a temporary folder, to find before training that something cannot be saved.
-        Raises ValueError in that case. Large or sharded weights are left out. Only the main process
+        """Save into a temporary folder, to check before training that everything can be saved.
+        Raises ValueError if not. Large or sharded weights are left out. Only the main process
         saves, outside of `collected`."""
         if not self._world.is_main:
             return
@@ -152,7 +153,7 @@ class ModelFiles:
     def save_checkpoint(
         self, path: str | Path, save_model: Callable[[str], object] | None = None
     ) -> None:
-        """Call `save_model`, by default `save_pretrained`, and save a reference that moves in the
+        """Call `save_model`, by default `save_pretrained`, and save a moving reference in the
         folder `reference`. Raises ValueError for a `save_model` that has written no weights."""
         self._exact = True
         try:
@@ -172,7 +173,7 @@ class ModelFiles:
         self._reference.load(path)
 
     def save_adapter(self, path: str | Path) -> None:
-        """Write the adapter alone, without the tokenizer and peft's README.md."""
+        """Write only the adapter, without the tokenizer and peft's README.md."""
         assert self._adapter is not None
         self._adapter.save(path, self._collected)
         Path(path, "README.md").unlink(missing_ok=True)
@@ -180,7 +181,7 @@ class ModelFiles:
     def save_description(self, path: str | Path) -> None:
         """Write the configuration and the tokenizer, without weights."""
         config = self._model.config
-        # As transformers' save_pretrained does: vLLM reads it to choose the model class.
+        # As in transformers' save_pretrained: vLLM reads `architectures` to choose the model class.
         config.architectures = config.architectures or [type(self._model).__name__]
         config.save_pretrained(path)
         self._processing_class.save_pretrained(path)
@@ -193,8 +194,8 @@ def _has_weights(path: str | Path) -> bool:
 def in_dtype(
     state: Mapping[str, Tensor], model: nn.Module, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return `state` with the parameters of `model` cast to `dtype`, tied ones once. Raises
-    ValueError for a parameter with values that float16 cannot hold."""
+    """Return `state` with the parameters of `model` cast to `dtype`; tied parameters are cast once.
+    Raises ValueError for a parameter with values that float16 cannot hold."""
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     cast: dict[int, Tensor] = {}
     for name, tensor in state.items():
@@ -211,8 +212,8 @@ def in_dtype(
 
 
 def write_dtype(folder: str | Path, dtype: torch.dtype) -> None:
-    """Set the precision in a folder's config.json to that of its weights: transformers writes the
-    one that the weights had in memory."""
+    """Set the dtype in a folder's config.json to that of the saved weights: transformers writes the
+    dtype of the weights in memory."""
     path = Path(folder, "config.json")
     config = json.loads(path.read_text(encoding="utf-8"))
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):

@@ -1,10 +1,10 @@
-"""Attention over packed groups: each prompt once, its K completions after it.
+"""Attention over packed groups: each prompt once, followed by its K completions.
 
 The packed row is `prompt, completion 1, completion 2, ..., next prompt, ...`. Only a model's
 attention relates tokens to each other, so only the attention must know this layout. A prompt
-attends to itself, a completion to its prompt and its earlier tokens. `flash_cpu.py` does this in
-place on a CPU, `flash_gpu.py` on a GPU in 16 bits. Elsewhere, and for windows, soft caps and sinks,
-each prompt and completion is a padded row with a mask.
+attends to itself, a completion to its prompt and its earlier tokens. `flash_cpu.py` computes this
+attention in place on a CPU, `flash_gpu.py` on a GPU in 16 bits. In all other cases, such as sliding
+windows, soft caps and sinks, each prompt and completion is a padded row with a mask.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ MASK_ELEMENTS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Tokens `start` to `stop` of the packed row; `prompt` numbers the prompt of a completion."""
+    """Tokens `start` to `stop` of the packed row; `prompt` is the index of a completion's
+    prompt."""
 
     start: int
     stop: int
@@ -95,20 +96,22 @@ class _Rows:
 
     def _mask(self, sliding_window: int | None, queries: slice, keys: int) -> Tensor:
         """bool (R, 1, queries, keys), True where a query attends to one of the first `keys` keys.
-        Windows count logical positions."""
+        Sliding windows count logical positions."""
         position = self._position[:, queries, None]
         key_position = self._key_position[:, None, :keys]
         visible = (key_position <= position) & self._key_valid[:, None, :keys]
         if sliding_window is not None:
             visible &= key_position > position - sliding_window
-        # A padded query attends to every key, since a softmax over none is NaN. It is dropped.
+        # A padded query attends to every key, since a softmax over no keys is NaN. Its output is
+        # dropped.
         visible |= ~self.valid[:, queries, None]
         return visible[:, None]
 
 
 class _ToRows(torch.autograd.Function):
-    """Converts packed tokens (T, H, D) to one (R, W, H, D) for each set of rows. Every token has
-    one place, so the backward is a gather, several times faster than autograd's addition."""
+    """Converts packed tokens (T, H, D) to one tensor (R, W, H, D) for each set of rows. Every token
+    has exactly one place in the rows, so the backward is a gather, which is several times faster
+    than autograd's addition."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, place: Tensor, *indices: Tensor) -> Any:
@@ -147,7 +150,7 @@ class PackedLayout:
 
     @cached_property
     def _segments(self) -> flash_gpu.GPUAttentionRanges:
-        """`_calls` for a GPU."""
+        """The ranges of `_calls` in the format for a GPU."""
         own, shared = self._calls.own, self._calls.shared
 
         def segments(queries: Sequence[slice], keys: Sequence[slice]) -> flash_gpu.Segments:
@@ -168,8 +171,8 @@ class PackedLayout:
 
     @cached_property
     def _rows(self) -> tuple[list[_Rows], Tensor]:
-        """One row for each prompt and completion, and the place of each token in the rows,
-        flattened and joined."""
+        """One row for each prompt and completion, and the index of each token in the rows,
+        flattened and concatenated."""
         prompts = [span for span in self._spans if span.prompt is None]
         others = [s for s in self._spans if s.prompt is not None and s.stop > s.start]
         others.sort(key=lambda span: (span.stop - span.start, span.start))
@@ -197,7 +200,7 @@ class PackedLayout:
             calls = self._segments
             return flash_gpu.attend_packed(query, key, value, calls, scaling=scaling)[None]
         if device.type == "cpu" and torch_compat.has_cpu_flash():
-            # In 16 bits its backward is many times slower on a CPU, so it computes in float32.
+            # The backward in 16 bits is many times slower on a CPU, so float32 is used.
             dtype = torch.promote_types(value.dtype, torch.float32)
             given = value.dtype
             query, key, value = (x[0].to(dtype) for x in (query, key, value))

@@ -1,4 +1,4 @@
-"""Finds a token budget for micro-batches with which the largest one fits into memory."""
+"""Finds a token budget with which the largest micro-batch fits into memory."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ _GROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 # A micro-batch that certainly needs less than this share of the free memory is not measured.
 _CERTAIN_SHARE = 0.5
 _UNLIMITED = 2**60
-# A sampled token is an entry in two lists, a Python int and a Python float.
+# Bytes of a sampled token on the host: entries in two lists, a Python int and a Python float.
 TOKEN_BYTES = 2 * 8 + 28 + 24
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The largest possible optimizer step: prompt lengths in tokens, the longest completions."""
+    """The largest possible optimizer step: its prompt and completion lengths in tokens, and its
+    numbers of completions and groups."""
 
     longest_prompt: int
     shortest_prompt: int
@@ -55,7 +56,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class FittedBudget:
-    """A token budget that fits, and the reason if it is not the requested one."""
+    """A token budget that fits, and the reason if it differs from the requested budget."""
 
     max_tokens: int
     reason: str | None = None
@@ -78,8 +79,9 @@ def workload_of(prompts: Prompts, config: RLOOConfig, batches: BatchSizes) -> Wo
 
 def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> list[Sample]:
     """A micro-batch that fills the budget with completions of maximum length. It has the longest
-    prompt, for the longest context, then the shortest prompts, for the most completion tokens. The
-    last completion is cut to the budget; a single one may exceed it, as in training."""
+    prompt, for the longest context. All other prompts are the shortest, for the most completion
+    tokens. The last completion is cut to the budget. A single completion may exceed the budget, as
+    in training."""
     if not policy.packed:
         width = workload.longest_prompt + workload.completion_tokens - 1
         rows = min(-(-max_tokens // width), workload.num_generations * workload.num_groups)
@@ -106,18 +108,18 @@ def fitting_budget(policy: Policy, workload: Workload) -> FittedBudget:
     """The budget `policy.max_tokens` if the largest micro-batch of `workload` fits into free
     memory, or else a smaller one, computed from small measurements and then verified.
 
-    On CUDA the micro-batch is run, forward and backward. Its memory is predicted on a CPU, where
-    the system kills a process that takes too much, and with weights sharded over several processes.
-    Raises ValueError if not even one completion fits.
+    On CUDA the micro-batch is tried, forward and backward. On a CPU its memory is predicted, since
+    the system would kill a process that uses too much. The memory is also predicted if weights are
+    sharded over several processes. Raises ValueError if not even one completion fits.
     """
     asked = policy.max_tokens
     on_cpu = policy.device.type == "cpu"
     room = available_bytes(policy.device) - missing_bytes(policy)
-    # The process with the least memory decides for all. All processes measure in step.
+    # The process with the least memory determines the budget of all. All measure at the same time.
     room = min(policy.world.all_gather_object(int(CPU_SHARE * room) if _predicts(policy) else room))
     largest = largest_micro_batch(policy, workload, asked)
     certain = on_cpu and generous_peak_bytes(policy, largest) < _CERTAIN_SHARE * room
-    # Measuring would end a profile in progress.
+    # A measurement would end a torch profile in progress.
     if certain or torch_compat.is_profiled() or _fits(policy, largest, room):
         return FittedBudget(asked)
     single = make_samples(workload.longest_prompt, workload.completion_tokens, 1)
@@ -142,7 +144,8 @@ def fitting_budget(policy: Policy, workload: Workload) -> FittedBudget:
 
 def missing_bytes(policy: Policy) -> int:
     """Bytes that the first step will allocate and keep: gradients, and optimizer state if there is
-    none yet. Parked state does not count: it is fetched only after the activations are freed."""
+    none yet. State that is parked on the host does not count: it is fetched only after the
+    activations are freed."""
     known = policy.stepper.optimizer.state or "optimizer" in policy.config.offload
     state = 0 if known else memory_estimate.optimizer_bytes(policy)
     return memory_estimate.gradient_bytes(policy) + state
@@ -167,7 +170,7 @@ def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
 
 def available_bytes(device: torch.device) -> int:
     """Bytes that this process can still allocate. On a GPU: free and cached device memory. On a
-    CPU: the least of free memory, control group limits and address space limit."""
+    CPU: the minimum of free memory, control group limits and address space limit."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -198,8 +201,8 @@ def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
 
 
 def _predicts(policy: Policy) -> bool:
-    """Whether memory is predicted, not tried: on a CPU a micro-batch that does not fit ends the
-    process, and with sharded weights it leaves other processes inside a collective."""
+    """Whether memory is predicted, not tried. On a CPU a micro-batch that does not fit ends the
+    process. With sharded weights it leaves other processes inside a collective."""
     return policy.device.type == "cpu" or (policy.divides and policy.world.size > 1)
 
 
@@ -207,7 +210,8 @@ def _fits_here(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
     if _predicts(policy):
         return predicted_peak_bytes(policy, samples) <= room
     try:
-        # The first step's allocations must fit as well; the measurement includes the gradients.
+        # The state that the first step allocates must fit too. The measurement includes the
+        # gradients.
         state = missing_bytes(policy) - memory_estimate.gradient_bytes(policy)
         held = torch.empty(state, dtype=torch.uint8, device=policy.device)
         measured_peak_bytes(policy, samples)
@@ -233,7 +237,7 @@ def _control_groups(
             continue
         base, names = (root / "memory", _GROUP_V1) if controllers else (root, _GROUP_V2)
         folder = base / path.strip("/")
-        # In a container the path may be the host's; the container's group is then the root.
+        # In a container the path may be a path of the host. The container's group is then the root.
         for place in {folder, *folder.parents} if folder.exists() else {base}:
             if place.is_relative_to(base):
                 left += _room_in_group(place, *names)

@@ -32,13 +32,13 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Name and shape of every parameter; a checkpoint must have the same as the model."""
+    """Name and shape of every parameter. Those of a checkpoint and of the model must be equal."""
     return {name: list(shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
 def probe(parameters: Sequence[Tensor]) -> Tensor:
-    """The first elements of each parameter, up to 1,024, to detect changes. For a sharded parameter
-    those of them that are in this process's shard."""
+    """The first elements of each parameter, up to 1,024, to detect changes. For a sharded
+    parameter, only the elements in this process's shard."""
     parts = [(to_local(p).flatten(), numbers_before(p)) for p in parameters]
     return torch.cat([part[: max(0, 1024 - before)] for part, before in parts])
 
@@ -56,7 +56,8 @@ class WeightsVersion:
     Optimizer steps are counted, since an optimizer's custom kernels may leave no trace. Other
     changes (loading, resuming, planning, a callback) are detected: torch counts in-place changes,
     replaced memory has another address, and writes that bypass torch's count (`.data`) change the
-    digest. Only such a write outside the first 1,024 numbers of every parameter is missed.
+    digest. A `.data` write is missed only if it changes none of the first 1,024 numbers of any
+    parameter.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
@@ -99,7 +100,8 @@ def optimizer_state(
     take: Callable[[Tensor], Tensor] = to_local,
 ) -> dict[str, Any]:
     """The state of an optimizer by parameter name (`names` maps ids to names). Its tensors are
-    live, not copies. `take` reads a sharded tensor (`to_local`, `gathered`, `as_is`)."""
+    live, not copies. `take` is the function that reads a sharded tensor (`to_local`, `gathered`,
+    `as_is`)."""
     saved = optimizer.state_dict()
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     groups = [
@@ -135,7 +137,7 @@ def load_optimizer(
     others = {key: value for key, value in state.items() if key != "shapes"}
     optimizer.load_state_dict({**others, "state": own, "param_groups": groups})
     # torch's load_state_dict casts the state to the parameter's dtype, which rounds the float32
-    # moments of bf16 weights. State that it does not cast is stored without a copy.
+    # moments of bf16 weights. torch stores state that needs no cast without a copy.
     for number, kept in own.items():
         present = optimizer.state[parameters[number]]
         for key, saved in kept.items():
@@ -152,7 +154,8 @@ def as_is(tensor: Tensor) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Gather a sharded tensor on the host of the main process; empty elsewhere. A collective."""
+    """Gather a sharded tensor on the host of the main process. Other processes get an empty tensor.
+    A collective."""
     if not is_sharded(tensor):
         return tensor
     whole = full_tensor(tensor)
@@ -168,8 +171,8 @@ def _part(value: Any, parameter: Tensor) -> Any:
 def empty_state(
     listed: Mapping[str, tuple[torch.Size, torch.dtype]], named: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Zeros for an optimizer's tensors, sharded like the `named` parameters. `listed` has the names
-    that `flatten` gave them."""
+    """Zeros for an optimizer's tensors, sharded like the `named` parameters. The keys of `listed`
+    are names from `flatten`."""
     found = {}
     for name, (shape, dtype) in listed.items():
         _, *path = name.split("/")

@@ -97,6 +97,7 @@ def test_memory_counts_wherever_it_is_held(staff, hold, count):
     assert refused or "MiB of memory" in answer.get("ended", ""), answer
 
 
+@pytest.mark.slow
 def test_forks_that_hold_nothing_of_their_own_are_allowed(staff):
     """What they share counts once, also while they end together."""
     assert run(staff, FORKS.format(hold="pass", count=25)) == {

@@ -280,6 +280,7 @@ def test_equal_programs_are_judged_once(reward, monkeypatch):
     assert len(begun) == 2
 
 
+@pytest.mark.slow
 def test_sampling_goes_on_while_programs_run(wall):
     spec = f"code(wall={wall!r}, workers=1)"
     rewards = RewardSet([load_reward(spec)], sources=[spec])

@@ -233,6 +233,7 @@ def test_a_reference_of_none_does_not_apply_and_an_unreadable_one_is_an_error():
         gsm8k_reward(["#### 1", "#### 6"], ["1", "six"])
 
 
+@pytest.mark.slow
 def test_long_hostile_texts_are_read_in_linear_time():
     """So long that a quadratic reading would run into the time limit of the tests."""
     pieces = ["1,111", "9", "#### ", "\\boxed{", "answer is ", "-", "$ ", "1/", "\\frac{1}", "1.1"]

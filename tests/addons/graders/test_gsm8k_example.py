@@ -84,6 +84,7 @@ def test_the_file_asks_for_what_it_promises():
     assert batches_of(config, 1).completions_per_step == 256
 
 
+@pytest.mark.slow
 def test_most_groups_have_signal_and_advantages_are_not_zero(result):
     rows = read_lines(result.output / "metrics.jsonl")
     assert len(rows) == 2
@@ -154,6 +155,7 @@ def test_training_asks_the_train_split_and_evaluation_the_test_split(result):
     assert seen <= train_rows | test_rows
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_applied_with_thinking_switched_off(result, tokenizer):
     options = {
         "dataset_split": "test",

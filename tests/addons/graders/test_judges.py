@@ -129,6 +129,7 @@ def test_five_rewards_agree_on_60_texts(math_reward):
     assert all(("m" in row) == ("g" in row) and ("m" in row or "e" not in row) for row in found)
 
 
+@pytest.mark.slow
 def test_pairs_written_by_hand(math_reward):
     found = math_reward(
         [pair["completion"] for pair in PAIRS],

@@ -76,6 +76,7 @@ def test_a_dataset_without_a_reference_is_refused_before_the_first_sample(math_r
         make_math(seconds=0)
 
 
+@pytest.mark.slow
 def test_long_and_deep_texts_are_wrong_and_not_judged(math_reward, monkeypatch):
     hostile = [
         r"\boxed{" + "(" * 3000 + "1" + ")" * 3000 + "}",
@@ -93,6 +94,7 @@ def test_long_and_deep_texts_are_wrong_and_not_judged(math_reward, monkeypatch):
         assert math_reward(hostile, answer=[reference] * len(hostile)) == [0.0] * len(hostile)
 
 
+@pytest.mark.slow
 def test_the_time_to_start_is_that_of_the_processor(tmp_path, monkeypatch):
     """A library that works for ever is ended; one that waits (here 10 times as long) is not."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -109,6 +111,7 @@ def test_the_time_to_start_is_that_of_the_processor(tmp_path, monkeypatch):
         assert caught.value.__cause__.status == status
 
 
+@pytest.mark.slow
 def test_after_an_interrupt_no_verdict_is_taken_for_the_next_one(math_reward, monkeypatch):
     reward = math_reward
     first, second = r"\boxed{x \cdot 2}", r"\boxed{3x}"
@@ -132,6 +135,7 @@ BOMBS = [
 ]
 
 
+@pytest.mark.slow
 def test_many_bombs_take_one_budget_and_score_nothing(math_reward, monkeypatch):
     monkeypatch.setattr(math_reward, "_seconds", 0.5)
     texts = [rf"\boxed{{{bomb}+{n}}}" for n in range(3) for bomb, _ in BOMBS]
@@ -148,6 +152,7 @@ def test_many_bombs_take_one_budget_and_score_nothing(math_reward, monkeypatch):
     assert logged["rewards/math_reward/unjudged"] == rewards.count(None) / len(rewards)
 
 
+@pytest.mark.slow
 def test_a_judge_or_worker_that_is_stopped_is_missing_once_and_replaced(math_reward, monkeypatch):
     def stop_judges(process):
         for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():

@@ -56,6 +56,7 @@ def test_the_answer_is_in_the_last_tags_or_all():
     assert answer_of("<answer></answer>") == ""
 
 
+@pytest.mark.slow
 @needs_wall
 def test_scores_are_the_librarys_in_the_order_of_the_completions(reward):
     row = row_of("chain_sum")
@@ -79,6 +80,7 @@ def test_each_row_is_scored_by_its_own_task_and_options(reward):
     assert reward(completions=[message], entry=entries[:1]) == [1.0]
 
 
+@pytest.mark.slow
 @needs_wall
 def test_a_scorer_that_raises_or_hangs_gives_no_reward_and_others_theirs(reward):
     row = row_of("puzzle24")

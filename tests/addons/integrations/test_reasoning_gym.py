@@ -118,6 +118,7 @@ def test_levels_and_options_make_problems_harder():
     assert {row["level"] for row in rows()} == {None}
 
 
+@pytest.mark.slow
 def test_no_problem_is_in_both_splits_however_few_there_are():
     """Of two digits there are 200 sums, of which 400 rows show most."""
     how = {"size": 400, "config": SMALL}

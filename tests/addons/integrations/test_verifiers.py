@@ -337,6 +337,7 @@ def math_reward():
     reward.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["math", "gsm8k"])
 def test_whole_completions_that_were_written_from_the_contract_alone(verifier, math_reward):
     """Without sight of the rules and of the other corpora. At the first run 87 of 90

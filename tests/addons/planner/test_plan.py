@@ -58,6 +58,7 @@ def config_of(*arguments: str):
     return parse_command_line(["run.yaml", *arguments])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -94,6 +95,7 @@ def test_a_run_of_the_worst_case_is_as_the_plan_said(folder, monkeypatch, argume
     assert plan.times.expected_length == 40
 
 
+@pytest.mark.slow
 def test_shorter_answers_are_expected_where_they_end_by_themselves(folder, monkeypatch):
     # One token in two ends a completion: about 2 tokens, against 40 at worst.
     monkeypatch.setattr(Policy, "stop_token_ids", property(lambda self: tuple(range(0, 97, 2))))
@@ -105,6 +107,7 @@ def test_shorter_answers_are_expected_where_they_end_by_themselves(folder, monke
     assert plan.times.to_the_end(expected) < plan.times.to_the_end(worst)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert cli.main(["plan", "run.yaml", "--beta", "0.1"]) == 0
@@ -123,6 +126,7 @@ def test_the_command_prints_the_plan_and_writes_nothing(folder, capsys):
     assert not Path("run").exists()
 
 
+@pytest.mark.slow
 def test_the_work_of_several_processes_is_that_of_one_divided(folder, monkeypatch):
     learn = update_timing._learn
 

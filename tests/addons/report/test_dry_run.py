@@ -46,6 +46,7 @@ def test_a_configuration_is_examined_without_training(config, tmp_path):
     assert max(row["mismatch/mean"] for row in run.rows) < 1e-4
 
 
+@pytest.mark.slow
 def test_the_command_examines_files_and_folders(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     small = [f"--{name}={json.dumps(v) if isinstance(v, list) else v}" for name, v in SMALL.items()]

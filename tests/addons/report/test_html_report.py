@@ -258,6 +258,7 @@ def test_several_runs_have_names_that_differ_and_the_options_that_differ(tmp_pat
 # -- what a run records and writes ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_report_and_whole_groups(tmp_path):
     config = make_config(tmp_path, max_steps=12, num_generations=4, beta=0.0)
     trainer = make_trainer(config, count_words)

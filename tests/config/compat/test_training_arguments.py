@@ -77,6 +77,7 @@ def test_flags_of_every_kind_are_read():
     )
 
 
+@pytest.mark.slow
 def test_every_option_parses_at_its_default_written_out():
     parser = HfArgumentParser(RLOOConfig)
     for option in fields(RLOOConfig):

@@ -178,6 +178,7 @@ def test_the_base_model_is_a_small_float32_qwen3(base):
     assert sum(file.stat().st_size for file in base_model_path().iterdir()) < 8_000_000
 
 
+@pytest.mark.slow
 def test_the_tokenizer_gives_every_problem_and_attempt_back(base):
     _, tokenizer = base
     for split in SPLITS:
@@ -207,6 +208,7 @@ def test_the_base_model_ends_its_own_completions_and_knows_its_special_tokens(ba
     assert tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
 
 
+@pytest.mark.slow
 def test_the_base_model_solves_a_part_of_the_held_out_problems(base):
     import torch
 

@@ -99,6 +99,7 @@ def counting(engine) -> list[tuple[int, int]]:
     return shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fused"), every_second([*((name, True) for name in CONFIGS), ("qwen3", False)])
 )
@@ -113,6 +114,7 @@ def test_what_goes_on_is_what_computing_everything_again_gives(name, fused):
     assert len(found[0]) > len(found[1]) > len(found[2]) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma3"])
 def test_what_goes_on_is_what_generate_gives(name):
     assert_same(played(NativeEngine, name), played(HFEngine, name))
@@ -134,6 +136,7 @@ def test_a_later_turn_computes_only_what_is_new():
     assert steps <= sum(rows for rows, _ in later[1:]) < 1.5 * steps + rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 3])
 def test_what_is_new_may_come_in_several_parts(cut, monkeypatch):
     expected = played(NativeEngine, "gemma3")
@@ -156,6 +159,7 @@ def test_rows_that_are_taken_out_can_go_on(share, monkeypatch):
     assert_same(play(NativeEngine(make_sharp("qwen3"), pad_token_id=0)), expected)
 
 
+@pytest.mark.slow
 def test_waves_that_caches_do_not_outlive_change_nothing():
     expected = played(HFEngine, "qwen3")
     facts = NativeEngine(make_sharp("qwen3"), pad_token_id=0).capabilities
@@ -165,6 +169,7 @@ def test_waves_that_caches_do_not_outlive_change_nothing():
         assert_same(play(engine), expected)
 
 
+@pytest.mark.slow
 def test_where_all_rows_fit_at_first_they_fit_later():
     facts = NativeEngine(make_sharp("qwen3"), pad_token_id=0).capabilities
     room = 4 * K * facts.bytes_per_row(12, SAMPLING.max_tokens)
@@ -199,6 +204,7 @@ def test_more_tokens_than_were_counted_are_computed_again():
     assert [width for _, width in shapes] == [1, 1, 22, 1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 def test_other_weights_make_it_compute_again(fused):
     other = make_model("qwen3", seed=1).double()
@@ -217,6 +223,7 @@ def test_other_weights_make_it_compute_again(fused):
     assert_same(drawn(keep=True), drawn(keep=False))
 
 
+@pytest.mark.slow
 def test_the_same_weights_again_drop_nothing():
     engine = NativeEngine(make_sharp("qwen3"), pad_token_id=0)
     engine.load(make_sharp("qwen3").named_parameters, 3)
@@ -231,6 +238,7 @@ def test_the_same_weights_again_drop_nothing():
     assert shapes[starts[0]][1] <= 12
 
 
+@pytest.mark.slow
 def test_rows_that_began_otherwise_are_computed_again():
     def changed(going, turn):
         """The first row has another token in its prompt, in its first turn, or in its second; then
@@ -251,6 +259,7 @@ def test_rows_that_began_otherwise_are_computed_again():
     assert_same(play(engine, turns=4, other=changed), again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_under_autocast_it_stays_close(name):
     engine = NativeEngine(make_model(name), pad_token_id=0, precision=torch.bfloat16)
@@ -268,6 +277,7 @@ def test_under_autocast_it_stays_close(name):
     assert compared > 40
 
 
+@pytest.mark.slow
 def test_outside_nothing_is_kept_and_nothing_else_is_done():
     engine = NativeEngine(make_sharp("qwen3"), pad_token_id=0)
     prompts = make_prompts()

@@ -73,6 +73,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", every_second(OTHERS))
 def test_completions_are_those_of_other_steps(case, device):
     """Where operations are replayed no Python of a step runs, which shows that a graph holds all of
@@ -82,10 +83,12 @@ def test_completions_are_those_of_other_steps(case, device):
     assert (device.replays > 0) == (sampling.max_tokens > 1)
 
 
+@pytest.mark.slow
 def test_another_architecture_too(device):
     require_equal(*both(name="llama"))
 
 
+@pytest.mark.slow
 def test_rows_with_limits_of_their_own_end_there(device):
     prompts = [replace(p, offset=n) for n, p in enumerate(make_prompts())]
     found, expected = both(replace(SAMPLING, stop_token_ids=()), prompts=prompts)
@@ -100,6 +103,7 @@ def test_smaller_sizes():
     assert smaller_size(20, 1) == 20
 
 
+@pytest.mark.slow
 def test_a_wave_is_recorded_twice_for_each_size_and_nothing_is_lost(device, monkeypatch):
     shrink, sizes = static_decoding.StaticDecoding._shrink, []
 
@@ -119,6 +123,7 @@ def test_a_wave_is_recorded_twice_for_each_size_and_nothing_is_lost(device, monk
     assert device.captures == 2 * (1 + len(sizes))
 
 
+@pytest.mark.slow
 def test_a_capture_that_finds_no_memory_takes_what_torch_keeps():
     with pretended(total=1 << 26, exact=True) as device, counted(device):
         engine = on_device()
@@ -130,6 +135,7 @@ def test_a_capture_that_finds_no_memory_takes_what_torch_keeps():
         assert device.captures > 2 * captures - 1  # one was tried twice
 
 
+@pytest.mark.slow
 def test_the_host_waits_once_in_some_steps(device, monkeypatch):
     asked = Counter()
     count = static_decoding.ActiveRows.count_unfinished
@@ -156,6 +162,7 @@ def test_a_step_that_asks_for_a_value_is_found(device, monkeypatch):
         draws(on_device())
 
 
+@pytest.mark.slow
 def test_a_step_that_keeps_a_number_of_the_host_is_found(device, monkeypatch):
     see = StaticCache.see
 
@@ -169,6 +176,7 @@ def test_a_step_that_keeps_a_number_of_the_host_is_found(device, monkeypatch):
     assert [c.token_ids for c in found] != [c.token_ids for c in expected]
 
 
+@pytest.mark.slow
 def test_a_step_has_few_operations():
     """In bf16 with autocast, as in a run."""
     kinds = dict.fromkeys(("dtype", "cache_dtype", "precision"), torch.bfloat16)

@@ -30,6 +30,7 @@ def test_the_native_engine_runs_experts_whose_configuration_asks_for_router_logi
     assert model.config.output_router_logits is True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["auto", "native"])
 def test_a_hybrid_model_falls_back_with_one_line(name):
     model = make_linear_attention_model()

@@ -124,6 +124,7 @@ def failing():
     raise RuntimeError("unhandled cuda error")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "said_there"),
     [

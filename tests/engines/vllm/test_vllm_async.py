@@ -57,6 +57,7 @@ def distance(policy, prompts, groups, indices) -> float:
     )
 
 
+@pytest.mark.slow
 def test_each_group_is_of_the_weights_that_it_says_also_where_they_change_in_its_midst(made):
     policy, prompts = make_policy(), make_prompts() * 4
     engine, servers, said = made(policy, servers=2)
@@ -88,6 +89,7 @@ def test_each_group_is_of_the_weights_that_it_says_also_where_they_change_in_its
     assert said == [] and engine.busy_seconds() > 0.1
 
 
+@pytest.mark.slow
 def test_nothing_is_asked_of_a_server_that_is_not_verified_yet(made):
     policy, prompts = make_policy(), make_prompts()
     engine, (server,), _ = made(policy)

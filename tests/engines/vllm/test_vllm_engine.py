@@ -63,6 +63,7 @@ def test_log_probs_are_the_trainers_after_every_load(made, scale_out):
     assert said == []
 
 
+@pytest.mark.slow
 def test_equal_calls_give_equal_samples_and_others_do_not(made):
     policy = make_policy()
     engine, _, _ = made(policy)
@@ -148,6 +149,7 @@ def test_requests_carry_the_version_as_their_salt(made):
 # -- adapters ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_adapter_travels_alone_under_a_new_name_each_version(made, tmp_path):
     policy = make_policy(make_adapted(base=make_model("qwen3", seed=9)))
     engine, (server,), _ = made(policy, lora=True, weights_folder=tmp_path)
@@ -185,6 +187,7 @@ def test_the_perturbation_leaves_the_adapter_and_its_version_as_they_were():
     assert all(map(torch.equal, before, policy.parameters)) and policy.version == version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}])
 def test_what_vllm_cannot_apply_is_merged(made, options):
     policy = make_policy(make_adapted(**options))
@@ -286,6 +289,7 @@ def test_a_server_that_fails_is_named_and_the_others_do_its_work(made, fault):
     assert all(server.url in str(error.value) for server in servers)
 
 
+@pytest.mark.slow
 def test_a_server_that_has_other_weights_than_it_says_is_found_out(made):
     policy = make_policy()
     engine, servers, said = made(policy, servers=2)
@@ -382,6 +386,7 @@ def of_sleep(server):
     return [c.replace("/collective_rpc", "load") for c in found]
 
 
+@pytest.mark.slow
 def test_servers_sleep_but_while_they_sample_and_then_have_the_newest_weights(made):
     policy = make_policy()
     engine, (server,), said = made(policy, sleep_level=2)

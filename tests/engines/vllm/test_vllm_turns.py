@@ -101,6 +101,7 @@ def test_a_turn_sends_all_tokens_so_far_and_asks_for_as_many_as_may_follow(made,
     assert len(seeds) == len(asked)
 
 
+@pytest.mark.slow
 def test_rows_of_equal_text_draw_each_for_itself(made):
     """And not what the first turn drew, nor what another length would."""
     policy = make_policy()
@@ -116,6 +117,7 @@ def test_rows_of_equal_text_draw_each_for_itself(made):
     assert drawn == again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale_out", [False, True])
 def test_a_server_that_is_lost_between_turns_leaves_them_to_the_others(made, scale_out):
     policy = make_speaker()
@@ -143,6 +145,7 @@ def test_a_server_that_is_lost_between_turns_leaves_them_to_the_others(made, sca
     assert [e.token_ids for e in episodes] == [e.token_ids for e in expected]
 
 
+@pytest.mark.slow
 def test_an_episode_stays_with_the_server_that_has_its_beginning(made, monkeypatch):
     asked, original = {}, ServerPool._ask
 

@@ -1,5 +1,5 @@
-"""The FSDP and DeepSpeed settings of `accelerate launch`, which it passes in the environment: read
-as options, or refused by name."""
+"""The FSDP and DeepSpeed settings that `accelerate launch` passes in the environment: read as
+options, or refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rloo.config.compat import deepspeed_config
 from rloo.config.launcher_env import DEEPSPEED, FSDP
 
 _PREFIX = "ACCELERATE_DEEPSPEED_"
-# Variable -> the values that match this version's behaviour, and the reason in messages.
+# Variable -> (the values that match this version's behaviour, the reason in error messages).
 _FSDP_AS_HERE: dict[str, tuple[tuple[str, ...], str]] = {
     "FSDP_SHARDING_STRATEGY": (("full_shard", "1"), "all is divided (parallel)"),
     "FSDP_RESHARD_AFTER_FORWARD": (("true", "full_shard"), "weights are freed after each forward"),
@@ -20,7 +20,7 @@ _FSDP_AS_HERE: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "FSDP_IGNORED_MODULES": ((), "all is divided"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "activations are recomputed, not moved"),
-    # Which rank reads the weights, prefetching, and the grouping of layers change no result.
+    # These variables change no result: the rank that reads weights, prefetching, groups of layers.
     **dict.fromkeys(
         (
             "FSDP_VERSION", "FSDP_CPU_RAM_EFFICIENT_LOADING", "FSDP_SYNC_MODULE_STATES",
@@ -37,8 +37,9 @@ _NOTHING = ("", "none", "null")
 
 
 def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that accelerate sets in the environment. Options that are also `given` must
-    agree. Raises ValueError for contradictions and for settings that are not supported."""
+    """The options that accelerate sets in the environment. Options that are also in `given` must
+    have the same values. Raises ValueError for contradictions and for settings that are not
+    supported."""
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"accelerate was told to use FSDP and DeepSpeed ({FSDP}, {DEEPSPEED})")
     told = _fsdp() if _is_on(FSDP) else _deepspeed() if _is_on(DEEPSPEED) else {}
@@ -50,7 +51,7 @@ def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"deepspeed is {given['deepspeed']}, and accelerate was told {file}, which says "
                 "something else; leave it out here or there (deepspeed)"
-            )  # without a file accelerate gives fewer settings; only its stage must be the same
+            )  # without a file accelerate has fewer settings, of which only the stage must agree
     for name, value in told.items():
         if given.get(name, value) != value:
             source = FSDP if _is_on(FSDP) else DEEPSPEED
@@ -96,7 +97,7 @@ def _deepspeed() -> dict[str, Any]:
     }
     if "config_file" in told:
         return {"deepspeed": told["config_file"]}
-    for name in ("zero3_init", "zero3_save_16bit_model"):  # weights are sharded and saved anyway
+    for name in ("zero3_init", "zero3_save_16bit_model"):  # sharded and saved anyway
         told.pop(name, None)
     zero: dict[str, Any] = {"stage": _number(told.pop("zero_stage", "2"))}
     for name in ("offload_optimizer", "offload_param"):
@@ -110,7 +111,8 @@ def _deepspeed() -> dict[str, Any]:
 
 
 def _numbers() -> dict[str, Any]:
-    """accelerate's gradient clipping and accumulation, to be compared with the options."""
+    """accelerate's values of gradient clipping and accumulation, for a comparison with the
+    options."""
     clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "none")
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     # 1 is accelerate's value if the user has set nothing.

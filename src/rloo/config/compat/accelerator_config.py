@@ -1,4 +1,4 @@
-"""transformers' `accelerator_config`: the fields without effect here, and the refused ones."""
+"""transformers' `accelerator_config`: fields without effect here, and refused fields."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rloo.config.fields import coerce, suggest
 from rloo.config.file_checks import check_file, reading
 
 _LARGEST = 1_000_000
-# AcceleratorConfig's fields -> their defaults. Every process selects its prompts by the same data
+# Fields of AcceleratorConfig -> defaults. Every process selects its prompts by the same data
 # position. Settings for reading, splitting, filling, shuffling and moving batches have no effect.
 DEFAULTS = {
     "split_batches": False, "dispatch_batches": None, "even_batches": True,
     "use_seedable_sampler": True, "non_blocking": False, "gradient_accumulation_kwargs": None,
     "use_configured_state": False,
 }  # fmt: skip
-# Fields that would change a step -> the options to use instead.
+# Fields that would change a step -> the options to use instead (for the error message).
 _REFUSED = {
     "split_batches": "per_device_train_batch_size counts the completions of one process, and "
     "num_prompts the prompts of all",
@@ -26,8 +26,8 @@ _REFUSED = {
 
 
 def read_accelerator_config(given: Any) -> dict[str, Any]:
-    """All fields, from a mapping, an AcceleratorConfig or a JSON file with some of them. Raises
-    ValueError for an unknown field, and for a value that would change a step."""
+    """All fields. `given` is a mapping, an AcceleratorConfig or a JSON file with some of the
+    fields. Raises ValueError for an unknown field, and for a value that would change a step."""
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         check_file(given, "accelerator_config", most=_LARGEST)
         with reading(given, "accelerator_config"):

@@ -13,11 +13,11 @@ from rloo.config.fields import ConfigErrors, coerce, suggest
 from rloo.config.kwargs_options import KWARGS, read_kwargs
 
 _MOST_FAULTS = 20
-# The completions of an optimizer step over all devices: num_prompts times num_generations, which
-# may be named elsewhere (`with_prompts`).
+# The number of completions of an optimizer step over all devices: num_prompts times
+# num_generations. `with_prompts` converts it to num_prompts once num_generations is known.
 GLOBAL_BATCH = "train_batch_size"
-# Short names of options on a command line; single letters have one dash. In a file these would be
-# sections of other systems.
+# Short names of options on a command line; single letters have one dash. Short names are not
+# accepted in files, since other systems use some of them as names of sections.
 SHORT = {
     "c": "config", "d": "dataset", "k": "num_generations", "m": "model", "o": "output_dir",
     "r": "reward", "lr": "learning_rate", "wd": "weight_decay", "steps": "max_steps",
@@ -122,28 +122,28 @@ ALIASES: dict[str, tuple[str, str]] = {
     theirs: (ours, whose) for whose, names in _NAMES.items() for theirs, ours in names.items()
 }
 
-# Second names that are also fields of TrainingArguments; null, their default, has no effect.
+# Aliases that are also fields of TrainingArguments. Their default, null, has no effect.
 SECOND_FIELDS = tuple(_NAMES["transformers 5"])
 
 
 def our_name(name: str) -> str:
-    """Our name of an option that is called `name` here or in another system."""
+    """Our name of the option with the name `name` here or in another system."""
     return ALIASES[name][0] if name in ALIASES else name
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:
-    """The hint of `suggest`, or the option of a short name."""
+    """The hint of `suggest`. For a short name, the hint names its option."""
     return f"; did you mean {SHORT[name]}?" if name in SHORT else suggest(name, known)
 
 
-# Options of TRL's GRPOTrainer, and options that show a deliberate choice of the objective.
+# Options of TRL's GRPOTrainer; options that explicitly choose an objective.
 _OF_GRPO = ("loss_type", "scale_rewards")
 _CHOSEN = ("preset", "estimator", "mean_level", "mean_leave1out", "kl_placement")
 
 
 def hint_of_grpo(given: Iterable[str]) -> None:
-    """Warn which objective a user of TRL's GRPO gets, if GRPO options are among the names `given`
-    and no other option chooses the objective."""
+    """Warn that the objective is RLOO, if GRPO options are among the names `given` and no other
+    option chooses the objective."""
     names = set(given)
     found = [name for name in _OF_GRPO if name in names]
     if found and not names.intersection(_CHOSEN):
@@ -168,7 +168,7 @@ def _kl_placement(name: str, value: Any) -> str:
 
 
 def _ratio_level(name: str, value: Any) -> Any:
-    # AReaL's "sequence" is the geometric mean of the tokens' ratios.
+    # "sequence" in AReaL is the geometric mean of the tokens' ratios.
     return "sequence_mean" if value == "sequence" else value
 
 
@@ -177,7 +177,7 @@ def _symmetric_range(name: str, value: Any) -> tuple[float, float]:
     return -bound, bound
 
 
-# TRL's loss -> ours; steps use the full batch here, so bnpo and dapo are equal
+# loss in TRL -> loss_aggregation; steps use the full batch here, so bnpo and dapo are equal
 LOSSES = {
     "grpo": "sequence_token_mean", "dr_grpo": "constant", "dapo": "token_mean",
     "bnpo": "token_mean",
@@ -193,7 +193,7 @@ def _loss_aggregation(name: str, value: Any) -> str:
     return LOSSES[value]
 
 
-# aliases whose value must be converted too
+# aliases whose value must be converted, too
 CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "loss_type": _loss_aggregation,
     "warmup_ratio": _share_of_steps,
@@ -204,9 +204,9 @@ CONVERSIONS: dict[str, Callable[[str, Any], Any]] = {
     "algorithm.use_kl_in_reward": _kl_placement,
 }
 
-# Our option -> the name that implies it, and its value if that name puts the KL into the loss
+# Our option -> (the alias that implies it, its value if the alias puts the KL into the loss)
 _IMPLIED = {"kl_estimator": ("kl_in_reward", "k3")}
-# TRL's reward functions with a built-in equivalent here, which is not the same code.
+# Reward functions of TRL -> the built-in reward for the same purpose (with other code).
 _REWARDS: dict[str, Any] = {
     "accuracy_reward": "math",
     "get_soft_overlong_punishment": {
@@ -218,7 +218,7 @@ _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 
 
 def _rewards(name: str, value: Any) -> Any:
-    """TRL's names of functions, and dotted names, in our form; other values unchanged."""
+    """TRL's names of functions, and dotted names, in our form. Other values are unchanged."""
     if isinstance(value, list | tuple):
         return [_rewards(name, item) for item in value]
     if not isinstance(value, str):
@@ -238,14 +238,14 @@ def _std_level(name: str, value: Any) -> Any:
 
 
 def _model_arguments(name: str, value: Any) -> Any:
-    """The arguments with `torch_dtype`, the former name, renamed to `dtype`."""
+    """The arguments, with the former name `torch_dtype` changed to `dtype`."""
     if not isinstance(value, Mapping) or "torch_dtype" not in value:
         return value
     rest = {key: item for key, item in value.items() if key != "torch_dtype"}
     return {"dtype": value["torch_dtype"], **rest}
 
 
-# names whose value may have other forms too
+# names whose value may have other forms, too
 _READINGS: dict[str, Callable[[str, Any], Any]] = {
     "reward_funcs": _rewards,
     "model_init_kwargs": _model_arguments,
@@ -259,7 +259,7 @@ _READINGS: dict[str, Callable[[str, Any], Any]] = {
 
 
 _STRATEGY = "train_sampling_strategy"
-# Values that a script reads under a name whose value has another form here.
+# Alias -> its value when a script reads it, if our option stores the value in another form.
 READ_AS: dict[str, Callable[[Any], Any]] = {
     "warmup_ratio": lambda args: args.warmup_steps if args.warmup_steps < 1 else 0.0,
     "loss_type": lambda args: {ours: name for name, ours in reversed(LOSSES.items())}.get(
@@ -269,7 +269,7 @@ READ_AS: dict[str, Callable[[Any], Any]] = {
 
 
 def _in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`options` with transformers' setting for the order of rows converted to ours."""
+    """`options` with transformers' option for the order of rows converted to `shuffle_dataset`."""
     if options.get(_STRATEGY) != "sequential" or options.get("shuffle_dataset") in (True, "true"):
         return options
     rest = {name: value for name, value in options.items() if name != _STRATEGY}
@@ -279,9 +279,9 @@ def _in_order(options: Mapping[str, Any]) -> Mapping[str, Any]:
 def resolve(
     options: Mapping[str, Any], hints: Mapping[str, Any], *, where: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """`options` under our names, each value converted to its type in `hints`. `where` is the place
-    of an option in a file. Old names are converted to their new form (`retired`). Raises ValueError
-    with all faults: unknown options with the nearest known ones, refused options, wrong values, and
+    """`options` under our names, each value converted to its type in `hints`. `where` has the file
+    and line of options. Retired names are converted to their new form. Raises ValueError with all
+    faults: unknown options with the most similar known option, refused options, wrong values, and
     two names of one option with different values."""
     where = where or {}
     options, faults = retired.current_form(_in_order(options), where)
@@ -330,13 +330,13 @@ def resolve(
 
 
 def implied_by(options: Mapping[str, Any]) -> set[str]:
-    """Our options that other systems' names among `options` imply, unless they are given too."""
+    """Our options that aliases in `options` imply (explicit values have priority)."""
     return {name for name, (alias, _) in _IMPLIED.items() if alias in options}
 
 
 def with_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values`, under our names, with GLOBAL_BATCH converted to `num_prompts`. Raises ValueError if
-    it is no multiple of a group, and if `num_prompts` differs."""
+    GLOBAL_BATCH is not a multiple of `num_generations`, and if `num_prompts` has another value."""
     values = dict(values)
     if (total := values.pop(GLOBAL_BATCH, None)) is None:
         return values

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON file (`deepspeed`): the settings that are used, and those that must be options.
+"""DeepSpeed's JSON file (`deepspeed`): settings that are used, and settings that must be options.
 
-A value "auto" follows from the options, as in transformers' Trainer. Any other value of a setting
-that is also an option must be equal to that option.
+The value "auto" is replaced by the options, as in transformers' Trainer. If a setting is also an
+option, any other value must be equal to the option.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rloo.config.file_checks import check_file, reading
 from rloo.config.options import TrainingOptions
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-# Settings that are passed to DeepSpeed's engine: switches, and numbers with their minimum.
+# Settings that are passed to DeepSpeed's engine: bools, and numbers with their minimum.
 _TAKEN_SWITCHES = (
     "overlap_comm", "contiguous_gradients", "reduce_scatter", "allgather_partitions",
 )  # fmt: skip
@@ -28,16 +28,16 @@ _TAKEN_NUMBERS = {
 }  # fmt: skip
 _OFFLOADS = "offload_optimizer", "offload_param"
 _TAKEN = ("stage", *_TAKEN_SWITCHES, *_TAKEN_NUMBERS, *_OFFLOADS)
-# Names at the top and in zero_optimization that change no result here: models are saved unsharded
-# in float32, DeepSpeed writes no checkpoints and prints nothing, and gradients are copied to the
-# host in the order of the parameters.
+# Names at the top level and in zero_optimization that change no result here: models are saved
+# unsharded in float32, DeepSpeed writes no checkpoints and prints nothing, and gradients are copied
+# to the host in the order of the parameters.
 _IDLE = (
     "steps_per_print", "wall_clock_breakdown", "dump_state", "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer", "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save", "elastic_checkpoint", "load_from_fp32_weights",
     "ignore_unused_parameters", "round_robin_gradients", "checkpoint",
 )  # fmt: skip
-# Names that are accepted only if they are off, with what to use instead.
+# Names that are accepted only with a value that means off.
 _LEFT_OUT = (
     "prescale_gradients", "sparse_gradients", "memory_breakdown", "flops_profiler", "tensorboard",
     "wandb", "comet", "csv_monitor", "comms_logger", "autotuning", "elasticity",
@@ -59,7 +59,7 @@ _NEUTRAL: dict[str, Any] = {
     "zero_hpz_partition_size": 1, "mics_shard_size": -1, "gradient_predivide_factor": 1,
     "data_types": {"grad_accum_dtype": "fp32"},
 }  # fmt: skip
-# Name at the top -> its value by our options, and their names.
+# Name at the top level -> (its value by our options, the names of these options).
 _BY_OPTIONS: dict[str, tuple[Callable[[TrainingOptions], Any], str]] = {
     "gradient_clipping": (lambda o: o.max_grad_norm, "max_grad_norm"),
     "train_micro_batch_size_per_gpu": (
@@ -80,7 +80,7 @@ _HOST = "none", "cpu"
 _OFFLOAD_KEYS = (
     "device", "pin_memory", "buffer_count", "buffer_size", "fast_init", "max_in_cpu", "nvme_path",
 )  # fmt: skip
-# AdamW's parameters -> their values by our options.
+# Parameters of AdamW -> values by our options.
 _ADAMW: dict[str, Callable[[TrainingOptions], Any]] = {
     "lr": lambda o: o.learning_rate,
     "betas": lambda o: [o.adam_beta1, o.adam_beta2],
@@ -93,8 +93,8 @@ _LARGEST = 1_000_000  # bytes of the file
 
 
 def read(given: Mapping[str, Any] | str) -> dict[str, Any]:
-    """The settings from a file or mapping. Raises ValueError unless it is a JSON mapping with a
-    ZeRO stage from 1 to 3."""
+    """The settings from a JSON file or a mapping. Raises ValueError unless they are a mapping with
+    a ZeRO stage from 1 to 3."""
     if isinstance(given, str):
         check_file(given, "deepspeed", most=_LARGEST)
         with reading(given, "deepspeed"):
@@ -112,8 +112,8 @@ def read(given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options `given` with the settings that `deepspeed` names, and `parallel` by its stage
-    unless it is given too. Empty without `deepspeed`."""
+    """The options `given` with the content of `deepspeed`, and `parallel` from its stage unless
+    `parallel` is given. Empty without `deepspeed`."""
     if given.get("deepspeed") is None:
         return {}
     settings = read(given["deepspeed"])
@@ -160,8 +160,8 @@ def check(options: TrainingOptions) -> None:
 
 
 def complete(options: TrainingOptions) -> dict[str, Any]:
-    """The settings for DeepSpeed's engine: those of `options`, without "auto" values, for which it
-    has defaults, and without settings that our options control."""
+    """The settings for DeepSpeed's engine: the settings in `options`, without "auto" values (the
+    engine has defaults) and without settings that our options control."""
     given = (options.deepspeed or {}).get("zero_optimization", {})  # type: ignore[union-attr]
     taken = {
         name: value
@@ -172,7 +172,7 @@ def complete(options: TrainingOptions) -> dict[str, Any]:
 
 
 def division_named(options: TrainingOptions) -> str:
-    """The sharding of the weights and its offloads to host memory, in words."""
+    """The sharding of the weights and the offloads to host memory, in words."""
     if options.parallel not in STAGES:
         moved = ", offload params" if "params" in options.offload else ""
         return f"{options.parallel}{moved}"
@@ -225,7 +225,8 @@ def _check_optimizer(value: Any, options: TrainingOptions) -> None:
 
 
 def _check_kind(where: str, value: Any, least: float | None) -> None:
-    """Raise ValueError unless `value` is "auto", a bool, or with `least` a number from that on."""
+    """Raise ValueError unless `value` is "auto" or a bool, or with `least` a number of at least
+    that."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value == "auto" or (isinstance(value, bool) if least is None else number and value >= least):
         return
@@ -237,7 +238,7 @@ def _check_kind(where: str, value: Any, least: float | None) -> None:
 
 
 def _is_off(name: str, value: Any) -> bool:
-    """Whether a known name has a value without effect."""
+    """Whether `name` is known and `value` has no effect."""
     if name in _NEUTRAL:
         return bool(value == _NEUTRAL[name])
     if isinstance(value, Mapping):

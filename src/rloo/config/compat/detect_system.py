@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from rloo.config.yaml_io import read_yaml
 
 SCRIPTS = (".sh", ".bash", ".zsh", ".ksh", ".slurm", ".sbatch", ".job", ".pbs")
-# --from's name of a system -> (its display name, sections or keys that only its files have, other
-# sections, how many of these are needed, a pattern of its scripts)
+# system in `--from` -> (display name, sections or keys that only its files have, other sections,
+# the required number of other sections, a pattern of its scripts)
 _SYSTEMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], int, str]] = {
     "verl": (
         "verl", ("actor_rollout_ref",), (), 0, r"\bverl\.(?!trainer\.main\b)|main_ppo|recipe\.dapo",
@@ -28,7 +28,7 @@ _SYSTEMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], int, str]] = {
     "ms-swift": ("ms-swift", ("rlhf_type",), (), 0, r"\b(swift|megatron) rlhf\b"),
     "trl": ("TRL", (), (), 0, r"\btrl (rloo|grpo)\b|\b\w*(rloo|grpo)\w*\.py\b"),
 }  # fmt: skip
-# Systems whose files are not converted -> the same fields, without the display name.
+# systems whose files are not converted -> the same fields, without the display name
 _OTHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], int, str]] = {
     "EasyR1": (("worker",), ("data", "algorithm", "trainer"), 1, r"\bverl\.trainer\.main\b"),
     "LLaMA-Factory": (
@@ -59,14 +59,14 @@ def is_script(path: str) -> bool:
 
 
 def system_of(path: str) -> str | None:
-    """The system of the file or script at `path`, by its name in `rloo config --from`. None if it
-    is of no such system, or cannot be read."""
+    """The system of the file or script at `path`, by its name in `rloo config --from`. None if the
+    file is of another system or cannot be read."""
     name = _found(path)
     return name if name in _SYSTEMS else None
 
 
 def _found(path: str) -> str | None:
-    """The system of the file or script at `path`: by --from's name, or by its display name."""
+    """The system of the file or script at `path`: its name in `--from`, or its display name."""
     every = [(name, *rest[1:]) for name, rest in _SYSTEMS.items()]
     every += [(name, *rest) for name, rest in _OTHERS.items()]
     try:
@@ -85,12 +85,14 @@ def _found(path: str) -> str | None:
 
 
 def _fits(tops: Collection[str], own: Sequence[str], others: Sequence[str], least: int) -> bool:
-    """Whether the sections of a file include one of a system's `own` and enough of the `others`."""
+    """Whether the sections `tops` of a file include a section in `own` and at least `least`
+    sections in `others`."""
     return any(name in tops for name in own) and sum(name in tops for name in others) >= least
 
 
 def refuse_foreign(path: str) -> None:
-    """Raise ValueError, with the command to use, if `path` is a script or another system's file."""
+    """Raise ValueError, with the command to use, if `path` is a script or a file of another
+    system."""
     system = _found(path)
     kind = "script" if is_script(path) else "configuration"
     if system in _SYSTEMS:
@@ -111,6 +113,6 @@ def refuse_foreign(path: str) -> None:
 
 
 def refuse_unconverted(path: str) -> None:
-    """Raise ValueError if `path` is of a system whose files are not converted."""
+    """Raise ValueError if `path` is a file of a system whose files are not converted."""
     if _found(path) in _OTHERS:
         refuse_foreign(path)

@@ -1,7 +1,8 @@
 """`generation_kwargs`: sampling options under the names of transformers' GenerationConfig.
 
-They win over our options (TRL's rule), and are therefore written into them: code that reads a
-temperature or a length from the configuration gets the value that is used for sampling.
+These options override our options (as in TRL). They are therefore written into our options: code
+that reads a temperature or a length from the configuration reads the value that is used for
+sampling.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from rloo.config.fields import coerce, suggest
 
-# name -> (our option, its type in transformers, our value for null)
+# name -> (our option, the type in transformers, our value for null)
 _OURS: dict[str, tuple[str, Any, Any]] = {
     "temperature": ("temperature", float | None, 1.0),
     "top_p": ("top_p", float | None, 1.0),
@@ -22,7 +23,7 @@ _OURS: dict[str, tuple[str, Any, Any]] = {
     "max_new_tokens": ("max_completion_length", int, None),
     "stop_strings": ("stop_strings", list[str] | None, None),
 }
-# reason -> {name: the value, besides null, without effect}
+# reason -> {name: the value that is accepted, in addition to null}
 _REFUSED: dict[str, dict[str, Any]] = {
     "completions are sampled one token after the other, without beams": {
         "num_beams": 1, "num_beam_groups": 1, "length_penalty": 1.0, "early_stopping": False,
@@ -78,8 +79,8 @@ _KNOWN = (*_OURS, "eos_token_id", *_REASON_OF, *_IDLE_OF)
 
 
 def sampling_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Our options that `generation_kwargs` set; `eos_token_id` is not one (`stop_tokens`). Raises
-    ValueError for an unknown name and a setting that is not implemented."""
+    """Our options that `generation_kwargs` set, without `eos_token_id` (see `stop_tokens`). Raises
+    ValueError for an unknown name, and for a setting that is not implemented."""
     options: dict[str, Any] = {}
     for name, value in (given or {}).items():
         where = f"generation_kwargs.{name}"
@@ -103,8 +104,8 @@ def sampling_options(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def stop_tokens(given: Mapping[str, Any] | None, default: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end a completion: `eos_token_id` of `generation_kwargs`, one or several, or
-    else `default`. Raises ValueError if it is no token id."""
+    """The tokens that end a completion: `eos_token_id` of `generation_kwargs` (one token or
+    several), or else `default`. Raises ValueError if `eos_token_id` is not a token id."""
     asked = (given or {}).get("eos_token_id")
     if asked is None:
         return default

@@ -16,13 +16,13 @@ from rloo.config.fields import default_of, option_field
 from rloo.config.options import LORA, OPTIONS, QUANTISATION, TrainingOptions
 
 Options = TypeVar("Options", bound=TrainingOptions)
-# Options that are not part of `args` in TRL: its scripts parse them separately, with ModelConfig,
-# ScriptArguments or the script's classes, whose flags have the same names.
+# Options that are not part of `args` in TRL. TRL's scripts parse them separately, with ModelConfig,
+# ScriptArguments or classes of the script, whose flags have the same names.
 OF_SCRIPTS = {
     "model", "dataset", "dataset_config", "dataset_split", "eval_dataset", "eval_split", "reward",
     *(option.name for about in (LORA, QUANTISATION) for option in about.fields_of(TrainingOptions)),
 }  # fmt: skip
-# TRL's option that is refused or has no effect here -> (its default, help)
+# option of TRL that is refused or has no effect here -> (default, help)
 _OTHERS: dict[str, tuple[Any, str]] = {
     **{n: (values[0], f"Refused: {why}.") for n, (values, why) in REFUSED.items() if values},
     **{n: (default, f"No effect: {why}.") for n, (default, why) in WITHOUT_EFFECT.items()},
@@ -36,9 +36,10 @@ def option_types() -> dict[str, Any]:
 
 
 def shown_to_parsers(kind: type[Options]) -> type[Options]:
-    """`kind`, a base of RLOOConfig, with the fields from which parsers build flags: TRL's and ours,
-    each of a type that parsers support. Options of scripts are InitVars, which parsers ignore and
-    `dataclasses.replace` accepts. Type checkers and editors still use `TrainingOptions`."""
+    """`kind`, a base class of RLOOConfig, with the fields from which parsers build flags: options
+    of TRL and ours, each with a type that parsers support. Options of scripts (`OF_SCRIPTS`) are
+    InitVars, which parsers ignore and `dataclasses.replace` accepts. Type checkers and editors
+    still use `TrainingOptions`."""
     shown = make_dataclass(
         "Shown", _fields(), bases=(TrainingOptions,), init=False, repr=False, eq=False, kw_only=True
     )
@@ -73,14 +74,15 @@ def _fields() -> Iterator[tuple[str, Any, Any]]:
 
 
 def _parseable(hint: Any) -> Any:
-    """`hint`, or the nearest type that an argument parser supports; RLOOConfig parses the text."""
+    """`hint`, or the most similar type that an argument parser supports. RLOOConfig parses the
+    text."""
     kinds = typing.get_args(hint)
     if typing.get_origin(hint) is list and typing.get_args(kinds[0]):
         return list[str]
     containers = [typing.get_origin(kind) for kind in kinds]
     if tuple in containers:
         return list[float] | None
-    # The parser uses the second type of a union of three, so these are parsed as text.
+    # In a union of three types the parser uses the second type, so these options are text.
     if dict in containers:
         return dict[str, Any] | str | None
     if list in containers and str in kinds:
@@ -89,7 +91,7 @@ def _parseable(hint: Any) -> Any:
 
 
 class ConfigSignature:
-    """The signature of a class and its subclasses: `output_dir`, then all fields by keyword."""
+    """The signature of a class and its subclasses: `output_dir`, then all fields as keywords."""
 
     def __get__(self, instance: Any, owner: type) -> inspect.Signature:
         ours = {option.name: option for option in OPTIONS}

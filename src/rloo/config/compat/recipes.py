@@ -1,4 +1,4 @@
-"""Reads recipes of TRL's and open-r1's scripts: converts their keys to options, and rejects YAML
+"""Reads recipes (YAML files) of scripts of TRL and open-r1: converts keys to options, and rejects
 files for other purposes."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OTHERS: dict[str, tuple[str, ...]] = {
         "assistant_only_loss", "chat_template_path", "eos_token",
     ),
 }  # fmt: skip
-# The reason why keys of open-r1's scripts have no effect here -> the keys.
+# The reason why keys of open-r1's scripts have no effect here -> these keys.
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "open-r1's script does that, and nothing here": (
         "callbacks", "benchmarks", "overwrite_hub_revision", "push_to_hub_revision",
@@ -45,12 +45,12 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
         "wandb_entity", "wandb_project", "wandb_run_group",
     ),
 }  # fmt: skip
-# Names that only open-r1's reward functions have.
+# Reward functions that only open-r1 has, by name.
 _NAMES = {
     "accuracy", "tag_count", "reasoning_steps", "cosine", "repetition_penalty", "code",
     "binary_code", "ioi_code", "cf_code", "code_format", "soft_overlong_punishment",
 }  # fmt: skip
-# open-r1's format, but stricter: the full completion matches, no part is blank, no tag is nested.
+# Stricter than open-r1's format: the full completion matches, no part is blank, no tag is nested.
 _INSIDE = r"\n(?!\s*</)(?:(?!</?(?:think|answer)>).)*\n"
 _FORMAT = rf"<think>{_INSIDE}</think>\n<answer>{_INSIDE}</answer>"
 # Keys that only a recipe for GRPO has.
@@ -58,7 +58,7 @@ _GRPO = ("loss_type", "scale_rewards", "vllm_importance_sampling_correction", "u
 
 
 def refuse_other(path: str, values: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise a one-line ValueError for a file with keys that only another program has."""
+    """Raise a one-line ValueError for a file with keys that only files for another program have."""
     for purpose, keys in _OTHERS.items():
         found = [n for n in values if n not in known and {n, n.partition(".")[0]} & {*keys}]
         if found and not (purpose == _SFT and values.keys() & {"num_generations", "rlhf_type"}):
@@ -69,7 +69,7 @@ def refuse_other(path: str, values: Mapping[str, Any], known: tuple[str, ...]) -
 
 
 def is_open_r1(values: Mapping[str, Any]) -> bool:
-    """Whether a file is a recipe of open-r1, by its rewards or by keys of its scripts."""
+    """Whether a file is a recipe of open-r1, by its rewards or by keys of open-r1's scripts."""
     names = values.get("reward_funcs")
     rewards = isinstance(names, list) and any(str(name) in _NAMES for name in names)
     keys = {"dataset_prompt_column", *(key for keys in SCRIPTS.values() for key in keys)}
@@ -111,8 +111,8 @@ def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rewards(values: dict[str, Any]) -> dict[str, Any]:
-    """open-r1's reward functions converted to ours, with the keys that are their options. Names
-    without a counterpart stay, and raise an error when rewards are loaded."""
+    """open-r1's reward functions and the keys for their arguments, converted to our rewards. Names
+    without an equivalent stay, and raise an error when rewards are loaded."""
     names = values.get("reward_funcs")
     if not isinstance(names, list) or not any(name in _NAMES for name in map(str, names)):
         return values
@@ -147,7 +147,7 @@ def _rewards(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_dataset(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with a mixture of one dataset, and lists of one name, converted to options."""
+    """`values` with a mixture of one dataset, and with lists of one name, converted to options."""
     values = _lists_of_one(values)
     if "datasets" not in values:
         return values
@@ -165,7 +165,7 @@ def _one_dataset(values: dict[str, Any]) -> dict[str, Any]:
 
 def _lists_of_one(values: dict[str, Any]) -> dict[str, Any]:
     """`values` with the alignment handbook's lists of configurations and splits converted. `all`
-    stands for a dataset without configurations."""
+    means a dataset without configurations."""
     read = dict(values)
     for key, ours in (("dataset_configs", "dataset_config"), ("dataset_splits", "dataset_split")):
         if key not in read:

@@ -1,7 +1,8 @@
-"""Retired options. For one release the old form is accepted, and a warning gives the new form.
+"""Retired options. For one release, the old form is accepted with a warning that shows the new
+form.
 
-Most are now an entry of a mapping (`engine_kwargs.restarts`) or a word of a list (`offload:
-[params]`). Other systems' names of such entries are accepted without a warning.
+Most retired options are now an entry of a mapping (`engine_kwargs.restarts`) or a value in a list
+(`offload: [params]`). Names of such entries in other systems are accepted without a warning.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ _KEYS = {
     "episode_timeout": "tool_kwargs.timeout",
     "max_tool_response_length": "tool_kwargs.max_response_length",
 }
-# old switch -> the word of the list `offload`
+# old bool -> the value in the list `offload`
 _WORDS = {
     "offload_optimizer": "optimizer",
     "offload_params": "params",
     "offload_reference": "reference",
 }
-# old name -> its type and default, and the reason why there is no replacement
+# old name -> (its type, its default, the reason why it has no replacement)
 _GONE: dict[str, tuple[Any, Any, str]] = {
     "gather_limit": (int, 2**28, "every process has every completion"),
 }
-# other system -> {its name: option.key}
+# other system -> {name in that system: option.key}
 ELSEWHERE: dict[str, dict[str, str]] = {
     "verl": {
         "algorithm.kl_ctrl.target_kl": "kl_kwargs.target",
@@ -79,8 +80,9 @@ _THEIRS = {name: place for names in ELSEWHERE.values() for name, place in names.
 
 @dataclass(frozen=True)
 class RetiredOption:
-    """The replacement of an option: `key` of the mapping `option`, or the word `key` of the list
-    `offload`; none if `option` is empty. `kind` and `default` are those of the old option."""
+    """The replacement of an option: `key` of the mapping `option`, or the value `key` in the list
+    `offload`. If `option` is empty, there is no replacement. `kind` and `default` are the type and
+    the default of the old option."""
 
     option: str
     key: str
@@ -108,7 +110,7 @@ def _retired() -> dict[str, RetiredOption]:
     return found
 
 
-# All names that are converted: old ones, and other systems' names of entries.
+# All names that are converted: old names, and names of entries in other systems.
 NAMES: tuple[str, ...] = (*_KEYS, *_WORDS, *_GONE, *(set(_THEIRS) - set(_WORDS)))
 # Names that are accepted for one release.
 RETIRED: tuple[str, ...] = tuple(n for n in (*_KEYS, *_WORDS, *_GONE) if n not in _THEIRS)
@@ -125,7 +127,8 @@ def place_of(name: str) -> str:
 
 
 def place_of_entry(name: str) -> str:
-    """The new name of an old mapping's entry (`gym_config.gcd.max_value`); else `name`."""
+    """The new name of an entry of an old mapping (`gym_config.gcd.max_value`). Other names
+    unchanged."""
     old, dot, entry = name.partition(".")
     return f"{_KEYS[old]}.{entry}" if dot and old in _KEYS else name
 
@@ -147,8 +150,8 @@ def current_form(
     *,
     warn: bool = True,
 ) -> tuple[dict[str, Any], list[str]]:
-    """`options` with old names in their new form, and the faults: a value of another type, and a
-    value that contradicts the new form. Each fault names both forms."""
+    """`options` with old names converted to their new form, and the faults: values of another type,
+    and values that contradict the new form. A fault names both forms."""
     names = [name for name in options if name in _retired()]
     if not names:
         return dict(options), []
@@ -220,8 +223,8 @@ _PLACERS: dict[str, Callable[..., None]] = {"offload": _as_word, "": _nowhere}
 def over_file(
     line: Mapping[str, Any], file: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options `line` of a command line, merged with those of a `file`: an old name among
-    `given` sets only one entry of a mapping or list, and the file's other entries stay."""
+    """The options `line` of a command line, merged with the options of a `file`. An old name in
+    `given` sets only one entry of a mapping or list; the file's other entries are kept."""
     merged = dict(line)
     for name in given:
         old = _retired().get(name)
@@ -236,7 +239,7 @@ def over_file(
 
 
 def value_of(config: Any, name: str) -> Any:
-    """The value of an old name, for scripts that read it."""
+    """The value of a retired option, for scripts that read it."""
     old = _retired()[name]
     if not old.option:
         return old.default
@@ -246,7 +249,7 @@ def value_of(config: Any, name: str) -> Any:
 
 
 def assigned(config: Any, name: str, value: Any) -> tuple[str, Any]:
-    """The option and its full new value, for an assignment of `value` to an old name."""
+    """The option and its complete new value, for an assignment of `value` to an old name."""
     now, faults = current_form({name: value})
     if faults:
         raise ConfigErrors(faults)
@@ -269,12 +272,13 @@ def resolved_form(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(names: Iterable[str]) -> frozenset[str]:
-    """The current options for `names`, some of which may be old."""
+    """The current options for `names`, which may include old names."""
     return frozenset(place_of(name).partition(".")[0] or name for name in names) - {*_GONE}
 
 
 def by_entry(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolved options with each entry of a mapping, and each word of `offload`, as an option."""
+    """Resolved options, with each entry of a mapping and each value in `offload` as a separate
+    option."""
     flat = {name: value for name, value in options.items() if name not in (*KWARGS, "offload")}
     for name in (*_KEYS, *_WORDS):
         old = _retired()[name]

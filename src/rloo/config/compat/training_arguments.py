@@ -1,4 +1,4 @@
-"""The options as transformers' TrainingArguments, for its factories and callbacks."""
+"""The options as TrainingArguments, for factories and callbacks of transformers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rloo.config.launcher_env import is_launched, unseen
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-# TrainingArguments would refuse bf16 without a GPU, warn of deprecated names, and set up DeepSpeed
-# for Trainer's loop.
+# Set after construction, since TrainingArguments would refuse bf16 without a GPU, warn of
+# deprecated names, and set up DeepSpeed for Trainer's loop.
 SET_AFTERWARDS = (
     "bf16", "fp16", "gradient_checkpointing", "gradient_checkpointing_kwargs",
     "resume_from_checkpoint", "deepspeed", "load_best_model_at_end",
@@ -28,8 +28,8 @@ SET_AFTERWARDS = (
 
 def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
     """The TrainingArguments for optimizer and scheduler factories and for callbacks. They include
-    every option, so that a logger records it and a callback reads `args.beta`, as with TRL. Raises
-    ValueError if transformers has no optimizer or schedule of that name."""
+    every option, so that loggers record it and callbacks can read `args.beta`, as with TRL. Raises
+    ValueError if transformers has no optimizer or schedule with the configured name."""
     import torch
 
     kind = _arguments_type()
@@ -40,13 +40,14 @@ def to_training_arguments(config: RLOOConfig) -> TrainingArguments:
     if is_launched():  # accelerate would change the number of threads
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     if is_launched() or config.parallel != "replicate":
-        # It would log at each access to its device that accelerate did not start the processes.
+        # At each access to its device, TrainingArguments would log that accelerate did not start
+        # the processes.
         logging.getLogger("transformers.training_args").addFilter(_not_of_processes)
     with unseen():
         made = kind(**{n: v for n, v in values.items() if n not in SET_AFTERWARDS}, bf16=False)
     for name in SET_AFTERWARDS:
         setattr(made, name, values[name])
-    for name in own_fields(type(config)):  # fields of a script, which its callbacks read
+    for name in own_fields(type(config)):  # the script's callbacks read its fields
         setattr(made, name, getattr(config, name))
     for name, value in own_attributes(config).items():
         setattr(made, name, value)

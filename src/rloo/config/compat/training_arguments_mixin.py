@@ -1,4 +1,4 @@
-"""The members of transformers' TrainingArguments that scripts use, besides the options."""
+"""The properties and methods of transformers' TrainingArguments that scripts use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class TrainingArgumentsMixin(TrainingOptions):
-    """The options, with TrainingArguments' properties and methods. Only those about devices or
-    other processes import torch."""
+    """The options, with properties and methods of TrainingArguments. Only properties and methods
+    about devices or other processes import torch."""
 
     @property
     def world_size(self) -> int:
@@ -44,7 +44,7 @@ class TrainingArgumentsMixin(TrainingOptions):
 
     @property
     def should_log(self) -> bool:
-        """Whether this process prints for the user."""
+        """Whether this process logs to the console."""
         return process_rank() == 0
 
     @property
@@ -54,7 +54,7 @@ class TrainingArgumentsMixin(TrainingOptions):
 
     @property
     def n_gpu(self) -> int:
-        """The GPUs of this process: one or none."""
+        """The number of GPUs of this process: 1 or 0."""
         return int(self.device.type == "cuda")
 
     @property
@@ -77,8 +77,8 @@ class TrainingArgumentsMixin(TrainingOptions):
         return timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """The level of `log_level` on the main process, of `log_level_replica` on others; the level
-        of transformers if it is passive."""
+        """The level of `log_level` on the main process, and of `log_level_replica` on other
+        processes. "passive" is the current level of transformers."""
         from transformers.training_args import trainer_log_levels
         from transformers.utils import logging
 
@@ -93,8 +93,9 @@ class TrainingArgumentsMixin(TrainingOptions):
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """The first process of each machine (`local`), or of all, runs the block first, then the
-        others do. If no trainer has connected the processes yet, accelerate does."""
+        """The first process of each machine (`local`) or of the run runs the block first, then the
+        other processes do. If no trainer has connected the processes yet, accelerate connects
+        them."""
         if self.world_size == 1:
             yield
             return
@@ -107,15 +108,16 @@ class TrainingArgumentsMixin(TrainingOptions):
 
 
 def setter_of(args: TrainingArgumentsMixin, name: str) -> Callable[..., Any]:
-    """TrainingArguments' method `name` (set_training, set_save, ...) for our options: it assigns
-    them, with the method's defaults, and returns `args`. Raises AttributeError if there is none."""
+    """The method `name` of TrainingArguments (set_training, set_save, ...) for our options. The
+    method assigns options, also its defaults, and returns `args`. Raises AttributeError for an
+    unknown method."""
     from transformers import TrainingArguments
 
     method = getattr(TrainingArguments, name)
 
     def setting(*given: Any, **options: Any) -> Any:
         with warnings.catch_warnings():
-            # The method also assigns its defaults, which may have no effect here.
+            # The method also assigns defaults of options that have no effect here.
             warnings.filterwarnings("ignore", message=".*has no effect")
             return method(args, *given, **options)
 

@@ -1,5 +1,5 @@
-"""The base class of RLOOConfig for scripts written for TRL: aliases, TRL's options without effect,
-assignment, inheritance, dataclass parsers."""
+"""The base class of RLOOConfig, for scripts written for TRL: aliases, options of TRL without effect
+here, assignment, inheritance, dataclass parsers."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from rloo.config.options import DEFAULT_GROUP, OPTIONS
 from rloo.config.presets import over_preset
 from rloo.config.validation import out_of_range
 
-# The options for the length of a run: they may be assigned after a trainer has taken the others.
+# The run length. A script may assign these options after a trainer has copied the options.
 LENGTH = ("max_steps", "num_train_epochs")
 
 
 @shown_to_parsers
 class TRLCompatibleOptions(TrainingArgumentsMixin):
-    """The base of RLOOConfig with all features beyond a dataclass.
+    """The base class of RLOOConfig, with all features that a dataclass does not have.
 
     The decorator `dataclass` writes `__init__`, `__eq__` and `__repr__` unless a class defines
-    them. `__init_subclass__` copies those of the base into each subclass, so that a script's
-    dataclass accepts every name that RLOOConfig accepts.
+    them. `__init_subclass__` copies these methods of the base class into each subclass. A script's
+    dataclass therefore accepts every name that RLOOConfig accepts.
     """
 
     _fixed = False
@@ -101,14 +101,14 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
         named = self._named | resolved.keys()
         vars(self).update(resolved | _idle_of({name: value}), _named=named)
 
-    if not TYPE_CHECKING:  # type checkers and editors shall see the fields, and misspelt options
+    if not TYPE_CHECKING:  # type checkers must see fields and report misspelt options
 
         def __getattr__(self, name: str) -> Any:
-            # Scripts written for TRL read options that are refused or have no effect here (`if
-            # args.dtype:`), by TRL's names.
+            # Scripts written for TRL also read options that are refused or have no effect here, by
+            # the names in TRL (`if args.dtype:`).
             if name in READ_AS:
                 return READ_AS[name](self)
-            if name.startswith("set_"):  # TrainingArguments' methods, which assign options
+            if name.startswith("set_"):  # methods of TrainingArguments that assign options
                 return setter_of(self, name)
             if name in REFUSED and REFUSED[name][0]:
                 return REFUSED[name][0][0]
@@ -124,8 +124,8 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
 
     def _given(self, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """`options` split into our options and the fields of a subclass. A dataclass parser passes
-        every field that it knows, so values at their defaults do not count as given: a preset may
-        set them."""
+        every field that it knows. Options with their default values therefore do not count as set,
+        and a preset may set them."""
         defaults = {field.name: default_of(field) for field in fields(self)}
         if options.keys() == defaults.keys():
             options = {name: v for name, v in options.items() if v != defaults[name]}
@@ -135,7 +135,7 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
 
 @dataclass
 class AssignedOptions:
-    """The values assigned to a script's options after the trainer has copied them."""
+    """The values that a script assigned to its options after the trainer copied the options."""
 
     asked: dict[str, Any] = field(default_factory=dict)
     training: bool = False
@@ -148,24 +148,24 @@ class AssignedOptions:
 
 
 def own_fields(kind: type[TRLCompatibleOptions]) -> frozenset[str]:
-    """The fields that a subclass has added; they are no options."""
+    """The fields that a subclass has added, which are no options."""
     return frozenset(kind.__dataclass_fields__.keys() - TRLCompatibleOptions.__dataclass_fields__)
 
 
 def is_own(name: str) -> bool:
-    """Whether an attribute that a script sets is similar to no option: then it belongs to the
-    script, and is no misspelt option."""
+    """Whether an attribute that a script sets is unlike every option. Then it belongs to the script
+    and is not a misspelt option."""
     return not get_close_matches(name, known_names(), n=1, cutoff=0.8)
 
 
 @cache
 def known_names() -> tuple[str, ...]:
-    """Every accepted name of an option, including refused, ineffective and retired ones."""
+    """Every accepted name of an option, including refused, ineffective and retired names."""
     return (*option_types(), *ALIASES, *REFUSED, *WITHOUT_EFFECT, *retired.NAMES)
 
 
 def cannot_change(name: str) -> str:
-    """The error text for an assignment to an option that a trainer has taken."""
+    """The error text for an assignment to an option after a trainer has copied the options."""
     return (
         f"{name} cannot be changed: these options belong to a trainer; give another trainer a "
         f"copy, dataclasses.replace(args, {name}=...)"
@@ -180,5 +180,5 @@ def _changed_defaults(kind: type[TRLCompatibleOptions]) -> dict[str, Any]:
 
 
 def _idle_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The options without effect among `options`, as they were given."""
+    """The options in `options` that have no effect, with unchanged values."""
     return {name: value for name, value in options.items() if name in WITHOUT_EFFECT}

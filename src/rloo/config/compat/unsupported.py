@@ -1,7 +1,7 @@
 """The options of TRL, transformers and others that this version does not implement, and why.
 
-A value that changes nothing is accepted; any other value is refused with the reason. Options that
-cannot change a result here, whatever their value, are accepted with a warning.
+A value that changes nothing is accepted. Any other value is refused with the reason. Options that
+cannot change a result here at any value are accepted with a warning.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _GRPO_IDLE: dict[str, Any] = {
     "entropy_coef_max": 1.0, "entropy_coef_delta": 0.005, "entropy_target": 0.2,
     "use_liger_loss": False, "cast_lm_head_to_fp32": False,
 }  # fmt: skip
-# reason -> {option: the value, or tuple of values, that changes nothing; the first is the default
-# of TRL or transformers}
+# reason -> {option: the value, or the tuple of values, that changes nothing; the first value is the
+# default of TRL or transformers}
 _REASONS: dict[str, dict[str, Any]] = {
     "completions are sampled from the policy alone": {"vllm_structured_outputs_regex": None},
     "training must sample from the policy (temperature)": {"gconfig.greedy": False},
@@ -77,7 +77,7 @@ _REASONS: dict[str, dict[str, Any]] = {
     "one rollout feeds steps_per_generation accumulation steps": {"actor.ppo_n_minibatches": 1},
 }  # fmt: skip
 
-# option -> (values at which it is accepted, the default first; why no other)
+# option -> (accepted values, the default first; the reason why other values are refused)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     name: (values if isinstance(values, tuple) else (values,), reason)
     for reason, options in _REASONS.items()
@@ -150,13 +150,13 @@ _IDLE: dict[str, dict[str, Any]] = {
     "every log has num_tokens": {"include_num_input_tokens_seen": "no"},
     "console output has one level": {"log_level": "passive", "log_level_replica": "warning"},
 }  # fmt: skip
-# Options that scripts read and no trainer uses.
+# Options that scripts read but the trainer does not use.
 _ASKED: dict[str, tuple[Any, str]] = dict.fromkeys(
     ("do_train", "do_eval", "do_predict"),
     (False, "scripts ask for it; eval_strategy and the command decide what is done"),
 ) | {"disable_dropout": (False, "dropout is off in every pass here")}
 
-# option -> (its default in TRL or transformers, why it cannot matter here)
+# option -> (its default in TRL or transformers, the reason why it has no effect here)
 WITHOUT_EFFECT: dict[str, tuple[Any, str]] = {
     name: (default, reason)
     for reason, options in _IDLE.items()
@@ -174,7 +174,7 @@ NOT_OF_RLOO_CONFIG = {
 
 
 def warn_without_effect(name: str, value: Any) -> None:
-    """Warn that `name` has no effect here, unless it is set to its default. Raises the errors of
+    """Warn that `name` has no effect here, unless `value` is its default. Raises the errors of
     `read_accelerator_config`."""
     default, reason = WITHOUT_EFFECT[name]
     if name == "accelerator_config":
@@ -184,7 +184,7 @@ def warn_without_effect(name: str, value: Any) -> None:
         warnings.warn(f"{name} is {value!r}, which has no effect: {reason}", stacklevel=2)
 
 
-# Another system's estimator -> our preset.
+# Estimator of another system -> our preset.
 _PRESETS = {
     "grpo": "grpo", "group_norm": "grpo", "dr_grpo": "dr_grpo",
     "reinforce_plus_plus": "reinforce_pp", "reinforce": "reinforce_pp",
@@ -199,8 +199,8 @@ _PRESET_OF = {
 
 
 def refuse(name: str, value: Any, among: Mapping[str, Any]) -> None:
-    """Raise ValueError with the reason unless `value` changes nothing. If the options `among` which
-    it is given do not use vLLM, a vLLM option only gets a warning, as in TRL."""
+    """Raise ValueError with the reason, unless `value` changes nothing. If the options in `among`
+    do not use vLLM, there is only a warning for a vLLM option, as in TRL."""
     accepted, reason = REFUSED[name]
     if any(_is_same(name, value, allowed) for allowed in accepted):
         return

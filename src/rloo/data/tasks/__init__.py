@@ -1,5 +1,5 @@
-"""Problems that have names as datasets: the embedded task, whose name works as a model too, and
-those that a program makes (`NAME:WHAT`)."""
+"""Datasets by name: the embedded task, whose name is also the name of a model, and datasets that a
+program generates (`NAME:WHAT`)."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EMBEDDED_FILE = Path(__file__).parent / "countdown.yaml"
 
 
 def load_task_rows(name: str, split: str, options: TrainingOptions | None = None) -> Dataset | None:
-    """The "train" or "heldout" rows of the embedded task, or those of `NAME:WHAT`, as `options` (or
-    the defaults) want them; None for a name of neither."""
-    from datasets import Dataset  # here, so that names can be checked in no time
+    """The rows of a dataset: split "train" or "heldout" of the embedded task, or of `NAME:WHAT`
+    with `options` (or the defaults). None for other names."""
+    from datasets import Dataset  # here, so that names can be checked without this import
 
     if (spec := dataset_spec(name)) is not None:
         rows = spec.load(name, split, options or TrainingOptions())
@@ -34,5 +34,6 @@ def load_task_rows(name: str, split: str, options: TrainingOptions | None = None
 
 
 def resolve_model(name: str) -> str:
-    """The embedded model's folder for its name; any other name unchanged."""
+    """The folder of the embedded model, if `name` is its name. Other names are returned
+    unchanged."""
     return str(base_model_path()) if name == EMBEDDED else name

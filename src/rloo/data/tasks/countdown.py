@@ -1,9 +1,9 @@
 """Countdown with visible search: the embedded demonstration task.
 
-A prompt gives three numbers and a target, `3 7 12 -> 36 :`. A completion is a sequence of
-attempts, each of which combines two of the numbers, `7 + 3 = 10 ; 12 - 7 = 5 ; 12 * 3 = 36`. The
-last attempt is the answer. The base model knows the arithmetic and recognises a hit, but it usually
-gives up after one or two attempts; the reward teaches it to keep searching.
+A prompt gives three numbers and a target, `3 7 12 -> 36 :`. A completion is a sequence of attempts,
+`7 + 3 = 10 ; 12 - 7 = 5 ; 12 * 3 = 36`. Each attempt combines two of the numbers. The last attempt
+is the answer. The base model knows the arithmetic and recognises a correct attempt, but it usually
+stops after one or two attempts. The reward teaches the model to try more.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SEPARATOR = ";"
 
 _NUM_HELDOUT = 512
 _NUM_WARM = 4000
-# All nine attempts that three numbers allow take less than 200 characters.
+# Three numbers allow nine attempts, which together have less than 200 characters.
 _MAX_CHARACTERS = 2000
 
 
 class SearchLine(NamedTuple):
-    """One line of the search, `left operation right = value`."""
+    """One attempt, `left operation right = value`."""
 
     left: int
     operation: str
@@ -41,7 +41,7 @@ class SearchLine(NamedTuple):
 
 
 def list_attempts(numbers: Sequence[int]) -> list[SearchLine]:
-    """All ways to combine two of the (distinct) numbers, with the larger one on the left."""
+    """All ways to combine two of the (distinct) numbers, with the larger number on the left."""
     return [
         SearchLine(left, operation, right, compute(left, right))
         for right, left in combinations(sorted(numbers), 2)
@@ -54,7 +54,7 @@ def make_problems(split: Split) -> list[dict[str, Any]]:
 
     Columns: `prompt` (text), `numbers` (three distinct integers, in the order of the prompt) and
     `target`. A problem is a set of numbers with a target. All 8,542 problems are sorted by a hash
-    and divided: 512 `heldout`, 4,000 `warm` (used in the base model's supervised training), the
+    and divided: 512 `heldout`, 4,000 `warm` (for the supervised training of the base model), the
     rest `train`. Raises ValueError for an unknown split.
     """
     if split not in get_args(Split):
@@ -75,12 +75,13 @@ def countdown_reward(
     target: Sequence[int],
     **_: Any,
 ) -> list[float]:
-    """1.0 if the last attempt of a completion, a text or a conversation's last message, solves its
-    problem, else 0.0.
+    """1.0 if the last attempt of a completion solves the problem, else 0.0. A completion is a text
+    or a list of messages, of which the last message counts.
 
     An attempt solves the problem if it combines two different given numbers, states the correct
-    result, and that result is the target. Anything but exactly `a + b = c` (one of + - *, plain
-    decimal integers, separated by white space) scores 0.0, as does a text of over 2,000 characters.
+    result, and that result is the target. The form must be exactly `a + b = c`: one of + - *, plain
+    decimal integers, separated by white space. Other forms and texts of over 2,000 characters score
+    0.0.
     """
     problems = zip(completions, numbers, target, strict=True)
     return [float(_is_solved(_text_of(said), given, goal)) for said, given, goal in problems]
@@ -106,7 +107,7 @@ def _digest(problem: tuple[Sequence[int], int]) -> bytes:
 
 
 def _make_row(numbers: Sequence[int], target: int) -> dict[str, Any]:
-    # The order shown reveals nothing about size and is the same in every process.
+    # The order in the prompt does not depend on the sizes, and is the same in every process.
     shown = sorted(numbers, key=lambda number: _digest(([number, *numbers], target)))
     prompt = f"{' '.join(map(str, shown))} -> {target} :"
     return {"prompt": prompt, "numbers": shown, "target": target}

@@ -1,5 +1,6 @@
-"""Decoding in C, if the fused decoder's matrices are packed in panels: one call samples many tokens
-of all rows. Finished rows leave the batch at once; their caches are freed when caches grow."""
+"""Decoding in C, if the fused decoder's matrices are packed in panels. One call samples many tokens
+of all rows. Finished rows leave the batch at once. Their caches are freed when the caches next
+grow."""
 
 from __future__ import annotations
 
@@ -15,13 +16,14 @@ from rloo.engines.sampling import StopStringMatcher, draw
 from rloo.kernels.decode import CDecoder, DecodingRows, TokenSampling
 from rloo.types import Sampling
 
-# Tokens of each row per call; Python handles signals between calls. Noise is computed per call.
+# Tokens per row and call. Python handles signals between calls. Noise is computed per call.
 _STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PrefilledPrompts:
-    """Prefilled prompts: their cache, the logits (P, V) after each, and each row's prompt (R,)."""
+    """Prefilled prompts: their cache, the logits (P, V) after each prompt, and each row's prompt
+    (R,)."""
 
     cache: PackedPrompts
     logits: Tensor
@@ -40,7 +42,7 @@ def decode(
     keys: Tensor,
     sampling: Sampling,
 ) -> SampledTokens:
-    """Sample completions of `rows` with noise of the `keys` (R,): see `InProcessEngine._draw`."""
+    """Sample completions of `rows` with the noise of `keys` (R,). See `InProcessEngine._draw`."""
     limits = torch.tensor(limits_of(rows, sampling))
     width = int(limits.max())
     tokens = torch.full((len(rows), width), -1)

@@ -16,7 +16,8 @@ GraphedFunction = Callable[[], None]
 class CapturedGraph:
     """Work without arguments, on tensors with fixed addresses and shapes. On a GPU the first call
     runs the work on the capture stream, where libraries allocate their workspaces. The second call
-    captures it into a CUDA graph and replays that; later calls replay. On a CPU it always runs."""
+    captures the work into a CUDA graph and replays the graph. Later calls replay it. On a CPU every
+    call runs the work."""
 
     def __init__(self, work: GraphedFunction, device: torch.device, pool: Any = None) -> None:
         self._work, self._device, self._pool = work, device, pool
@@ -41,7 +42,7 @@ class CapturedGraph:
             return self._capture()
         except torch.OutOfMemoryError:
             pass
-        # A capture takes memory from the device only, not from torch's cached blocks.
+        # A capture allocates memory only from the device, not from torch's cached blocks.
         torch.cuda.empty_cache()
         self._pool = new_pool(self._device)  # the failed capture may have left the old pool open
         return self._capture()
@@ -49,7 +50,7 @@ class CapturedGraph:
     def _capture(self) -> Any:
         """Capture the work. `torch.cuda.graph` would synchronize and release cached memory."""
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()  # a capture may not allow what destroying an object does
+        gc.disable()  # destructors may do what a capture forbids
         try:
             with _beside(self._device):
                 # Other threads, such as those of rewards, may allocate during the capture.
@@ -69,23 +70,23 @@ class CapturedGraph:
 
 @cache
 def _stream(device: torch.device) -> Any:
-    """The capture stream, one per device: cuBLAS keeps a workspace for each stream it runs on."""
+    """The capture stream, one per device, since cuBLAS has a workspace for each stream."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """Inside, work goes to the capture stream, after all work enqueued before."""
+    """Within this context, work is enqueued on the capture stream, after all earlier work."""
     stream, current = _stream(device), torch.cuda.current_stream(device)
     stream.wait_stream(current)
     try:
         with torch.cuda.stream(stream):
             yield
-    finally:  # later work may reuse the memory of the work inside
+    finally:  # later work may reuse the memory of this work
         current.wait_stream(stream)
 
 
 def new_pool(device: torch.device) -> Any:
-    """A memory pool for graphs that are replayed one after the other. After all of them are
-    destroyed, no graph may be captured into it again (torch before 2.13)."""
+    """A memory pool for graphs that are replayed one after the other. After all graphs of a pool
+    are destroyed, no graph may be captured into the pool again (torch before 2.13)."""
     return torch.cuda.graph_pool_handle() if device.type == "cuda" else None

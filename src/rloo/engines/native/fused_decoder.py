@@ -1,10 +1,10 @@
-"""The decoder's arithmetic on weights laid out for sampling: a few large operations per layer.
+"""The decoder's arithmetic in a few large operations per layer, on weights laid out for sampling.
 
-When a transformers module computes one token per row, it spends more time between operations than
-in them. For the architectures named here the same arithmetic is written out: queries, keys and
-values come from one matrix, both halves of the gated layer from another, norm weights are
-multiplied into the next matrix, rotary embeddings are complex products. `support.py` compares the
-result with the module before it is used.
+When a transformers module computes one token per row, the overhead between operations takes longer
+than the operations. This decoder computes the same with fewer operations, for the architectures
+named here. Queries, keys and values come from one matrix, and both halves of the gated layer from
+another. Norm weights are multiplied into the next matrix. Rotary embeddings are complex products.
+`support.py` compares the decoder with the module before its first use.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from rloo.kernels import gpu_kernels
 from rloo.kernels.decode import CDecoder, DecoderSizes, PackedMatrix
 from rloo.model.attention import AttentionOptions, head_size
 
-# These have RMSNorm before attention and before a gated SiLU layer, and rotary positions only.
+# These architectures have RMSNorm before attention and before a gated SiLU layer, and only rotary
+# positions.
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary frequencies that do not depend on the length of the sequence.
 _STATIC_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 def can_fuse(model: PreTrainedModel) -> bool:
-    """Whether `FusedDecoder` supports the configuration; a trial must confirm it."""
+    """Whether `FusedDecoder` supports the model's configuration. A trial must confirm the
+    support."""
     config = model.config.get_text_config()
     if config.model_type not in ARCHITECTURES or config.hidden_act != "silu":
         return False
-    # Absent at the top level of a model that reads images.
+    # The attribute is absent at the top level of a model that reads images.
     rotary = getattr(model.base_model, "rotary_emb", None)
     return getattr(rotary, "rope_type", None) in _STATIC_ROTARY
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The matrices of a layer: `qkv` gives queries, keys and values, `gate_up` both halves of the
-    gated layer."""
+    """The matrices of a layer: `qkv` computes queries, keys and values, `gate_up` both halves of
+    the gated layer."""
 
     qkv: LinearOp
     qk_norm: Tensor | None
@@ -65,7 +67,7 @@ class AttentionCache(Protocol):
     """Stores keys and values, and attends to them."""
 
     def get_seq_length(self) -> int:
-        """The largest possible number of positions before the tokens."""
+        """The largest possible number of positions before the tokens of a forward pass."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> object:
         """Store keys and values (B, H_kv, Q, D)."""
@@ -73,12 +75,13 @@ class AttentionCache(Protocol):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attention: query (B, H, Q, D) to (B, Q, H, D)."""
+        """Map query (B, H, Q, D) to the output (B, Q, H, D)."""
 
 
 class FusedDecoder:
-    """A forward pass of `model`'s architecture. `dtype` is that of the matrix products; all other
-    operations, the residual stream and the caches are at least float32. `load` must come first."""
+    """A forward pass of the architecture of `model`. Matrix products have the type `dtype`. All
+    other operations, the residual stream and the caches have at least float32. Call `load`
+    first."""
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         config = model.config.get_text_config()
@@ -98,18 +101,18 @@ class FusedDecoder:
         }
         self._layers: list[_Layer] = []
         self._rotations = torch.empty(0, 0)
-        # The engine sets it if keys and values are rounded to the products' dtype.
+        # The engine sets `compiles` if keys and values are rounded to the products' dtype.
         self.compiles = False
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Use these weights, named as in the model. Matrices are copied for C and oneDNN; others
-        that fit as they are are not, and must not change until the next load. Sharded weights are
-        gathered one at a time. Raises KeyError for a missing weight."""
+        """Use these weights, named as in the model. Matrices for C and oneDNN are copied. Other
+        matrices that fit unchanged are not copied, and must not change until the next load. Sharded
+        weights are gathered one at a time. Raises KeyError for a missing weight."""
         self._layers = []
         windows = layer_windows(self._model)
         others: dict[str, Tensor] = {}
         layers: dict[int, _Layer] = {}
-        # Layer by layer: the merged weights of one layer are freed before the next is merged.
+        # One layer at a time: its merged weights are freed before the next layer is merged.
         for number, part in groupby(weights, key=_layer_number):
             start = f"layers.{number}."
             named = {
@@ -129,7 +132,7 @@ class FusedDecoder:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layer has a sliding window."""
+        """Whether any layer has a sliding window."""
         return any(window is not None for window in layer_windows(self._model))
 
     @property
@@ -174,7 +177,7 @@ class FusedDecoder:
         scaling = self._size**-0.5
         qk_norm = None
         if "self_attn.q_norm.weight" in named:
-            # The norm would undo any scaling before it, so the scaling goes into its weight.
+            # A norm would undo a scaling before it, so the scaling is part of the norm's weight.
             norms = (
                 full_tensor(named[f"self_attn.{name}_norm.weight"]).to(self._precise)
                 for name in "qk"
@@ -193,7 +196,7 @@ class FusedDecoder:
             return turns[name](rows) if name in turns else rows
 
         def join(norm: str, *names: str) -> Tensor:
-            """Stack matrices, multiplied by the weight of the norm before them."""
+            """Stack matrices, each multiplied by the weight of the norm before it."""
             sizes = [shape_of(named[f"{name}.weight"])[0] for name in names]
             factor = full_tensor(named[f"{norm}_layernorm.weight"]) * self._width**0.5
             joined = factor.new_empty(sum(sizes), self._width, dtype=self._dtype)
@@ -221,7 +224,8 @@ class FusedDecoder:
 
     def _interleave(self, rows: Tensor) -> Tensor:
         """Reorder the rows of heads so that the two values that rotary embedding rotates together
-        are neighbours. Queries and keys are reordered alike, so their products do not change."""
+        are neighbours. Queries and keys are reordered in the same way, so their products do not
+        change."""
         heads = rows.view(-1, 2, self._size // 2, *rows.shape[1:])
         return heads.transpose(1, 2).reshape(rows.shape)
 
@@ -233,7 +237,7 @@ class FusedDecoder:
         ends: Tensor | None = None,
     ) -> Tensor:
         """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q). With
-        `ends` (P,), for a single row, the logits (P, V) after these tokens."""
+        `ends` (P,), for a single row, the logits (P, V) after the tokens at these indices."""
         with torch.autocast(input_ids.device.type, enabled=False):
             batch, length = input_ids.shape
             hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)
@@ -279,14 +283,15 @@ class FusedDecoder:
         return qk[:, : self._heads], qk[:, self._heads :], value
 
     def _after(self, layer: _Layer, hidden: Tensor, states: Tensor) -> Tensor:
-        """hidden (T, D) plus the layer's output after attention, whose result is `states`."""
+        """Complete a layer after attention: `states` is the output of attention, and `hidden` (T,
+        D) the residual stream."""
         hidden = layer.out.added(hidden, states)
         states = layer.gate_up.gated(self._normalize(hidden))
         return layer.down.added(hidden, states)
 
     def _normalize(self, states: Tensor) -> Tensor:
-        """RMSNorm without its weight and the root of the size, which are part of the next matrix:
-        x / sqrt(sum of squares + size * epsilon)."""
+        """RMSNorm without its weight and without the square root of the size, which are part of the
+        next matrix: x / sqrt(sum of squares + size * epsilon)."""
         floor = self._floors[states.shape[-1]]
         return states / torch.linalg.vector_norm(states, dim=-1, keepdim=True).hypot_(floor)
 
@@ -299,8 +304,8 @@ class FusedDecoder:
         if len(self._rotations) < limit:
             table = torch.arange(2 * limit, device=self._embedding.device)[None]
             like = torch.empty(0, dtype=self._precise, device=table.device)
-            # `forward`, since hooks (DeepSpeed's) count calls of the module, and a process with
-            # longer prompts would make more of them.
+            # `forward` is called directly, since DeepSpeed's hooks count calls of the module, and a
+            # process with longer prompts would make more calls.
             rotary: Any = self._model.base_model.rotary_emb
             halves = (x[0, :, : self._size // 2].contiguous() for x in rotary.forward(like, table))
             self._rotations = torch.complex(*halves)

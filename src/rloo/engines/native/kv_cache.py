@@ -1,5 +1,5 @@
 """The two KV caches of the native engine, which are also the layouts of its attention. Prompts are
-padded on the left: the distance of two slots is then the distance of their tokens, and a sliding
+padded on the left. The distance of two slots is then the distance of their tokens, and a sliding
 window is a slice."""
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from transformers import Cache
 from rloo.engines.native.ragged_prefill import RaggedBatch
 from rloo.model.attention import AttentionOptions, attend, attend_part, causal_mask, round_inputs
 
-# The initial number of slots in a completion's cache, which doubles when it is full.
+# The initial number of slots in a completion's cache. The number doubles when the cache is full.
 _FIRST_SLOTS = 64
 
 
 def fill_holes(alive: Tensor) -> Tensor:
     """The old index of each new row, int64 (n,), when n rows are alive. The last rows fill the
-    holes, so that few rows move: (True, False, True, True) gives (0, 3, 2)."""
+    holes, so that few rows move: for (True, False, True, True) the result is (0, 3, 2)."""
     count = int(alive.sum())
     order = torch.arange(count, device=alive.device)
     order[(~alive[:count]).nonzero()[:, 0]] = alive[count:].nonzero()[:, 0] + count
@@ -28,8 +28,8 @@ def fill_holes(alive: Tensor) -> Tensor:
 
 
 def with_others(order: Tensor, total: int) -> Tensor:
-    """`order` from `fill_holes`, followed by the other indices of `total` rows: (0, 3, 2) and 4
-    give (0, 3, 2, 1)."""
+    """`order` from `fill_holes`, followed by the other indices of `total` rows. For (0, 3, 2) and 4
+    rows the result is (0, 3, 2, 1)."""
     whole = torch.arange(total, device=order.device)
     moved = (order != whole[: len(order)]).nonzero()[:, 0]
     whole[order[moved]] = moved
@@ -38,7 +38,7 @@ def with_others(order: Tensor, total: int) -> Tensor:
 
 
 def _take(buffers: dict[int, Tensor], order: Tensor) -> None:
-    """Replace each buffer by its rows `order`, one buffer at a time."""
+    """Replace each buffer by the rows `order` of the buffer, one buffer at a time."""
     for layer, buffer in buffers.items():
         buffers[layer] = buffer.index_select(0, order)
 
@@ -53,8 +53,8 @@ def _reorder(buffers: dict[int, Tensor], order: Tensor) -> None:
 
 
 class PromptCache(Cache):
-    """Keys and values of P prompts, left-padded to one width; one forward per chunk fills them.
-    `dtype` is their type and that of attention (None: see `round_inputs`)."""
+    """Keys and values of P prompts, left-padded to one width. One forward per chunk of prompts
+    fills them. `dtype` is the type of keys, values and attention (None: see `round_inputs`)."""
 
     def __init__(self, num_prompts: int, width: int, dtype: torch.dtype | None = None) -> None:
         super().__init__(layers=[])
@@ -85,19 +85,20 @@ class PromptCache(Cache):
             rows, heads, width, size = states.shape
             kept = self.rounded(states)
             if layer_idx not in buffers:
-                # Zeros: padding gets the weight 0, and 0 times an uninitialized NaN is NaN.
+                # Zeros, since padding has the weight 0, and 0 times an uninitialized NaN is NaN.
                 buffers[layer_idx] = kept.new_zeros(self.num_prompts, heads, self.width, size)
             buffers[layer_idx][self._start : self._start + rows, :, self.width - width :] = kept
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: a prompt is computed in one forward pass."""
+        """Always 0, since a prompt is computed in one forward pass."""
         return 0
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attention of a chunk to itself: query (B, H, width, D), result (B, width, H, D)."""
+        """Attention of a chunk to itself: maps query (B, H, width, D) to the output (B, width, H,
+        D)."""
         window = options.sliding_window
         if window not in self._masks:
             self._masks[window] = self._mask(query.shape[2], window)
@@ -107,7 +108,7 @@ class PromptCache(Cache):
         return attend(query, key, value, self._masks[window], options).transpose(1, 2).to(dtype)
 
     def _mask(self, width: int, window: int | None) -> Tensor:
-        """bool (B or 1, 1, width, width). Padding attends to itself: a query needs a key."""
+        """A bool mask (B or 1, 1, width, width). Padding attends to itself: a query needs a key."""
         device = self._pads.device
         mask = causal_mask(width, width, device, window)[None, None]
         if not self._pads.any():
@@ -118,20 +119,20 @@ class PromptCache(Cache):
 
 
 class DecodeCache(Cache):
-    """Keys and values of the completions, in addition to those of their prompts. As in Hydragen
-    (Juravsky et al. 2024), the queries of a group attend together to the prompt's keys, which are
-    stored and read once, and each row attends to its completion's keys. The two results are
-    weighted by their share of the softmax.
+    """Keys and values of completions and of their prompts. As in Hydragen (Juravsky et al. 2024),
+    the queries of a group attend together to the prompt's keys, which are stored and read once, and
+    each row attends to its completion's keys. The two results are averaged by their shares of the
+    softmax.
 
-    Active rows are computed in lock-step; if their lengths differ, each from its next slot
-    (`RaggedBatch`). With `kept`, inactive rows stay behind the active ones, and any of them can be
+    Every step computes all active rows. If their lengths differ, each row continues at its next
+    slot (`RaggedBatch`). With `kept`, inactive rows are stored after the active rows, and can be
     resumed (`go_on`)."""
 
     def __init__(
         self, prompts: PromptCache, prompt_of_row: Tensor, *, max_tokens: int, kept: bool = False
     ) -> None:
         super().__init__(layers=[])
-        # The number of completion tokens of the longest and of the shortest active row.
+        # The numbers of completion tokens of the longest and the shortest active row.
         self.length = self._least = 0
         self._width = prompts.width
         self._max_tokens = max_tokens
@@ -151,7 +152,7 @@ class DecodeCache(Cache):
         self._group_rows(prompt_of_row, prompts.num_prompts)
 
     def _group_rows(self, prompt_of_row: Tensor, num_prompts: int) -> None:
-        """Assign each row a place among the `num_prompts * group_size` places of the groups."""
+        """Assign each row one of the `num_prompts * group_size` places of the groups."""
         device = prompt_of_row.device
         counts = prompt_of_row.bincount(minlength=num_prompts)
         self._num_prompts = num_prompts
@@ -171,7 +172,7 @@ class DecodeCache(Cache):
         self._row_at_place = None if in_place else row_at
 
     def keep(self, order: Tensor) -> None:
-        """Keep the rows `order` (from `fill_holes`) active, and the prompts of active rows."""
+        """Keep only the rows `order` (from `fill_holes`) active, and the prompts of active rows."""
         rows = order
         if self._lengths is not None:
             self._note_lengths()
@@ -194,12 +195,12 @@ class DecodeCache(Cache):
         self._measure()
 
     def _count_prompts(self) -> int:
-        """The number of prompts in the buffers, with active rows or not."""
+        """The number of prompts in the buffers, with or without active rows."""
         return len(next(iter(self._prompt_keys.values())))
 
     def _renumber(self, prompts: Tensor, total: int) -> None:
         """Renumber the prompts of rows after prompts were reordered or selected. `prompts` are the
-        old numbers, `total` how many prompts there were."""
+        old numbers of the prompts, `total` is their old count."""
         renumbered = torch.zeros(total, dtype=torch.long, device=prompts.device)
         renumbered[prompts] = torch.arange(len(prompts), device=prompts.device)
         self._prompt_of_row = renumbered[self._prompt_of_row]
@@ -209,7 +210,8 @@ class DecodeCache(Cache):
     # -- resuming rows ---------------------------------------------------------------------------
 
     def _note_lengths(self) -> None:
-        """Store the lengths of active rows, which are not counted per row while they are equal."""
+        """Store the lengths of active rows. While the lengths are equal, they are not stored per
+        row."""
         assert self._lengths is not None
         if self._least == self.length:
             self._lengths[: self._num_rows] = self.length
@@ -234,7 +236,7 @@ class DecodeCache(Cache):
 
     def go_on(self, rows: Tensor, lengths: Tensor, max_tokens: int) -> None:
         """Resume only these rows (original numbers). Their first `lengths` completion tokens stay
-        in the cache. No row may have more than `max_tokens`."""
+        in the cache. Rows may have at most `max_tokens` completion tokens."""
         assert self._lengths is not None
         places = self._numbers.argsort()[rows]
         _take(self._keys, places)
@@ -252,8 +254,8 @@ class DecodeCache(Cache):
         self._least, self.length = int(lengths.min()), int(lengths.max())
 
     def expect(self, width: int, pads: Tensor | None = None) -> None:
-        """Prepare a forward over `width` tokens of each active row. The first `pads` (R,) of them
-        are padding."""
+        """Prepare a forward over `width` tokens of each active row. The first `pads` (R,) tokens of
+        each row are padding."""
         self._step, self._columns = None, width
         if width == 1 and pads is None and self._least == self.length:
             self.length += 1
@@ -276,8 +278,8 @@ class DecodeCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the keys and values (R, H_kv, width, D) of the tokens of `expect`. `attend` reads
-        the buffers."""
+        """Store the keys and values (R, H_kv, width, D) of the tokens that `expect` announced.
+        `attend` reads the buffers."""
         self._layer = layer_idx
         for buffers, states in ((self._keys, key_states), (self._values, value_states)):
             buffer = buffers.get(layer_idx)
@@ -296,7 +298,7 @@ class DecodeCache(Cache):
         slots = max(self.length, min(self._max_tokens, max(_FIRST_SLOTS, 2 * held)))
         if self._lengths is None:
             grown = states.new_empty(rows, heads, slots, size)
-        else:  # zeros, since a shorter row gives slots after its last the weight 0: see PromptCache
+        else:  # zeros, since slots after a shorter row have the weight 0: see PromptCache
             grown = states.new_zeros(len(self._lengths), heads, slots, size)
         if buffer is not None:
             grown[:, :, :held] = buffer
@@ -309,7 +311,7 @@ class DecodeCache(Cache):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attention: query (R, H, width, D). This step's keys and values are already in the
+        """Attention of query (R, H, width, D). This step's keys and values are already in the
         buffers."""
         rounded = self._rounded(query)
         if not torch.is_autocast_enabled(query.device.type):
@@ -364,7 +366,7 @@ class DecodeCache(Cache):
         return mask
 
     def _padding_mask(self, dtype: torch.dtype) -> Tensor:
-        """The mask (P, 1, 1, width) to add to scores: minus infinity at a prompt's padding."""
+        """The mask (P, 1, 1, width) to add to scores: minus infinity at the padding of prompts."""
         if self._mask is None:
             assert self._padding is not None
             slots = torch.arange(self._width, device=self._padding.device)

@@ -1,9 +1,9 @@
-"""The native engine: the model with our cache and attention. `fused_decoder.py` runs it if it
-supports the architecture, otherwise the Hugging Face module does.
+"""The native engine: the model with the cache and attention of this package. `fused_decoder.py`
+computes the model if the architecture is supported, otherwise the Hugging Face module does.
 
-Each prompt is prefilled once; its keys and values are stored once and read once per step for all of
-its completions. Rows are decoded in lock-step, and finished rows are removed. Rows of a later turn
-of an episode are resumed from their caches.
+Each prompt is prefilled once. Its keys and values are stored once, and read once per step for all
+of its completions. A step decodes one token of every row, and finished rows are removed. Rows of a
+later turn of an episode are resumed from their caches.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from rloo.kernels.fused_layers import CACHES
 from rloo.model import attention
 from rloo.types import Completion, NumSamples, Prompt, Sampling, Weights
 
-# Prompt tokens of one prefill forward, padding included.
+# The number of prompt tokens in one prefill forward, including padding.
 PREFILL_TOKENS = 4096
 # The largest number of scores (queries times keys) of one head when rows are resumed.
 _SCORES = 1024 * PREFILL_TOKENS
-# Finished rows are removed as soon as they are this share of the active rows.
+# Finished rows are removed when they are at least this share of the active rows.
 _COMPACTION_SHARE = 1 / 16
 
 
 class NativeEngine(InProcessEngine):
-    """Samples with the policy's weights; `support` checks whether a model can be run. A fused model
-    computes matrix products in `dtype` (None: the model's), and some weights are copied.
-    `fused=False` always runs the module. Keys and values have the type `cache_dtype`. By default it
-    is 16 bits on a GPU if products and training's attention have 16 bits, else at least float32.
-    Other `options`: see `InProcessEngine`."""
+    """Samples with the policy's weights. `support` checks whether the engine can run a model. The
+    fused decoder computes matrix products in `dtype` (None: the model's) and copies some weights.
+    With `fused=False` the module is always used. Keys and values have the type `cache_dtype`. By
+    default they have 16 bits on a GPU if products and training's attention have 16 bits, otherwise
+    at least float32. Other `options`: see `InProcessEngine`."""
 
     name = "native"
     default_cache_bytes = 4 << 30
-    # Repeats a step of fixed shapes.
+    # The class that repeats a step of fixed shapes.
     repeated = CapturedGraph
 
     def __init__(
@@ -95,7 +95,7 @@ class NativeEngine(InProcessEngine):
             self._keeps, self._kept = False, None
 
     def load(self, weights: Weights, version: int) -> None:
-        """Load the policy's weights. Without the fused decoder nothing is copied."""
+        """Load the policy's weights. Without the fused decoder no weights are copied."""
         if version != self.version:
             self._kept = None
         if self._decoder is not None and version != self.version:
@@ -105,7 +105,7 @@ class NativeEngine(InProcessEngine):
 
     def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         assert self._decoder is not None
-        self._model_in_c = None  # frees its matrices before the new ones are made
+        self._model_in_c = None  # frees the old matrices before new ones are made
         self._decoder.load(weights)
         self._model_in_c = self._decoder.in_c()
         if self._model_in_c is not None:
@@ -120,7 +120,8 @@ class NativeEngine(InProcessEngine):
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`. Before the first `load` it samples with the model's weights."""
+        """See `rloo.types.Engine`. Before the first `load` the engine samples with the model's
+        weights."""
         if self._decoder is not None and self.version < 0:
             self._load(self._model.named_parameters())
         return super().sample(prompts, samples, sampling, noise)
@@ -169,7 +170,7 @@ class NativeEngine(InProcessEngine):
     def _draw_in_c(
         self, model: CDecoder, rows: list[PromptRow], keys: Tensor, sampling: Sampling
     ) -> SampledTokens:
-        """`_draw` by `c_decoding`."""
+        """The result of `_draw`, computed by `c_decoding`."""
         assert self._decoder is not None
         prompts, numbers = _prompts_of(rows)
         lengths = [len(prompt.token_ids) for prompt in prompts]
@@ -187,7 +188,8 @@ class NativeEngine(InProcessEngine):
     def _draw_repeating(
         self, rows: list[PromptRow], keys: Tensor, sampling: Sampling
     ) -> SampledTokens | None:
-        """`_draw` by `static_decoding`; None if it does not support this wave."""
+        """The result of `_draw`, computed by `static_decoding`. None if the wave is not
+        supported."""
         decoder, device = self._decoder, keys.device
         if (
             decoder is None
@@ -225,7 +227,7 @@ class NativeEngine(InProcessEngine):
     def _go_on(
         self, kept: PrefixCache, rows: list[PromptRow], sampling: Sampling
     ) -> tuple[DecodeCache, Tensor, list[int]]:
-        """The result of `_start`, computing only the tokens that are not in the cache."""
+        """Return the result of `_start`. Only tokens that are not in the cache are computed."""
         rest, cache = kept.resume(rows, sampling, self._pad_token_id), kept.cache
         count, width = rest.input_ids.shape
         slots = max(len(prompt.token_ids) for prompt, _ in rows)
@@ -271,7 +273,8 @@ class NativeEngine(InProcessEngine):
 
 
 def _in_parts(lengths: list[int]) -> Iterator[slice]:
-    """Yield slices of neighbours with at most PREFILL_TOKENS tokens together, or a single one."""
+    """Yield slices of consecutive prompts that have at most PREFILL_TOKENS tokens in total. A
+    longer prompt is a separate slice."""
     start = total = 0
     for number, length in enumerate(lengths):
         if number > start and total + length > PREFILL_TOKENS:

@@ -12,7 +12,7 @@ from rloo.model.attention import AttentionOptions
 
 
 class PackedPrompts:
-    """Keys and values of P prompts. Each forward pass fills those of some prompts."""
+    """Keys and values of P prompts. Each forward pass computes those of some of the prompts."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = torch.tensor(lengths)
@@ -20,8 +20,8 @@ class PackedPrompts:
         self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def begin(self, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Prepare a forward over the next prompts, of these lengths. Returns the positions (1, T)
-        of their T tokens, and the index of each prompt's last token."""
+        """Prepare a forward over the next prompts, which have these `lengths`. Returns the
+        positions (1, T) of the T tokens, and the index of each prompt's last token."""
         stops = torch.tensor(lengths).cumsum(0)
         starts = stops - torch.tensor(lengths)
         spans = torch.stack([starts, stops, starts, starts], dim=1)
@@ -29,7 +29,7 @@ class PackedPrompts:
         return torch.cat([torch.arange(length) for length in lengths])[None], stops - 1
 
     def get_seq_length(self) -> int:
-        """0: a prompt is computed in one forward pass."""
+        """Always 0, since a prompt is computed in one forward pass."""
         return 0
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int) -> None:
@@ -40,14 +40,15 @@ class PackedPrompts:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attention of each prompt to itself: query (1, H, T, D) to (1, T, H, D)."""
+        """Attention of each prompt to itself: maps query (1, H, T, D) to the output (1, T, H,
+        D)."""
         query, key, value = (_by_token(states) for states in (query, key, value))
         output, _ = attend(query, key, value, self._table, options.scaling_of(query))
         return output[None]
 
     def take_states(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the keys and values of each layer, (P, H_kv, longest, D), padded on the right, and
-        drop them from this cache."""
+        """Yield the keys and values of each layer, (P, H_kv, longest, D), padded on the right.
+        Yielded tensors are removed from this cache."""
         starts = self.lengths.cumsum(0) - self.lengths
         slots = starts[:, None] + torch.arange(int(self.lengths.max()))
         slots.clamp_(max=int(self.lengths.sum()) - 1)

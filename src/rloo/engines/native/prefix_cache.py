@@ -17,7 +17,7 @@ from rloo.types import Sampling
 
 @dataclass(frozen=True, slots=True)
 class _PrefilledRow:
-    """A row: its number in the cache, the tokens that are cached, and how many of them are in the
+    """A row: its index in the cache, its cached tokens, and how many of these tokens are in the
     prompt cache."""
 
     number: int
@@ -25,8 +25,8 @@ class _PrefilledRow:
     shared: int
 
     def known(self, token_ids: Sequence[int]) -> int:
-        """How many of a row's new `token_ids` are a cached prefix. The last token never counts: it
-        is computed again for the logits that follow it."""
+        """The length of the cached prefix of a row's new `token_ids`. The last token never counts,
+        since it is computed again for the logits that follow it."""
         most = min(len(self.token_ids), len(token_ids) - 1)
         if token_ids[:most] == self.token_ids[:most]:
             return most
@@ -36,8 +36,9 @@ class _PrefilledRow:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The input for resumed rows: the tokens to compute and their positions, both (R, W), padded on
-    the left, the padding lengths (R,), and the number of each row's tokens in the prompt cache."""
+    """The input for resumed rows: the tokens to compute and their positions, both (R, W) and padded
+    on the left; the padding lengths (R,); and the number of each row's tokens in the prompt
+    cache."""
 
     input_ids: Tensor
     positions: Tensor
@@ -46,9 +47,10 @@ class Continuation:
 
 
 class PrefixCache:
-    """The caches of `rows` with the tokens `drawn` (R, W) after their prompts; `shared` tokens of
-    each row are in the prompt cache. It is valid for one version of the weights, and for at most
-    `max_tokens` of each completion, since memory was planned for these."""
+    """The caches of `rows` with the tokens `drawn` (R, W) after their prompts. `shared` is the
+    number of each row's tokens in the prompt cache. The cache is valid for one version of the
+    weights, and for at most `max_tokens` per completion, since memory was planned for this
+    number."""
 
     def __init__(
         self,
@@ -66,8 +68,8 @@ class PrefixCache:
             self._begun[prompt.noise_id, k] = _PrefilledRow(number, computed, prefix)
 
     def has(self, rows: Sequence[PromptRow], sampling: Sampling) -> bool:
-        """Whether all of these rows can be resumed: each has a cached prefix that covers at least
-        its tokens in the prompt cache."""
+        """Whether all of these rows can be resumed. The cached prefix of a row must cover at least
+        the row's tokens in the prompt cache."""
         if sampling.max_tokens > self._max_tokens:
             return False
         found = ((self._begun.get((prompt.noise_id, k)), prompt) for prompt, k in rows)
@@ -79,7 +81,7 @@ class PrefixCache:
     def resume(
         self, rows: Sequence[PromptRow], sampling: Sampling, pad_token_id: int
     ) -> Continuation:
-        """Reduce the cache to the prefixes of these rows; return the tokens to compute next."""
+        """Reduce the cache to the prefixes of these rows, and return the tokens to compute next."""
         begun = [self._begun[prompt.noise_id, k] for prompt, k in rows]
         known = [b.known(prompt.token_ids) for b, (prompt, _) in zip(begun, rows, strict=True)]
         shared = [b.shared for b in begun]

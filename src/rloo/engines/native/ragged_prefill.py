@@ -1,7 +1,7 @@
 """Rows of different lengths in one forward pass: the slots of their tokens, and attention masks.
 
-A row's completion starts at slot 0 of its cache. Distances of slots are then those of tokens, and
-no cache is moved when rows of different lengths are resumed.
+A row's completion starts at slot 0 of its cache. The distance of two slots is then the distance of
+their tokens, and no cache is moved when rows of different lengths are resumed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rloo.model.attention import round_inputs
 
 class RaggedBatch:
     """A forward pass over the last tokens of R rows, padded on the left to `width`. `lengths` (R,)
-    are the rows' lengths including these tokens, `pads` (R,) the numbers of padding columns. The
-    shortest row had `least` tokens before the pass; the longest has `most` after it."""
+    are the rows' lengths including these tokens. `pads` (R,) are the numbers of padding columns.
+    The shortest row had `least` tokens before the pass; the longest has `most` after it."""
 
     def __init__(
         self, lengths: Tensor, width: int, pads: Tensor | None, *, least: int, most: int
@@ -40,8 +40,8 @@ class RaggedBatch:
         buffer[rows, :, self._slots[rows, columns]] = kept[rows, :, columns]
 
     def own_mask(self, first: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The mask (R, 1, width, most - first) to add to the scores of the completions' keys from
-        slot `first`."""
+        """The mask (R, 1, width, most - first) to add to the scores of the completions' keys, from
+        slot `first` on."""
         if window not in self._own:
             slots = torch.arange(first, self.most, device=self._slots.device)
             distance = self._slots[:, :, None] - slots
@@ -54,8 +54,8 @@ class RaggedBatch:
     def prompt_mask(
         self, first: int, prompt_width: int, window: int | None, dtype: torch.dtype
     ) -> Tensor | None:
-        """The mask (R, 1, width, prompt_width - first) to add to the scores of the prompts' keys
-        from slot `first`; None if all of them are within the window."""
+        """The mask (R, 1, width, prompt_width - first) to add to the scores of the prompts' keys,
+        from slot `first` on. None if all these keys are within the window."""
         if window not in self._prompts:
             mask = None
             if window is not None and prompt_width + self.most > window:
@@ -66,8 +66,8 @@ class RaggedBatch:
 
 
 def _added(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    # A finite value: with minus infinity a row without any of these keys would give NaN. Its weight
-    # is 0.
+    # The value is finite: with minus infinity, a row without any of these keys would be NaN. The
+    # weight of such a row's result is 0.
     lowest = torch.finfo(dtype).min / 2
     mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
     return mask.masked_fill_(~seen, lowest)[:, None]

@@ -1,4 +1,4 @@
-"""The active rows of a wave, with the state that each needs for its next token."""
+"""The active rows of a wave, with the state that each row needs for its next token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ActiveRows:
         device = keys.device
         self.index = torch.arange(len(rows), device=device)
         self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
-        # The position of the last token before sampling; after `advance`, of the sampled token.
+        # The position of each row's last token; `advance` moves it to the sampled token.
         self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
         self.tokens = torch.zeros_like(self.index)
         self.seen: Tensor | None = None
@@ -48,11 +48,11 @@ class ActiveRows:
         return self._noise[:, position % _NOISE_BLOCK]
 
     def noise_of(self, position: Tensor) -> Tensor:
-        """`noise_at` for a position in a device tensor."""
+        """The result of `noise_at` for a position in a device tensor."""
         return uniforms_at(self._keys, position)
 
     def advance_in_place(self, tokens: Tensor) -> None:
-        """`advance` on tensors with fixed addresses, without rows that ended by a stop string."""
+        """Do `advance` on tensors with fixed addresses. No row may have ended by a stop string."""
         kept = self.tokens.copy_(tokens)
         self.advance(kept, None)
 
@@ -71,7 +71,7 @@ class ActiveRows:
 
     def count_unfinished(self) -> int:
         """The number of unfinished rows."""
-        # Without stop strings, this is a step's only synchronization with the device.
+        # Without stop strings, this is the only synchronization of a step with the device.
         return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:

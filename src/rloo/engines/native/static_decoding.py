@@ -1,10 +1,10 @@
-"""Decoding by steps of fixed shapes: a GPU replays a step by two launches instead of thousands.
+"""Decoding by steps of fixed shapes: a GPU replays a step with two launches instead of thousands.
 
 A wave has memory for all of its tokens, at fixed addresses. The number of tokens, which grows from
-step to step, is a tensor. Finished rows stay in the batch, masked. When the unfinished ones fit
-into a smaller size (a power of two, at least LEAST_ROWS), they are moved to the front, and the step
-of that size is captured. The host synchronizes with the device only every few steps, to count the
-unfinished rows.
+step to step, is a tensor. Finished rows stay in the batch, but are masked. When the unfinished rows
+fit into a smaller batch size (a power of two, at least LEAST_ROWS), these rows are moved to the
+front, and a step of that size is captured. The host synchronizes with the device only every few
+steps, to count the unfinished rows.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from rloo.model.attention import AttentionOptions
 from rloo.model.flash_gpu import Segments, attend_segments
 from rloo.types import Sampling
 
-# The host counts unfinished rows once in so many steps. With stop strings it does at every step.
+# The number of steps between two counts of unfinished rows by the host. With stop strings the host
+# counts at every step.
 STEPS_A_LOOK = 8
-# With fewer rows a step is hardly faster: it reads all weights, and below a few hundred rows that
-# takes longer than the computation (H100: 990 TFLOP/s in 16 bits over 3.35 TB/s, 300 rows).
+# With fewer rows a step is hardly faster. A step reads all weights, which takes longer than the
+# computation below a few hundred rows (H100: 990 TFLOP/s in 16 bits over 3.35 TB/s, 300 rows).
 LEAST_ROWS = 64
 
 
 def smaller_size(size: int, alive: int) -> int:
-    """The batch size of the next steps if `alive` of `size` rows are unfinished: the least power of
-    two that holds them, at least LEAST_ROWS and at most `size`.
+    """The batch size of the next steps if `alive` of `size` rows are unfinished: the smallest power
+    of two that is not below `alive`, but at least LEAST_ROWS and at most `size`.
 
     >>> smaller_size(200, 130), smaller_size(200, 65), smaller_size(128, 1), smaller_size(48, 1)
     (200, 128, 64, 48)
@@ -48,7 +49,8 @@ def smaller_size(size: int, alive: int) -> int:
 def can_decode(
     cache_dtype: torch.dtype | None, decoder: FusedDecoder, device: torch.device
 ) -> bool:
-    """Whether the device has attention over segments in `cache_dtype`, and no layer a window."""
+    """Whether the device has attention over segments in `cache_dtype`, and no layer has a
+    window."""
     if cache_dtype is None or decoder.has_windows:
         return False
     return flash_gpu.has_segments(device, cache_dtype, decoder.head_size)
@@ -56,7 +58,8 @@ def can_decode(
 
 class StaticCache:
     """Keys and values of R rows, with `slots` tokens each, and of their packed prompts, for forward
-    passes over one token per row. `prompt_of_row` (R,) is sorted. It replaces `DecodeCache`."""
+    passes over one token per row. `prompt_of_row` (R,) is sorted. This class is used instead of
+    `DecodeCache`."""
 
     def __init__(self, prompts: PromptCache, prompt_of_row: Tensor, slots: int) -> None:
         assert prompts.dtype is not None
@@ -64,7 +67,7 @@ class StaticCache:
         self._dtype, self._slots, self._width = prompts.dtype, slots, prompts.width
         self.size = len(prompt_of_row)
         self._prompt_of_row = prompt_of_row
-        # The number of each row's completion tokens before the one that is computed.
+        # The number of completion tokens of each row before the token that is computed.
         self.length = torch.zeros(1, dtype=torch.long, device=device)
         real = torch.arange(self._width, device=device) >= pads[:, None]
         place = real.flatten().nonzero()[:, 0]
@@ -104,7 +107,8 @@ class StaticCache:
         self._settle()
 
     def see(self, alive: Tensor) -> None:
-        """Prepare a token of each row. Rows that are not `alive` (R,) attend to one slot only."""
+        """Prepare the computation of one token per row. Rows that are not `alive` (R,) attend to
+        only one slot."""
         self.used[: self.size] = torch.where(alive, self.length.int() + 1, 1)
 
     def get_seq_length(self) -> int:
@@ -122,8 +126,8 @@ class StaticCache:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Attention: query (R, H, 1, D) to (R, 1, H, D). This step's keys and values are already in
-        the buffers."""
+        """Map query (R, H, 1, D) to the output (R, 1, H, D). This step's keys and values are
+        already in the buffers."""
         rounded = query[:, :, 0].to(self._dtype)
         scaling, used = options.scaling_of(query), self.used[: self.size]
         keys, values = (x[: self.size].flatten(0, 1) for x in self._own[self._layer])
@@ -193,7 +197,8 @@ class StaticDecoding:
         device = self._logits.device
         pool = new_pool(device)
         step = partial(self._draw, sampling)
-        # Top-p synchronizes with the device to decide whether to sort, so it cannot be captured.
+        # Top-p synchronizes with the device to decide whether to sort, so a step with top-p cannot
+        # be captured.
         fixed = sampling.greedy or sampling.top_p >= 1.0
         first = repeated(step, device, pool) if fixed else step
         return first, repeated(self._compute, device, pool)
@@ -218,7 +223,7 @@ class StaticDecoding:
         cache.length += 1
 
     def _shrink(self, size: int, left: int) -> None:
-        """Reduce the batch to the `left` alive rows, filled up with masked ones to `size`."""
+        """Reduce the batch to `size` rows: the `left` unfinished rows, and masked rows."""
         alive = self._active.alive.nonzero()[:, 0]
         order = torch.cat([alive, alive[-1:].expand(size - left)])
         self._cache.keep(order)

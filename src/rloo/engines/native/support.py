@@ -1,4 +1,4 @@
-"""Checks whether the native engine can run a model: by its configuration, then by a trial."""
+"""Checks whether the native engine can run a model: first by the configuration, then by a trial."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def unavailable_reason(
 ) -> str | None:
     """Why the native engine cannot run `model`, or None if it can. The model is not changed.
 
-    After the configuration, a trial decides: completions sampled with `fused` and `weights`
-    (default: the model's parameters) are scored again without our cache and attention.
+    The configuration is checked first. Then a trial samples completions with `fused` and `weights`
+    (default: the model's parameters), and scores them again without our cache and attention.
     """
     if (reason := attention.unavailable_reason(model)) is not None:
         return f"because {reason}"
@@ -30,7 +30,7 @@ def unavailable_reason(
         return _check_windows(model) or _check_probe(
             model, implementation, weights or model.named_parameters, fused
         )
-    except Exception as error:  # model code may fail in any way, and then there is a fallback
+    except Exception as error:  # model code may fail in any way; there is a fallback
         return f"because a trial of it failed: {type(error).__name__}: {error}"
     finally:
         model.set_attn_implementation(implementation)
@@ -50,7 +50,8 @@ class _WindowRecorder:
 
 
 def _check_windows(model: PreTrainedModel) -> str | None:
-    """Check the layers' windows: in a trial, a window longer than the prompts has no effect."""
+    """Check the layers' windows. A trial does not detect errors of windows that are longer than its
+    prompts."""
     recorder = _WindowRecorder()
     with in_inference_mode(model):
         model(

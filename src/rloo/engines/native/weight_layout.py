@@ -12,13 +12,14 @@ from rloo import kernels
 from rloo.kernels import cpu_matmul
 from rloo.kernels.decode import PackedMatrix, columns
 
-# On a CPU, with fewer rows, the matrix is the left factor: two threads split it better. With more
-# rows, transposing the result costs more than that gains.
+# On a CPU, with fewer rows than this, the matrix is the left factor, since two threads divide this
+# product better. With more rows, transposing the result takes longer than is saved.
 _FEW_ROWS = 48
 
 
 class LinearOp(Protocol):
-    """A weight (N, K) and an optional bias (N,), by which rows of tokens (T, K) are multiplied."""
+    """A linear operation on rows of tokens (T, K), with a weight (N, K) and an optional bias
+    (N,)."""
 
     def times(self, rows: Tensor) -> Tensor:
         """rows @ weight.T + bias: (T, N)."""
@@ -27,7 +28,7 @@ class LinearOp(Protocol):
         """hidden + rows @ weight.T + bias: (T, N)."""
 
     def gated(self, rows: Tensor) -> Tensor:
-        """SiLU of the first half of `times`, times the second: (T, N / 2)."""
+        """SiLU of the first half of the columns of `times`, times the second half: (T, N / 2)."""
 
     @property
     def hidden_bytes(self) -> int:
@@ -37,7 +38,8 @@ class LinearOp(Protocol):
 def make_linear_op(
     weight: Tensor, bias: Tensor | None, precise: torch.dtype, *, gated: bool = False
 ) -> LinearOp:
-    """Make a LinearOp with results of dtype `precise`. A `gated` one is used for `gated` only."""
+    """Make a LinearOp with results of dtype `precise`. With `gated`, only the method `gated` may be
+    called."""
     if can_pack(weight, precise) and not (gated and len(weight) % columns()):
         return PackedMatrix(weight, bias, gated=gated)
     return PackedLinear(weight, bias, precise)
@@ -50,8 +52,9 @@ def can_pack(weight: Tensor, precise: torch.dtype) -> bool:
 
 
 class PackedLinear:
-    """A weight (N, K) and an optional bias (N,). Rows of tokens (T, K) have any dtype, products
-    the weight's, and results the dtype `precise`. For oneDNN the weight is a packed copy."""
+    """A weight (N, K) and an optional bias (N,). Rows of tokens (T, K) may have any dtype. Products
+    have the dtype of the weight, and results the dtype `precise`. For oneDNN the weight is a packed
+    copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, precise: torch.dtype) -> None:
         self._dtype, self._precise = weight.dtype, precise
@@ -61,7 +64,7 @@ class PackedLinear:
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes that torch's statistics do not count: those of the copy in oneDNN's layout."""
+        """Bytes that torch's statistics do not count: the copy in oneDNN's layout."""
         return self._weight.numel() * self._weight.itemsize if self._packed else 0
 
     def times(self, rows: Tensor) -> Tensor:
@@ -76,7 +79,7 @@ class PackedLinear:
         return result if self._bias is None else result.add_(self._bias)
 
     def gated(self, rows: Tensor) -> Tensor:
-        """SiLU of the first half of `times`, times the second: (T, N / 2)."""
+        """SiLU of the first half of the columns of `times`, times the second half: (T, N / 2)."""
         gate, up = self.times(rows).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 

@@ -1,1 +1,1 @@
-"""Sampling over HTTP with unmodified vLLM servers, started by the run or given by the user."""
+"""Sampling over HTTP with unmodified vLLM servers, which the run starts or the user provides."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 
-# How many characters of a server's error message are shown.
+# The number of characters of a server's error message that are shown.
 SHOWN_CHARACTERS = 600
 
 
 class ServerError(OSError):
-    """A failed call: its message names the phase, the server and the failure. `status` is the HTTP
-    status, or None if there was no answer or it could not be read."""
+    """A failed call. The error's message names the phase, the server and the failure. `status` is
+    the HTTP status, or None if there was no answer or the answer could not be read."""
 
     def __init__(self, phase: str, url: str, fact: str, status: int | None = None) -> None:
         super().__init__(f"{phase}: the vLLM server {url} {fact}")
@@ -25,7 +25,7 @@ class ServerError(OSError):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server is healthy and refuses the request (status 4xx)."""
+        """Whether the server is healthy and rejected the request (status 4xx)."""
         return self.status is not None and 400 <= self.status < 500
 
 
@@ -57,7 +57,7 @@ class VLLMClient:
         seconds: float,
         **query: Any,
     ) -> Any:
-        """The server's answer: a JSON value if it is one, else text."""
+        """The server's answer: a JSON value if the answer is JSON, otherwise text."""
         return await self._call("POST", path, phase, seconds, json=body, params=query or None)
 
     async def close(self) -> None:
@@ -86,7 +86,7 @@ class VLLMClient:
     # -- routes ----------------------------------------------------------------------------------
 
     async def weight_version(self, *, seconds: float) -> str:
-        """The version label that the weights were last stamped with."""
+        """The last version label that `stamp` set."""
         phase = "reading the version back"
         found = await self.get("/weight_info", phase=phase, seconds=seconds)
         if not isinstance(found, Mapping) or "weight_version" not in found:
@@ -96,8 +96,8 @@ class VLLMClient:
 
     @asynccontextmanager
     async def paused(self, *, mode: str = "wait", seconds: float) -> AsyncIterator[None]:
-        """Inside, no request is computed. Running requests finish before (`wait`), or continue
-        afterwards with the weights loaded by then (`keep`)."""
+        """Within this context, the server computes no request. Running requests finish before the
+        context (`wait`), or continue after it with the newly loaded weights (`keep`)."""
         try:
             await self.post("/pause", phase="pausing", seconds=seconds, mode=mode)
             yield
@@ -124,7 +124,7 @@ class VLLMClient:
         await self.post("/wake_up", phase="waking up", seconds=seconds, tags=tags)
 
     async def load_adapter(self, name: str, folder: str, *, seconds: float) -> None:
-        """Add a LoRA adapter. Requests select it with `name` as their model."""
+        """Add a LoRA adapter. Requests with `name` as their model use the adapter."""
         body = {"lora_name": name, "lora_path": folder}
         await self.post("/v1/load_lora_adapter", body, phase="loading an adapter", seconds=seconds)
 

@@ -57,8 +57,8 @@ def exported(policy: Policy) -> PolicyExport:
 
 
 def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
-    """The `ServerConfig` with which `rloo vllm-serve` serves the model `name` to other processes.
-    Raises OSError if the model's configuration cannot be loaded."""
+    """The `ServerConfig` of a server that `rloo vllm-serve` starts with the model `name`. Raises
+    OSError if the model's configuration cannot be loaded."""
     model = resolve_model(name)
     known = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
     tied = known.get_text_config().tie_word_embeddings and not torch.cuda.is_available()
@@ -67,9 +67,10 @@ def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
 
 
 def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
-    """Print the command line of a server of `model`, then replace this process by it. It listens on
-    `vllm_server_host` if the user has `named` it or it is not the default, else on the loopback
-    address. Raises ValueError if other machines could reach it without a key."""
+    """Print the command line of a server of `model`, then replace this process by it. The server
+    listens on `vllm_server_host` if the user has `named` this option or its value is not the
+    default, otherwise on the loopback address. Raises ValueError if other machines could reach the
+    server without a key."""
     host = config.vllm_server_host
     host = host if named or host != RLOOConfig().vllm_server_host else HERE
     require_key(host)
@@ -84,7 +85,8 @@ def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
 
 
 def must_untie(policy: Policy) -> bool:
-    """Whether servers must treat a tied matrix as two: on a CPU vLLM packs it only once."""
+    """Whether servers must treat a tied matrix as two matrices: on a CPU, vLLM packs it only
+    once."""
     return policy.device.type == "cpu" and bool(tied_outputs(policy.model))
 
 
@@ -125,7 +127,7 @@ def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyE
         tolerance=tolerance_of(config),
         needed=longest + (config.max_prompt_length or 1),
         partial=config.partial_rollouts,
-        # Level 2 drops the weights, and vLLM loses adapters with them.
+        # Level 2 drops the weights, and vLLM then also loses its adapters.
         sleep_level=(2 if rank is None else 1) if sleeps else None,
         weights_folder=weights,
         log_folder=log_folder,
@@ -144,5 +146,5 @@ def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
 
 
 def weights_folder(config: RLOOConfig) -> Path:
-    """The folder in which weights are written for processes on other machines."""
+    """The folder into which weights are written for processes on other machines."""
     return Path(config.vllm_weights_dir or config.output_dir).absolute()

@@ -1,7 +1,9 @@
-"""vLLM's weight transfer over NCCL, a faster way to load a version. It sends the tensors in the
-version's folder, so that nothing is gathered twice. If it fails, the server reads the folder.
+"""vLLM's weight transfer over NCCL, a faster way to load a version. The transfer sends the tensors
+in the version's folder, so that no tensor is gathered twice. If the transfer fails, the server
+reads the folder.
 
-vLLM's sender is used unmodified (vllm.distributed.weight_transfer of 0.26 to 0.32). It needs a GPU.
+vLLM's sender is used unmodified (vllm.distributed.weight_transfer of 0.26 to 0.32). The sender
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from rloo.engines.vllm.server_process import free_port
 from rloo.engines.vllm.server_state import ServerState, ServerWeights
 
 TRANSFER_ROUTE = "/init_weight_transfer_engine"
-# The time limit of the first version, which connects both ends. It is short, so that ends that
-# cannot reach each other are noticed early.
+# The time limit of the first transfer, which also connects trainer and server. The limit is short,
+# so that a missing network connection is detected early.
 FIRST_SECONDS = 120.0
 _PHASE = "sending weights over NCCL"
 # safetensors' names of dtypes.
@@ -39,14 +41,15 @@ def unavailable_reason(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "the trainer has no GPU"
     found = find_spec("vllm")
-    if found is None or found.origin is None:  # a mere folder named vllm is not the package
+    if found is None or found.origin is None:  # a folder named vllm is not the package
         return "vLLM is not installed beside the trainer, which needs it to send"
     return None
 
 
 class NCCLTransfer:
     """Sends versions to the server of `client`, from `device`. A call inside NCCL cannot be
-    interrupted, so `sent` runs it in a separate thread, which it abandons at the deadline."""
+    interrupted, so `sent` makes the call in a separate thread, and abandons the thread at the
+    deadline."""
 
     def __init__(self, client: VLLMClient, device: torch.device, seconds: float) -> None:
         self._client, self._device, self._seconds = client, device, seconds
@@ -54,7 +57,7 @@ class NCCLTransfer:
         self._folder = Path()
 
     async def sent(self, folder: Path) -> None:
-        """Send a version. Raises the sender's errors, and TimeoutError."""
+        """Send a version. Raises the errors of vLLM's sender, and TimeoutError."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -111,8 +114,8 @@ class NCCLTransfer:
 
 
 class _Calls:
-    """The client for vLLM's sender, which calls it from another thread: it runs the calls of the
-    run's client in the event loop."""
+    """The client that vLLM's sender calls from another thread. It makes the calls of the run's
+    client in the event loop."""
 
     def __init__(self, client: VLLMClient, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         self._client, self._loop, self._seconds = client, loop, seconds
@@ -142,20 +145,20 @@ class _Calls:
         self._wait(self._client.post(path, body, phase=_PHASE, seconds=self._seconds))
 
     def _wait(self, asked: Coroutine[Any, Any, Any]) -> Any:
-        # The call itself ends earlier. This limit is for an event loop that has stopped.
+        # The call itself has an earlier deadline. This limit is for an event loop that has stopped.
         return asyncio.run_coroutine_threadsafe(asked, self._loop).result(self._seconds + 10.0)
 
 
 async def fill(
     member: ServerState, weights: ServerWeights, seconds: float, say: Callable[[str], None]
 ) -> None:
-    """Load a version into a server: over NCCL if that works, else from the folder. After a failure
-    the server always reads the folder."""
+    """Load a version into a server: over NCCL if possible, otherwise from the folder. After a
+    failure of NCCL the server always reads the folder."""
     if member.transfer is not None:
         try:
             await member.transfer.sent(weights.folder)
             return
-        except Exception as error:  # whatever vLLM's sender raises
+        except Exception as error:  # any error of vLLM's sender
             member.transfer = None
             fact = str(error) or type(error).__name__
             say(f"weights go to {member.url} by files from now on, not over NCCL: {fact}")
@@ -183,7 +186,7 @@ def _places(folder: Path) -> list[tuple[str, str]]:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine under which `host` can reach it."""
+    """The address of this machine at which `host` can reach this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((host, 9))  # nothing is sent
+        asked.connect((host, 9))  # sends no data
         return str(asked.getsockname()[0])

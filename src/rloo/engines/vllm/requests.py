@@ -13,11 +13,11 @@ from rloo.engines.sampling import check_request, refuse_images
 from rloo.engines.vllm.client import ServerError
 from rloo.types import Completion, Prompt, Sampling, WeightVersions
 
-# OpenAI's route, which every server has; and vLLM's route, whose answers also name the weights that
-# sampled each token, but which needs --enable-scale-out.
+# OpenAI's route, which every server has, and vLLM's route, which needs --enable-scale-out. The
+# answers of vLLM's route also name the weights that sampled each token.
 ROUTE, TOKENS_ROUTE = "/v1/completions", "/inference/v1/generate"
 PHASE = "sampling"
-# Log-probs may exceed 0 by this, since they are rounded.
+# Log-probs may exceed 0 by this value, since they are rounded.
 _ABOVE_ZERO = 1e-3
 
 
@@ -32,26 +32,26 @@ class CompletionRequest:
 
     @property
     def limit(self) -> int:
-        """The maximum number of new tokens; those before the prompt's offset exist already."""
+        """The maximum number of new tokens. The tokens before the prompt's offset exist already."""
         return self.sampling.max_tokens - self.prompt.offset
 
     def body(self, route: str, *, model: str | None, salt: str) -> dict[str, Any]:
         """The JSON body. `salt` separates the prefix caches of different weights."""
         how, ids = self.sampling, self.prompt.token_ids
         draw = f"prompt {self.prompt.noise_id}"
-        if self.prompt.offset:  # otherwise a later turn would have the noise of the first
+        if self.prompt.offset:  # otherwise all turns would have the same noise
             draw += f" from {self.prompt.offset}"
         seed = noise_key(self.noise, draw, self.numbers.start)
         params: dict[str, Any] = {
             "n": len(self.numbers),
             "max_tokens": self.limit,
             "temperature": 0.0 if how.greedy else how.temperature,
-            # Explicit, since a server may have its model's defaults.
+            # Set explicitly, since a server may use the defaults of its model.
             "top_p": 1.0,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            # vLLM gives the completions of one request consecutive seeds.
+            # vLLM assigns consecutive seeds to the completions of a request.
             "seed": seed >> 2,
             "logprobs": 0,
             "ignore_eos": True,
@@ -72,8 +72,8 @@ class CompletionRequest:
 def requests_of(
     prompts: Sequence[Prompt], numbers: Sequence[range], sampling: Sampling, noise: int
 ) -> list[CompletionRequest]:
-    """A request for each prompt's completions. Raises ValueError for requests that no engine, or
-    not vLLM, can sample."""
+    """One request per prompt for its completions. Raises ValueError for requests that vLLM, or
+    every engine, cannot sample."""
     check_request(prompts, min(map(len, numbers), default=1), sampling)
     check_sampling(sampling)
     refuse_images(prompts, "which are not sent to vLLM in this version (rollout_engine hf)")
@@ -105,10 +105,10 @@ def read_answer(
     versions: Mapping[str, int],
     vocabulary: int,
 ) -> list[Completion]:
-    """Read the completions in an answer; tokens must be below `vocabulary`. `versions` maps labels
-    to versions of the weights that may have sampled it; the first is the one that the server had at
-    the request. Raises ServerError for an answer that does not fit the request, or that names other
-    versions."""
+    """Read the completions in an answer. Tokens must be below `vocabulary`. `versions` maps labels
+    to versions of the weights that may have sampled the answer. The first is the version that the
+    server had at the request. Raises ServerError for an answer that does not match the request, or
+    that names other versions."""
 
     def fault(fact: str) -> ServerError:
         return ServerError(PHASE, url, f"answered with {fact}")
@@ -165,7 +165,7 @@ def _read_choice(
 
 
 def _spans(given: Sequence[Any], versions: Mapping[str, int], count: int) -> WeightVersions:
-    """The versions that sampled the `count` tokens, in spans, as the server reports them."""
+    """The versions that sampled the `count` tokens, as spans, from the report of the server."""
     spans: list[tuple[int, int]] = []
     end = 0
     for span in given:
@@ -211,10 +211,10 @@ def _checked_finish(finish: Any, tokens: Sequence[int], how: Sampling, limit: in
             f"{len(tokens)} tokens as if that were its limit, of {limit}: its context "
             "(--max-model-len) is too short"
         )
-    # A completion whose last allowed token also ends it counts as stopped.
+    # A completion that ends by a stop at its last allowed token counts as stopped.
     return "stop" if by_token or by_text else finish
 
 
 def greedy(sampling: Sampling, max_tokens: int) -> Sampling:
-    """Greedy settings for exactly `max_tokens` tokens, without stops."""
+    """Greedy settings for exactly `max_tokens` tokens, without stop tokens and stop strings."""
     return replace(sampling, greedy=True, max_tokens=max_tokens, stop_token_ids=(), stop_strings=())

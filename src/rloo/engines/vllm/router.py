@@ -1,6 +1,5 @@
-"""Load balancing: assigns waiting requests to servers. A step takes time logarithmic in the number
-of servers, however many requests wait.
-"""
+"""Load balancing: assigns waiting requests to servers. The time of an assignment is logarithmic in
+the number of servers, for any number of waiting requests."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from itertools import count
 
 from rloo.engines.vllm.server_state import ServerState
 
-# The order of servers: idle ones first, then those with the most room.
+# The order of servers: idle servers first, then the servers with the most room.
 _Key = tuple[bool, int]
 
 
@@ -22,14 +21,14 @@ class NoServers(OSError):
 
 class LoadBalancer:
     """Assigns servers to waiting requests in order of arrival. A request gets the least busy server
-    once that has room or is idle. Assigned completions count as `busy` at once. While `holding`,
-    nothing is assigned."""
+    as soon as this server has room or is idle. Assigned completions count as `busy` immediately.
+    While `holding`, no request is assigned."""
 
     def __init__(self, members: Sequence[ServerState]) -> None:
         self.holding = False
         self._members = members
         self._waiting: deque[tuple[int, asyncio.Future[ServerState]]] = deque()
-        # A heap with every server without a fault under its current key, among outdated entries.
+        # A heap with the current key of every server without a fault. Other entries are outdated.
         self._free: list[tuple[_Key, int, ServerState]] = []
         self._number = count()
         self._renew()
@@ -37,8 +36,9 @@ class LoadBalancer:
     async def take(
         self, completions: int, *, again: bool = False, near: ServerState | None = None
     ) -> ServerState:
-        """Wait for a server for so many completions: `near` if it has room now. A repeated request
-        (`again`) comes first. Call `remove_server` afterwards. Raises NoServers."""
+        """Wait for a server with room for `completions`; `near` is preferred if it has room now. A
+        repeated request (`again`) is assigned before all others. Call `remove_server` afterwards.
+        Raises NoServers."""
         free = not self.holding and not self._waiting
         if near is not None and free and near.fault is None and _has_room(near, completions):
             near.busy += completions
@@ -60,12 +60,12 @@ class LoadBalancer:
             self.remove_server(member, completions)
 
     def remove_server(self, member: ServerState, completions: int) -> None:
-        """Release so many completions of a server that are done or cancelled."""
+        """Release this number of completions of a server, which are done or cancelled."""
         member.busy -= completions
         self.restore_server(member)
 
     def restore_server(self, member: ServerState) -> None:
-        """Offer a server that is less busy than before, or has come back."""
+        """Make a server that is less busy, or was recovered, available to requests."""
         self._offer(member)
         self.deal()
 
@@ -76,7 +76,8 @@ class LoadBalancer:
         self.deal()
 
     def deal(self) -> None:
-        """Assign servers to waiting requests. They fail if no server is left or may come back."""
+        """Assign servers to waiting requests. The requests fail if no server is left or can be
+        recovered."""
         while self._waiting and not self.holding:
             completions, place = self._waiting[0]
             if not place.done():  # else it was cancelled
@@ -94,7 +95,7 @@ class LoadBalancer:
                     place.set_exception(error)
 
     async def somebody(self) -> None:
-        """Wait until some server has no fault. Raises NoServers."""
+        """Wait until at least one server has no fault. Raises NoServers."""
         while all(member.fault is not None for member in self._members):
             if (error := self._nobody()) is not None:
                 raise error

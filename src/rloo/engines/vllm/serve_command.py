@@ -10,7 +10,8 @@ from rloo.data.tasks import EMBEDDED_FILE
 
 def serve(arguments: list[str], signals: Any) -> int:
     """Replace this process by a vLLM server for a run with these options."""
-    # `rloo launch` passes a config file. The defaults below that file must be those of the run.
+    # `rloo launch` passes a config file. Options that are not in the file must have the defaults of
+    # the run.
     of_run = "config" in given_names(arguments)
     config = parse_command_line(arguments, str(EMBEDDED_FILE) if of_run else None)
     if config.model is None:

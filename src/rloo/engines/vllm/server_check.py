@@ -1,4 +1,4 @@
-"""Checks a server before the first step: it must be able to serve the run."""
+"""Checks before the first step that a server can serve the run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TEXT = 'Ein Zebra zählt: 1, 22, 333 - 4,444 = ?\n\n\tif x: "réponse" 東京 �
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """A server's description of itself: the longest prompt and completion together, in tokens, its
-    dtype, how many completions it computes at once, the sampling route, and whether it `receives`
-    weights over NCCL."""
+    """Properties that a server reports: the maximum tokens of prompt plus completion, the dtype,
+    the number of completions that are computed at once, the sampling route, and whether the server
+    `receives` weights over NCCL."""
 
     max_model_length: int
     dtype: str
@@ -35,10 +35,10 @@ class ServerInfo:
 async def examine(
     client: VLLMClient, wanted: ServerConfig, tokenizer: PreTrainedTokenizerBase, *, needed: int
 ) -> ServerInfo:
-    """Check a server and return its `ServerInfo`. Raises ValueError, with the command line of a
-    correct server, for another program, missing routes for weights, other log-probs, precision or
-    tokenizer, a context too short for `needed` tokens, or missing adapters. Raises ServerError if
-    the server does not answer."""
+    """Check a server and return its `ServerInfo`. Raises ValueError for another program, missing
+    routes for weights, a wrong kind of log-probs, a wrong dtype or tokenizer, a context too short
+    for `needed` tokens, or missing support of adapters. The error shows the command line of a
+    correct server. Raises ServerError if the server does not answer."""
 
     def refuse(fact: str) -> ValueError:
         place = urlsplit(client.url)
@@ -128,7 +128,7 @@ async def _require_tokenizer(
     try:
         found = await client.post("/tokenize", body, phase=_PHASE, seconds=_SECONDS)
     except ServerError as error:
-        if error.is_refusal:  # a server for token ids only has no tokenizer
+        if error.is_refusal:  # a server only for token ids has no tokenizer
             return
         raise
     theirs = found.get("tokens") if isinstance(found, Mapping) else None

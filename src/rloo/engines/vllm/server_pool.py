@@ -1,6 +1,6 @@
 """The servers of a run: loading weights, sampling, detecting failures and recovering from them.
 
-All of it runs in one event loop. Nothing here waits without a deadline.
+All code of the pool runs in one event loop. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rloo.engines.vllm.server_state import (
 )
 from rloo.types import Completion, Prompt, Sampling
 
-# Seconds between two health checks of a server that computes, and the failures that lose it.
+# Seconds between health checks, and the number of failed checks after which a server is lost.
 LOOK_EVERY, LOOKS = 5.0, 3
 # Seconds by which the delay before each further attempt to recover a server grows.
 PATIENCE = 1.0
@@ -36,10 +36,10 @@ PROBE_TOKENS = 16
 
 @dataclass(slots=True)
 class ServerPool:
-    """All servers of a run. `deadline` is the time limit of a request and of loading weights,
-    `start_deadline` that of a server's start, in seconds. A server is recovered at most `budget`
-    times in a run. With `adapters` weights are LoRA adapters. `tolerance` is the largest accepted
-    `LogprobProbe.difference`."""
+    """All servers of a run. `deadline` is the time limit, in seconds, of a request and of loading
+    weights. `start_deadline` is the time limit of a server's start. A server is recovered at most
+    `budget` times in a run. With `adapters`, weights are LoRA adapters. `tolerance` is the largest
+    accepted `LogprobProbe.difference`."""
 
     members: list[ServerState]
     deadline: float
@@ -55,12 +55,12 @@ class ServerPool:
     base: Path | None = None
     # See `rloo.engines.vllm.vllm_engine.VLLMSettings`.
     sleep_level: int | None = None
-    # Whether running completions continue with new weights; else loading waits for them.
+    # Whether running completions continue with new weights; if not, loading waits for them.
     partial: bool = False
     weights: ServerWeights | None = None
     # The versions by the labels under which servers have loaded them.
     labels: dict[str, int] = field(default_factory=dict)
-    # With prefix caching: the server that sampled each completion's last turn, and caches it.
+    # With prefix caching: the server that sampled and cached each completion's last turn.
     homes: dict[tuple[int, int], ServerState] | None = None
     closed: bool = False
     sampling: int = 0
@@ -83,7 +83,7 @@ class ServerPool:
 
     async def bring(self, weights: ServerWeights) -> dict[str, LogprobProbe]:
         """Load a version into every server; return each server's result on the probe prompt. A
-        server that fails is lost. Raises NoServers if none is left."""
+        server that fails is marked as lost. Raises NoServers if none is left."""
         self.weights, self.places.holding = weights, True
         oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
         kept = {label: v for label, v in self.labels.items() if v >= oldest}
@@ -104,12 +104,11 @@ class ServerPool:
             asked = self.live
             await asyncio.gather(*map(one, asked))
             if len(refusals) >= len(asked) and not found:
-                raise refusals[0]  # all are healthy and refuse it: another attempt would not help
+                raise refusals[0]  # all are healthy and reject it: a retry would fail too
         return found
 
     async def verify_others(self, verified: Iterable[str]) -> None:
-        """Verify the other live servers: they came back before the expected log-probs were
-        known."""
+        """Verify the live servers that were recovered before the expected log-probs were known."""
 
         async def one(member: ServerState) -> None:
             assert self.weights is not None
@@ -119,7 +118,7 @@ class ServerPool:
         await self._each(one, [member for member in self.live if member.url not in known])
 
     async def release(self) -> None:
-        """Assign requests again: all live servers have been verified."""
+        """Assign requests again, after all live servers have been verified."""
         self.places.release()
 
     async def _load(self, member: ServerState, weights: ServerWeights) -> None:
@@ -145,7 +144,7 @@ class ServerPool:
             raise ServerError("reading the version back", client.url, fact)
         member.label = weights.label
         if self.adapters and before and before != weights.label:
-            with suppress(ServerError):  # an older adapter, which no request uses
+            with suppress(ServerError):  # no request uses the older adapter
                 await client.unload_adapter(before, seconds=seconds)
 
     async def probe(self, member: ServerState) -> LogprobProbe:
@@ -166,8 +165,8 @@ class ServerPool:
     # -- sampling --------------------------------------------------------------------------------
 
     async def generate(self, requests: Sequence[CompletionRequest]) -> list[list[Completion]]:
-        """The completions of every request. Requests of a server that fails go to the others. With
-        a `sleep_level` servers sleep before and after."""
+        """The completions of every request. Requests of a failed server are repeated on the others.
+        With a `sleep_level`, servers sleep before and after the call."""
         tasks: list[asyncio.Task[Any]] = []
         answers: dict[int, ServerReply] = {}
         try:
@@ -185,7 +184,8 @@ class ServerPool:
             await self.end()
 
     async def begin(self) -> None:
-        """Count a caller that samples, until `end`. The first wakes and monitors the servers."""
+        """Count a caller that samples, until `end`. The first caller wakes the servers and starts
+        their monitoring."""
         self.sampling += 1
         if self.sampling == 1:
             self.watch.start()
@@ -193,7 +193,7 @@ class ServerPool:
             await self._each(self._wake)
 
     async def end(self) -> None:
-        """Count a caller that has finished. After the last one the servers may sleep."""
+        """Count a caller that has finished. After the last caller the servers may sleep."""
         self.sampling -= 1
         if self.sampling == 0:
             self.watch.stop()
@@ -201,11 +201,12 @@ class ServerPool:
             await self._each(self._sleep)
 
     async def _confirmed(self, answers: Iterable[ServerReply]) -> list[ServerReply]:
-        """The answers of servers that had the right weights. A server that was restarted by others
-        meanwhile is lost."""
+        """The answers of servers that had the right weights. A server that was restarted outside of
+        the run meanwhile is lost."""
         answers = list(answers)
         for member in {id(a.member): a.member for a in answers}.values():
-            # A server that loads weights now has answered its requests, and is verified afterwards.
+            # A server that is loading weights has answered all requests, and is verified after
+            # loading.
             asked = not member.tells and member.fault is None and not self.places.holding
             if asked and not await self._is_well(member) and not self.places.holding:
                 fact = f"has lost {member.label} while it sampled"
@@ -270,23 +271,23 @@ class ServerPool:
         known = {label: self.labels[label]}
         body = request.body(route, model=label if self.adapters else None, salt=label)
         answer = await client.post(route, body, phase="sampling", seconds=self.deadline)
-        if self.partial:  # newer versions may have continued it
+        if self.partial:  # newer weights may have continued the completion
             known |= {name: v for name, v in self.labels.items() if v > known[label]}
         return read_answer(
             answer, request, url=client.url, versions=known, vocabulary=self.vocabulary
         )
 
     async def _is_well(self, member: ServerState) -> bool:
-        """Whether a server has the weights that it should have. A server that was restarted by
-        others has not."""
+        """Whether a server has the expected weights. A server that was restarted outside of the run
+        has not."""
         try:
             return await member.client.weight_version(seconds=LOOK_SECONDS) == member.label
         except ServerError:
             return False
 
     async def _look(self, member: ServerState) -> None:
-        """Monitor a server's health until this is cancelled. A server that hangs, or whose process
-        is gone, is lost before its requests reach their deadline."""
+        """Monitor a server's health until this task is cancelled. A server that hangs, or whose
+        process is gone, is marked as lost before its requests reach their deadline."""
         missed = 0
         while True:
             await asyncio.sleep(LOOK_EVERY if missed == 0 else 1.0)
@@ -322,8 +323,8 @@ class ServerPool:
         self.say(f"{error}; it is out, and what it had not finished goes to the others")
 
     async def _recover(self, member: ServerState) -> None:
-        """Recover a server with the newest weights: ours is restarted, a given one is awaited. If
-        the budget is exhausted, its fault stays."""
+        """Recover a server with the newest weights. A server of the run is restarted; a server of
+        the user is awaited. If the budget is exhausted, the server keeps its fault."""
         member.reads = None
         while member.tries < self.budget:
             member.tries += 1
@@ -337,7 +338,7 @@ class ServerPool:
                     weights = self.weights
                     await self._load(member, weights)
                     self._compare(member, await self.probe(member), weights)
-            # All errors: nothing else would report an error of this task.
+            # All errors are caught, since no other code would report an error of this task.
             except (OSError, ValueError, RuntimeError) as error:
                 member.fault, member.reads = str(error), None
                 continue
@@ -355,7 +356,7 @@ class ServerPool:
         if member.own is None:
             await found_again(member.client, self.start_deadline)
             if self.adapters:
-                with suppress(ServerError):  # it may have the adapter loaded
+                with suppress(ServerError):  # the server may have the adapter
                     label = self.weights.label
                     await member.client.unload_adapter(label, seconds=self.deadline)
             return
@@ -373,7 +374,8 @@ class ServerPool:
     # -- the end ---------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Cancel requests and recoveries, and close the connections. Our servers keep running."""
+        """Cancel requests and recoveries, and close the connections. Servers that the run started
+        keep running."""
         self.closed = True
         await _cancel([call for member in self.members for call in member.calls])
         await _cancel([m.recovery for m in self.members if m.recovery is not None])

@@ -20,7 +20,7 @@ from rloo.config.optional_packages import install
 from rloo.distributed.child_process import ChildProcess, last_lines
 from rloo.engines.vllm.client import ServerError, VLLMClient
 
-# vLLM has routes for weights, pauses and sleep, and for adapters, only with these variables.
+# vLLM has routes for weights, pauses, sleep and adapters only with these variables.
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 HERE, KEY = "127.0.0.1", "VLLM_API_KEY"
 # Prefixes of the variables that launchers set for our processes. (torchrun also sets
@@ -36,17 +36,18 @@ ADAPTERS = 2
 SHOWN_LINES = 15
 _POLL_SECONDS = 0.2
 CONFIGURATION = '{"backend": "nccl"}'
-# The time limit of a health check, and the pause between two of a server that is awaited.
+# The time limit of a health check, and the pause between two checks of an awaited server.
 LOOK_SECONDS, LOOK_PAUSE = 10.0, 1.0
 _STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The command line settings of a server of `model`, a folder or hub id. `lora_rank` is that of
-    the adapters that it will load (None: no adapters). `tied`: on a CPU the tied embeddings must be
-    untied. `tells`: answers must name the weights that sampled each token. `transfers`: weights
-    come over NCCL. `arguments` are further arguments of vLLM."""
+    """The command line settings of a server of `model`, a folder or hub id. `lora_rank` is the rank
+    of the adapters that the server will load (None: no adapters). With `tied`, the server must
+    untie tied embeddings, on a CPU. With `tells`, answers must name the weights that sampled each
+    token. With `transfers`, weights are sent over NCCL. `arguments` are further arguments of
+    vLLM."""
 
     model: str
     dtype: str = "float32"
@@ -67,9 +68,9 @@ class ServerConfig:
         """The command line, without `SWITCHES`, of a server that listens on `host`."""
         options = {
             "--host": host, "--port": port, "--dtype": self.dtype,
-            # Log-probs of the sampled distribution, not of the model at temperature 1.
+            # Log-probs are of the sampled distribution, not of the model at temperature 1.
             "--logprobs-mode": "processed_logprobs",
-            # vLLM's defaults, not the model's, for settings that a request leaves out.
+            # Settings that a request leaves out have vLLM's defaults, not the model's.
             "--generation-config": "vllm",
             "--max-model-len": self.max_model_length,
             "--tensor-parallel-size": self.tensor_parallel_size,
@@ -105,15 +106,16 @@ class ServerConfig:
         return f"{switches} {shlex.join(self.command(host, port))}"
 
     def guarded(self) -> ServerConfig:
-        """This configuration with the route guard, to start with `guarded_environment`: no routes
-        that no run uses, and with VLLM_API_KEY all routes except health checks need that key."""
+        """This configuration with the route guard; start the server with `guarded_environment`. The
+        guard disables routes that no run uses. With VLLM_API_KEY, all routes except health checks
+        require that key."""
         return replace(self, arguments=("--middleware", "rloo_guard.RouteGuard", *self.arguments))
 
 
 @dataclass(slots=True)
 class LocalServer:
-    """A server that the run starts and stops. `devices` is its CUDA_VISIBLE_DEVICES (None: the
-    run's). Its output is appended to `log`."""
+    """A server that the run starts and stops. `devices` is the server's CUDA_VISIBLE_DEVICES (None:
+    the value of the run). Its output is appended to `log`."""
 
     serving: ServerConfig
     log: Path
@@ -123,8 +125,8 @@ class LocalServer:
     _process: ChildProcess | None = None
 
     def start(self, model: str | None = None) -> None:
-        """Start the server, with the weights of the folder `model` if given. It is not ready yet:
-        see `wait`. Raises ValueError if the program does not exist."""
+        """Start the server, with the weights of the folder `model` if given. Then call `wait`,
+        since the server is not ready at once. Raises ValueError if the program does not exist."""
         self.stop()
         self.serving.require_program()
         port = free_port("127.0.0.1")
@@ -134,17 +136,18 @@ class LocalServer:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
         # A launcher's variables for our processes are wrong for the server's processes.
         environment = {n: v for n, v in environment.items() if not n.startswith(OURS)}
-        # A guard process is the parent, because the thread that starts a server may end before it.
-        # However this process ends, no server stays behind and occupies device memory.
+        # The server's parent is a guard process, because the thread that starts a server may end
+        # before the server. The guard stops the server when this process ends for any reason, so
+        # that no server remains and occupies device memory.
         command = serving.command("127.0.0.1", port)
         self._process = ChildProcess(command, "guard", environment=environment, log=self.log)
         self.url = f"http://127.0.0.1:{port}"
-        if self.over:  # another thread has stopped the server for good meanwhile
+        if self.over:  # another thread has stopped the server permanently
             self.stop()
 
     async def wait(self, seconds: float) -> VLLMClient:
-        """Wait until the server answers, and return a client. Raises ServerError, with the end of
-        its log, if it ends before, or does not answer within so many seconds."""
+        """Wait until the server answers, and return a client. Raises ServerError, with the last
+        lines of the log, if the server ends, or does not answer within `seconds`."""
         client, end = VLLMClient(self.url), time.monotonic() + seconds
         while True:
             if not self.is_alive():
@@ -163,7 +166,7 @@ class LocalServer:
 
     @property
     def was_killed(self) -> bool:
-        """Whether it was ended by SIGKILL, as by a system that is out of memory."""
+        """Whether SIGKILL ended the server, for example when the system is out of memory."""
         status = None if self._process is None else self._process.poll()
         return status in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
@@ -174,7 +177,7 @@ class LocalServer:
             process.end(_STOP_SECONDS, group=True)
 
     def last_words(self) -> str:
-        """The end of the server's log, for a message."""
+        """The last lines of the server's log, for a message."""
         tail = last_lines(self.log, SHOWN_LINES)
         return f"the end of its log {self.log}:{tail}" if tail else f"its log {self.log} is empty"
 
@@ -188,7 +191,7 @@ def guarded_environment() -> dict[str, str]:
 
 def require_key(host: str) -> None:
     """Raise ValueError if other machines could reach a server on `host` without a key."""
-    with suppress(ValueError):  # a host name, not an address
+    with suppress(ValueError):  # `host` is a name, not an address
         if ip_address(host).is_loopback:
             return
     if host != "localhost" and not os.environ.get(KEY):
@@ -201,7 +204,7 @@ def require_key(host: str) -> None:
 
 
 def free_port(host: str = "") -> int:
-    """A free port of this machine, on this address ("" for all addresses)."""
+    """A free port of this machine, on the address `host` ("" for all addresses)."""
     with socket.socket() as held:
         held.bind((host, 0))
         return int(held.getsockname()[1])
@@ -211,8 +214,8 @@ async def start_all(
     owns: Iterable[LocalServer], model: str, seconds: float
 ) -> list[tuple[LocalServer, VLLMClient]]:
     """Start servers with the weights of `model`, all at once, and return their clients. A server
-    that was killed is started once more. If one does not start, stops all and raises
-    ServerError."""
+    that was killed is started once more. If a server does not start, all are stopped and
+    ServerError is raised."""
     servers = list(owns)
     try:
         for server in servers:
@@ -238,7 +241,7 @@ async def _ready(server: LocalServer, model: str, seconds: float) -> VLLMClient:
 
 
 async def reached(client: VLLMClient, seconds: float, say: Callable[[str], None]) -> None:
-    """Wait for a given server that may still be starting, as TRL's client does."""
+    """Wait for a user's server, which may still be starting, as TRL's client does."""
     try:
         await client.get("/health", phase="looking for it", seconds=LOOK_SECONDS)
     except ServerError as error:
@@ -249,7 +252,7 @@ async def reached(client: VLLMClient, seconds: float, say: Callable[[str], None]
 
 
 async def found_again(client: VLLMClient, seconds: float) -> None:
-    """Wait until a given server answers. Raises ServerError after so many seconds."""
+    """Wait until a user's server answers. Raises ServerError after `seconds`."""
     end = time.monotonic() + seconds
     while True:
         try:

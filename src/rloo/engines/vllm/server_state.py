@@ -1,4 +1,4 @@
-"""The state of a server in a run, its weights, its probes and its replies."""
+"""The state of a server in a run, with its weights, probes and replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WeightSender(Protocol):
     """Sends weights to a server that does not read them from a folder."""
 
     async def sent(self, folder: Path) -> None:
-        """Send the tensors in the folder of a version."""
+        """Send the tensors in `folder`, the folder of a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class ServerWeights:
-    """A version of the weights: its folder, its label at the servers, and the trainer's log-probs
-    of tokens that verified servers have sampled (`expected`)."""
+    """A version of the weights: its folder and its label at the servers. `expected` has the
+    trainer's log-probs of tokens that verified servers have sampled."""
 
     version: int
     folder: Path
@@ -65,7 +65,7 @@ class ServerState:
     client: VLLMClient
     own: LocalServer | None = None
     route: str = ROUTE
-    # The most completions to request at once (more would wait at the server), and those running.
+    # The limit of completions to request at once (more would wait at the server), and how many run.
     room: int = 256
     busy: int = 0
     label: str = ""
@@ -73,7 +73,7 @@ class ServerState:
     fault: str | None = None
     tries: int = 0
     losses: int = 0
-    # The version whose folder it may be reading; None if it reads none.
+    # The version whose folder the server may be reading; None if it reads no folder.
     reads: int | None = None
     # Whether the server receives weights over NCCL, and the sender if NCCL is used.
     receives: bool = False
@@ -89,13 +89,13 @@ class ServerState:
 
     @property
     def tells(self) -> bool:
-        """Whether the server's answers name the weights that sampled them."""
+        """Whether the server's answers name the weights that sampled each token."""
         return self.route == TOKENS_ROUTE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerReply:
-    """Completions, the server that sampled them, and how often it had been lost by then."""
+    """Completions, the server that sampled them, and how often this server had been lost before."""
 
     member: ServerState
     losses: int
@@ -103,8 +103,9 @@ class ServerReply:
 
 
 async def answered(member: ServerState, seconds: float) -> None:
-    """Wait until a server has no running requests. A pause could otherwise overtake a request on
-    its way, which new weights would then sample. Raises ServerError after so many seconds."""
+    """Wait until a server has no running requests. Without this wait, a pause could overtake a
+    request that was sent before, and new weights would sample that request. Raises ServerError
+    after `seconds`."""
     end = time.monotonic() + seconds
     while member.busy and member.fault is None:
         if time.monotonic() > end:
@@ -115,7 +116,7 @@ async def answered(member: ServerState, seconds: float) -> None:
 
 @dataclass(slots=True)
 class WaitClock:
-    """A stopwatch: the seconds during which it has run."""
+    """A stopwatch that sums the seconds between `start` and `stop`."""
 
     before: float = 0.0
     since: float | None = None

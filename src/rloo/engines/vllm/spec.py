@@ -1,4 +1,4 @@
-"""The specs of the vLLM engines: on servers that a run starts, or that the user gives."""
+"""The specs of the vLLM engines: on servers that the run starts, or that the user provides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine that samples on vLLM servers, started by the run or given by the user."""
+"""The engine that samples on vLLM servers, which the run starts or the user provides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from rloo.types import Weights as Named
 
 T = TypeVar("T")
 _PROBE_TEXT = "A train leaves at nine and is at the coast by noon. How long does it take? It takes"
-# A perturbed adapter must change log-probs by so many times the tolerance.
+# A perturbed adapter must change log-probs by at least this many times the tolerance.
 _MOVED = 5.0
 _SCALES = (0.05, 0.2, 0.8, 3.2)
 
@@ -40,32 +40,32 @@ class WeightPublisher(Protocol):
     processes of the run."""
 
     world: World
-    # The rank of the adapter if only an adapter is sent, else None.
+    # The rank of the adapter if only an adapter is sent, otherwise None.
     adapter_rank: int | None
     tokenizer: PreTrainedTokenizerBase
     # The number of tokens that the model embeds.
     vocabulary: int
 
     def write(self, folder: Path | None) -> None:
-        """Write the trained weights in the main process; other ranks pass None."""
+        """Write the trained weights into `folder` in the main process. Other ranks pass None."""
 
     def write_base(self, folder: Path | None) -> None:
-        """Write the adapter's base model."""
+        """Write the adapter's base model into `folder`. Other ranks pass None."""
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         """The log-probs of a completion's tokens at temperature 1."""
 
     def perturbed(self, scale: float) -> AbstractContextManager[None]:
-        """Inside, the adapter is changed; a larger `scale` changes it more."""
+        """Within this context, the adapter is changed; a larger `scale` changes it more."""
 
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """The servers of a run, and their deadlines in seconds. `urls` are those of given servers;
-    without them the run starts one server per entry of `devices`. `needed` is the least context
-    length of a server, in tokens. With `partial`, running completions continue with new weights.
-    With a `sleep_level` (vLLM's: 1 keeps the weights in host memory, 2 drops them) servers sleep
-    while nothing is sampled."""
+    """The servers of a run, and their deadlines in seconds. `urls` are the URLs of the user's
+    servers. If `urls` is empty, the run starts one server per entry of `devices`. `needed` is the
+    minimum context length of a server, in tokens. With `partial`, running completions continue with
+    new weights. With a `sleep_level`, servers sleep while no completion is sampled (vLLM's level 1
+    keeps the weights in host memory, level 2 drops them)."""
 
     server: ServerConfig
     urls: tuple[str, ...] = ()
@@ -83,9 +83,9 @@ class VLLMSettings:
 
 class VLLMEngine:
     """Samples on vLLM servers, which load weights from a `WeightStore`. Only the main process calls
-    them. After each load every server must report the version, and its log-probs of the tokens that
-    it generates must match the trainer's. `close`, or the end of the process, stops our servers and
-    removes the store."""
+    the servers. After each load every server must report the version, and its log-probs of tokens
+    that it generates must match the trainer's log-probs. `close`, or the end of the process, stops
+    the servers of the run and removes the store."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class VLLMEngine:
         )
         self.version = -1
         self._settings, self._source, self._say = settings, source, say
-        # Distinguishes this run's versions: other runs, and a resumed run, also count from 0.
+        # Distinguishes this run's versions, since other runs, and a resumed run, also count from 0.
         self._token = secrets.token_hex(4)
         self._begun: list[Future[list[Completion]]] = []
-        self._wanted: ServerWeights | None = None  # published, but not loaded by the servers yet
+        self._wanted: ServerWeights | None = None  # published, but not loaded yet
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
         self._open = _Open()
@@ -118,10 +118,10 @@ class VLLMEngine:
     # -- weights ---------------------------------------------------------------------------------
 
     def load(self, weights: Named, version: int) -> None:
-        """Publish the weights as a new version, and load it into every server, unless it is loaded
-        already. Sleeping servers load it before they next sample. They load the first one at once,
-        so that the free GPU memory is then what an update will have. Raises NoServers if no server
-        could load it."""
+        """Publish the weights as a new version and load the version into every server, unless it is
+        loaded already. Sleeping servers load it before they next sample. They load the first
+        version immediately, so that the free GPU memory afterwards is that of an update. Raises
+        NoServers if no server could load the version."""
         version = self._source.world.broadcast_object(version)
         if version == self.version:
             return
@@ -138,11 +138,11 @@ class VLLMEngine:
         if self._settings.sleep_level is None:
             self._bring()
         elif first:
-            with self.prefix_caching():  # the servers load it, and sleep afterwards
+            with self.prefix_caching():  # the servers load the version, then sleep
                 pass
 
     def _bring(self) -> None:
-        """Load the version published last into the servers, and verify it."""
+        """Load the last published version into the servers, and verify it."""
         sleep = self._settings.sleep_level is not None
         if sleep and self._source.world.device.type == "cuda":
             torch.cuda.empty_cache()  # servers that wake up need the memory
@@ -152,7 +152,7 @@ class VLLMEngine:
         self._start()
         try:
             while not self._verify(wanted, probes := self._brought(wanted)):
-                pass  # until one server has passed, or all budgets are exhausted: NoServers
+                pass  # until a server passes; NoServers if all budgets are exhausted
             if self._open.fleet and self._open.versions:
                 self._run(self._open.fleet.verify_others(probes))
                 self._open.versions.drop_older(self._open.fleet.oldest_in_use())
@@ -161,15 +161,15 @@ class VLLMEngine:
                 self._run(self._open.fleet.release())
 
     def _brought(self, wanted: ServerWeights) -> dict[str, LogprobProbe]:
-        """Load a version into the servers; return each server's probe, in all processes."""
+        """Load a version into the servers. Return each server's probe, in all processes."""
         found = self._run(self._open.fleet.bring(wanted)) if self._open.fleet else {}
         said = {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
         shared: dict[str, Any] = self._source.world.broadcast_object(said)
         return {url: LogprobProbe(self._prompt, *values) for url, values in shared.items()}
 
     def _verify(self, wanted: ServerWeights, probes: dict[str, LogprobProbe]) -> bool:
-        """Compare each server's log-probs of its tokens with the trainer's. Return whether a server
-        has passed."""
+        """Compare each server's log-probs of its tokens with the trainer's log-probs. Return
+        whether a server has passed."""
         known: dict[tuple[int, ...], list[float]] = {}
         for url, probe in probes.items():
             tokens = tuple(probe.tokens)
@@ -178,7 +178,7 @@ class VLLMEngine:
             ours = replace(probe, logprobs=known[tokens])
             apart = probe.difference(ours)
             if apart <= self._settings.tolerance:
-                if ours not in wanted.expected:  # most servers give the same tokens
+                if ours not in wanted.expected:  # most servers sample equal tokens
                     wanted.expected.append(ours)
             elif self._open.fleet:
                 fact = f"gives log-probs {apart:.3g} away from the trainer's after loading"
@@ -188,8 +188,8 @@ class VLLMEngine:
         return self._source.world.broadcast_object(bool(wanted.expected))
 
     def _require_adapters(self) -> None:
-        """Raise ValueError for servers that ignore an adapter: some silently serve the base if they
-        do not know the names in an adapter."""
+        """Raise ValueError for servers that ignore an adapter. Some servers silently serve the base
+        if they do not know the names in an adapter."""
         source = self._source
         tokens = self._prompt[-8:]
         base, enough = source.logprobs(self._prompt, tokens), _MOVED * self._settings.tolerance
@@ -230,7 +230,7 @@ class VLLMEngine:
     # -- servers ---------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Connect to the servers, once. Ours are started with the weights written last."""
+        """Connect to the servers, once. Servers of the run start with the last written weights."""
         settings = self._settings
         if self._open.versions is None or self._open.fleet is not None:
             return
@@ -287,12 +287,13 @@ class VLLMEngine:
     async def _examine_one(self, member: ServerState) -> None:
         settings, tokenizer = self._settings, self._source.tokenizer
         facts = await examine(member.client, settings.server, tokenizer, needed=settings.needed)
-        # Some more requests than the server computes at once wait there, to keep its batch full.
+        # Some requests wait at the server, in addition to those that it computes, to fill its
+        # batch.
         member.route, member.room = facts.route, facts.sequences * 3 // 2
         member.receives = facts.receives
 
     def _connect(self, member: ServerState) -> None:
-        """Set up sending weights to a server over NCCL, if enabled and supported there."""
+        """Set up the transfer of weights over NCCL, if enabled and supported by the server."""
         settings, device = self._settings, self._source.world.device
         if settings.server.transfers and member.receives:
             member.transfer = NCCLTransfer(member.client, device, settings.deadline)
@@ -316,8 +317,8 @@ class VLLMEngine:
 
     @contextmanager
     def prefix_caching(self) -> Iterator[None]:
-        """See `rloo.types.PrefixCaching`: servers keep their prefix caches. Inside they do not
-        sleep, and a completion continues on the server that has its prefix."""
+        """See `rloo.types.PrefixCaching`. Within this context, servers keep their prefix caches and
+        do not sleep, and a completion continues on the server that has its prefix."""
         self._bring()
         fleet = self._open.fleet
         try:
@@ -333,7 +334,7 @@ class VLLMEngine:
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """`sample` without waiting, in the main process: return a future of the completions of each
+        """Sample without waiting, in the main process. Return a future of the completions of each
         prompt."""
         requests = requests_of(prompts, sample_indices(count, prompts), sampling, noise)
         fleet = self._open.fleet
@@ -354,11 +355,11 @@ class VLLMEngine:
         self._begun = []
 
     def busy_seconds(self) -> float:
-        """The seconds that the engine has been sampling so far."""
+        """The total seconds of sampling so far."""
         return self._open.fleet.watch.seconds if self._open.fleet else 0.0
 
     def stats(self) -> dict[str, float]:
-        """How often servers were lost and came back, and requests were repeated, so far."""
+        """How often servers were lost and recovered, and requests were repeated, so far."""
         return dict(self._open.fleet.counts) if self._open.fleet else {}
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -374,8 +375,8 @@ class VLLMEngine:
 
 @dataclass(slots=True)
 class _Open:
-    """The resources to close when the engine ends. Empty outside of the main process, and before
-    the first load."""
+    """The resources to close when the engine ends. There are none outside of the main process and
+    before the first load."""
 
     versions: WeightStore | None = None
     fleet: ServerPool | None = None

@@ -20,8 +20,8 @@ from rloo.model.training_state import require_same_shapes
 
 class ZeroOptimizer(PolicyOptimizer):
     """A `PolicyOptimizer` for DeepSpeed. Gradients and optimizer state are in DeepSpeed's flat
-    tensors: callbacks find no `grad` on a parameter, and the optimizer's tensors have no parameter
-    names. Checkpoints store the state by parameter, as without DeepSpeed."""
+    tensors. Callbacks therefore find no `grad` on a parameter, and the optimizer's tensors have no
+    parameter names. Checkpoints store the state by parameter, as without DeepSpeed."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ZeroOptimizer(PolicyOptimizer):
         self.zero = ZeroModel(scorer, optimizer, settings, world)
 
     def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """See `PolicyOptimizer`; all processes call this equally often."""
+        """See `PolicyOptimizer`. All processes must make the same number of calls."""
         self.zero.backward(loss, last=last)
 
     def sum_gradients(self) -> None:
@@ -52,7 +52,7 @@ class ZeroOptimizer(PolicyOptimizer):
         return norm.item()
 
     def _gradients_are_finite(self) -> bool:
-        return True  # `step` has checked that their norm is finite
+        return True  # `step` has checked that the norm is finite
 
     def _move(self) -> None:
         self.zero.step(self._factor)
@@ -62,7 +62,7 @@ class ZeroOptimizer(PolicyOptimizer):
         self.zero.clear()
 
     def fill(self) -> None:
-        """Do nothing: DeepSpeed allocates gradients itself."""
+        """Do nothing: DeepSpeed allocates the gradients."""
 
     def _moments(self) -> Iterable[tuple[str, Tensor]]:
         return self.zero.moments()

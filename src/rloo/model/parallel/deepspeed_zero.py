@@ -1,10 +1,11 @@
-"""DeepSpeed's ZeRO under this package's training loop: optimizer state (stage 1), gradients too (2)
-and weights too (3) are sharded over the processes.
+"""DeepSpeed's ZeRO with this package's training loop. Stage 1 shards the optimizer state over the
+processes, stage 2 also the gradients, and stage 3 also the weights.
 
 DeepSpeed's loop averages gradients over processes and micro-batches, and computes norm, clipping
-and step in one call. Here gradients are sums, the norm is known before the step, and the saved
-optimizer state is full tensors by name, whatever number of processes wrote it. Only this module
-uses undocumented parts of DeepSpeed; `rloo[deepspeed]` names the versions it was tested with.
+and step in one call. Here gradients are sums, and the norm is computed before the step. The saved
+optimizer state consists of full tensors by name, so the number of processes may change. Only this
+module uses undocumented parts of DeepSpeed; `rloo[deepspeed]` names the versions it was tested
+with.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ _OURS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Fragment:
-    """The shard of a parameter that this process updates: `count` elements, from `start` of the
-    flattened parameter, and from `offset` of `flat`, the tensor that the optimizer steps."""
+    """The shard of a parameter that this process updates. It has `count` elements. They begin at
+    `start` in the flattened parameter, and at `offset` in `flat`, the tensor that the optimizer
+    updates."""
 
     flat: Tensor
     offset: int
@@ -50,14 +52,14 @@ class _Fragment:
     count: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The shard's elements in a tensor laid out as `self.flat`."""
+        """The shard's elements in a tensor with the layout of `self.flat`."""
         return flat.detach().view(-1).narrow(0, self.offset, self.count)
 
 
 class ZeroModel:
-    """`scorer` and `optimizer` (torch's, over its parameters) under DeepSpeed with `settings`, the
-    content of its JSON file. All methods but `moments` are collectives; names are those of
-    `scorer.model`."""
+    """Runs `scorer` and `optimizer` (a torch optimizer of the scorer's parameters) under DeepSpeed.
+    `settings` is the content of DeepSpeed's JSON file. All methods but `moments` are collectives.
+    Parameter names are those in `scorer.model`."""
 
     def __init__(
         self,
@@ -89,19 +91,20 @@ class ZeroModel:
             assert found is not None
             return _Fragment(self._flats[group], offset, found.start, len(found.piece))
         mapping = parameter._hp_mapping
-        if mapping is None:  # other processes update all of it
+        if mapping is None:  # other processes update the entire parameter
             return _Fragment(self._flats[0], 0, 0, 0)
         here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
         flat = self._flats[mapping.param_group_index]
         return _Fragment(flat, there.start, here.start, here.numel)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of `loss`. A collective: all processes call it equally often, and pass
-        `last` in the same call of a step."""
+        """Add the gradients of `loss`. A collective: all processes must make the same number of
+        calls, and pass `last` in the same call of a step."""
         self._engine.set_gradient_accumulation_boundary(last)
-        # The flag counts a step's micro-batches. A call of the engine's forward would clear it.
+        # DeepSpeed counts a step's micro-batches with this flag. The engine's forward, which is not
+        # called here, would clear the flag.
         self._inner.clear_backward_seen_flag()
-        self._engine.backward(loss * self._size, scale_wrt_gas=False)  # it takes the mean
+        self._engine.backward(loss * self._size, scale_wrt_gas=False)  # DeepSpeed takes the mean
 
     def _gradients(self) -> list[Tensor]:
         """This process's shards of the summed gradients, after the last backward."""
@@ -111,7 +114,8 @@ class ZeroModel:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """The norm of the full gradient, on the host; not finite if a gradient is not."""
+        """The norm of the full gradient, on the host. It is not finite if a gradient is not
+        finite."""
         device = self._engine.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for gradient in self._gradients():
@@ -125,7 +129,8 @@ class ZeroModel:
     def step(self, factor: float) -> None:
         """Take the optimizer's step on `factor` times the gradient, which must be finite."""
         for name, fragment in self._fragments.items():
-            # DeepSpeed steps a float32 copy, and the weights may have been changed since the last.
+            # DeepSpeed updates a float32 copy. The weights may have been changed since the last
+            # step.
             parameter = self._named[name]
             found = sharding(parameter)
             whole = parameter.detach().view(-1) if found is None else found.piece
@@ -155,7 +160,7 @@ class ZeroModel:
         inner.zero_grad()
         if self._stage == 3:
             inner._partition_all_parameters()
-            # Otherwise a parameter without a gradient would reuse that of the last step.
+            # Otherwise a parameter without a gradient would reuse its gradient of the last step.
             inner.grad_partitions_flat_buffer.zero_()
             inner.averaged_gradients = {}
         else:
@@ -171,8 +176,8 @@ class ZeroModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, every process has all weights and can compute with them independently, without
-        gradients."""
+        """Within this context, every process has all weights and can compute with them
+        independently, without gradients."""
         if self._stage < 3:
             yield
             return
@@ -198,7 +203,7 @@ class ZeroModel:
 
     def state(self, name: str, *, keep: bool) -> dict[str, Any]:
         """The optimizer's state of a trained parameter. With `keep` its tensors are full and on the
-        host, else empty. Before the first step there is no state."""
+        host, otherwise empty. Before the first step there is no state."""
         fragment = self._fragments[name]
         return {
             key: self._gathered(fragment, value, shape_of(self._named[name]), keep=keep)
@@ -214,12 +219,12 @@ class ZeroModel:
         whole = torch.zeros(shape, dtype=flat.dtype, device=self._engine.device)
         part = whole.view(-1).narrow(0, fragment.start, fragment.count)
         part.copy_(fragment.of(flat))
-        dist.all_reduce(whole.view(torch.int32), group=self._group)  # bits: -0.0 stays what it is
+        dist.all_reduce(whole.view(torch.int32), group=self._group)  # as integers: preserves -0.0
         return whole.cpu() if keep else whole.new_empty(0)
 
     @torch.no_grad()
     def load_state(self, name: str, saved: Mapping[str, Any]) -> None:
-        """Load full tensors that `state` returned; the number of processes may differ."""
+        """Load full tensors that `state` returned; the number of processes may have changed."""
         fragment = self._fragments[name]
         state = self._inner.optimizer.state[fragment.flat]
         for key, value in saved.items():
@@ -239,14 +244,15 @@ class ZeroModel:
 def divide(
     scorer: LogprobModel, *, settings: Mapping[str, Any], device: torch.device, frozen: bool = False
 ) -> None:
-    """Shard the weights of a module (stage 3), in place, one at a time. A `frozen` module can
-    compute afterwards; a trained one can once `ZeroModel` has it."""
+    """Shard the weights of a module (stage 3), in place, one at a time. A `frozen` module can then
+    compute. A trained module must first be passed to `ZeroModel`."""
     complete = _complete(settings)
     imported().zero.Init(module=scorer, config_dict_or_path=complete)
     for buffer in scorer.buffers():
         buffer.data = buffer.data.to(device)
-    # The head computes in chunks, and their number differs between processes. Its weight is
-    # therefore gathered once, with the scorer's, not at each call of the head's module.
+    # The head computes in chunks, whose number differs between processes. The head's weight is
+    # therefore gathered once, together with the scorer's weights, and not at each call of the
+    # head's module.
     scorer.head = OutputHead(scorer.model, direct=True)
     if frozen:
         complete["zero_optimization"].pop("offload_optimizer", None)
@@ -259,10 +265,11 @@ def prepare(world: World) -> None:
     deepspeed = imported()
     from deepspeed.utils import groups
 
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it would write to stdout
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # or it writes to stdout
     renamed = r"`torch\.distributed\.\w+_tensor` is deprecated"  # DeepSpeed calls such functions
     warnings.filterwarnings("ignore", renamed, FutureWarning)
-    # An all-reduce for inference. On a CPU, DeepSpeed would start a compiler to build it.
+    # This op is an all-reduce for inference. On a CPU, DeepSpeed would start a compiler to build
+    # the op.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     groups._WORLD_GROUP = world.mesh().get_group()
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it at every collective

@@ -1,8 +1,8 @@
 """Weights sharded over the processes of a run by torch's FSDP2 (`fully_shard`).
 
 Every weight, its gradient and its optimizer state are sharded by rows (DTensors). A layer's weights
-are gathered before its forward and freed afterwards, and again for its backward. Gradients are
-summed into the shards. Outside of a forward, a parameter is this process's shard.
+are gathered before its forward and before its backward, and freed after each. Gradients are summed
+into the shards. Outside of a forward, a parameter contains only this process's shard.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def check(model: PreTrainedModel, parallel: str) -> None:
 
 
 def shard(module: nn.Module, world: World, *, on_host: bool = False) -> None:
-    """Shard the weights of `module` layer by layer, in place. Its parameters are replaced, and from
-    now on only `module` itself may be called, not a part of it. Weights that are not floating-point
-    (a quantised base) stay replicated. Weights are gathered in the precision that they have. With
-    `on_host` shards, gradients and optimizer state are in host memory."""
+    """Shard the weights of `module` layer by layer, in place. The parameters are replaced.
+    Afterwards only `module` itself may be called, not its submodules. Weights that are not
+    floating-point (a quantised base) stay replicated. Weights are gathered in their own precision.
+    If `on_host` is true, the shards, gradients and optimizer state are in host memory."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     few_bits = {p for p in module.parameters() if not p.is_floating_point()}
@@ -55,21 +55,23 @@ def shard(module: nn.Module, world: World, *, on_host: bool = False) -> None:
         "ignored_params": few_bits,
         "offload_policy": policy,
     }
-    # Embeddings and head are sharded too: outside of a forward every parameter is a shard.
+    # Embeddings and head are sharded too, so every parameter is a shard outside of a forward.
     for part in (*reversed(_layers(module)), module):
         fully_shard(part, reshard_after_forward=True, **options)
     for part in _divided(module):
-        # The loss is normalized already, so gradients are summed. gloo supports the sum as well.
+        # The loss is already divided by the count over all processes, so gradients are summed, not
+        # averaged. gloo supports sums too.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
 
 
 @contextmanager
 def whole(module: nn.Module, *, layers: bool = True) -> Iterator[None]:
-    """Inside, every process has all weights of `module` and can compute with them independently,
-    without gradients. Without `layers` only weights outside of layers are gathered; layers are
-    gathered as they compute, so all processes must compute alike. A collective at its start. Does
-    nothing if no weight is sharded."""
+    """Within this context, every process has all weights of `module` and can compute with them
+    independently, without gradients. If `layers` is false, only weights outside of layers are
+    gathered at the start. Each layer is gathered when it computes, so all processes must run the
+    same computation. Entering the context is a collective. The context does nothing if no weight is
+    sharded."""
     parts = _divided(module)
     if not layers:
         parts = [part for part in parts if part is module]
@@ -85,7 +87,7 @@ def whole(module: nn.Module, *, layers: bool = True) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The layers of a transformers model, each of which is gathered at once."""
+    """The layers of a transformers model. The weights of a layer are gathered together."""
     return [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 

@@ -1,5 +1,6 @@
 """Sharded checkpoints: each process writes its shards, and any number of processes can read them.
-Uses torch.distributed.checkpoint on safetensors (its default storage has a pickle as index)."""
+Uses torch.distributed.checkpoint with safetensors files, since the index of its default storage is
+a pickle file."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def has_parts(checkpoint: str | Path) -> bool:
 
 
 def write_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Write `tensors`: of sharded ones this process's shard. A collective. All processes must have
-    access to the folder."""
+    """Write `tensors`; of a sharded tensor, only this process's shard. A collective. All processes
+    must have access to the folder."""
     import torch.distributed.checkpoint as dcp
 
     writer = dcp.HuggingFaceStorageWriter(str(Path(checkpoint, PARTS)), save_distributed=True)
@@ -36,8 +37,9 @@ def write_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: Wo
 
 
 def read_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: World) -> None:
-    """Fill `tensors`, sharded or not, in place with those of the same names. A collective if any is
-    sharded. Raises ValueError for a tensor that the checkpoint does not have."""
+    """Fill `tensors`, sharded or not, in place with the saved tensors of the same names. A
+    collective if a tensor is sharded. Raises ValueError for a tensor that the checkpoint does not
+    have."""
     import torch.distributed.checkpoint as dcp
 
     if missing := [name for name in tensors if name not in listed_parts(checkpoint)]:
@@ -61,6 +63,6 @@ def listed_parts(checkpoint: str | Path) -> dict[str, tuple[torch.Size, torch.dt
 @contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
-        # It is intended that a single process reads.
+        # torch warns if a single process reads, which is intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -71,6 +71,7 @@ def test_a_rollout_takes_as_long_as_the_longest_of_its_groups():
     assert course.seconds_a_rollout() == pytest.approx(sum(1 / n for n in range(1, 11)), rel=0.05)
 
 
+@pytest.mark.slow
 def test_staleness_smooths_what_varies():
     """Two exponential stages with a buffer: the trainer's share of a closed line of n = S + 1
     rollouts with equal means is n / (n + 1) (Buzen's product form for two queues)."""
@@ -95,6 +96,7 @@ def test_what_is_killed_is_done_again_after_the_restart():
     assert killed.ends[-1] - quiet.ends[-1] == pytest.approx(1.0 + 7.0)
 
 
+@pytest.mark.slow
 def test_failures_cost_what_they_should():
     """A call of 3 s on an engine that fails every 30 s in the mean, with a restart of 5 s: the
     expected time to finish is (m + r)(e^(c/m) - 1), for repeated calls with an exponential

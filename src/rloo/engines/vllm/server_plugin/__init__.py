@@ -1,2 +1,3 @@
-"""Code that runs in a vLLM server, whose environment may lack this package. It uses the standard
-library only. This folder is on the server's module path; the run itself calls nothing here."""
+"""Code that runs in a vLLM server, whose environment may lack this package. The code uses only the
+standard library. This folder is on the server's module path. The run itself does not call this
+code."""

@@ -1,5 +1,5 @@
-"""Restricts the routes of a vLLM server: vLLM's key check leaves the routes for weights open, and
-its development mode has more routes than weights need."""
+"""Restricts the routes of a vLLM server: vLLM's key check does not protect the routes for weights,
+and vLLM's development mode has more routes than weights need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-# These routes only show that the server is alive.
+# These routes only report that the server is alive.
 OPEN = ("/health", "/ping")
 SAMPLING = ("/v1/", "/inference/")
 OTHERS = ("/openapi.json", "/version", "/metrics", "/load", "/tokenize", "/detokenize")
@@ -28,7 +28,7 @@ CALLED = ("reload_weights",)
 
 
 class RouteGuard:
-    """ASGI middleware for vLLM's server. Routes that no run uses give 404. With VLLM_API_KEY, all
+    """ASGI middleware for vLLM's server. Routes that no run uses return 404. With VLLM_API_KEY, all
     routes except OPEN require that key."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
@@ -36,7 +36,7 @@ class RouteGuard:
         self.key = os.environ.get("VLLM_API_KEY", "")
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Reject a request, or pass it to the server."""
         if scope["type"] not in ("http", "websocket"):
             await self.app(scope, receive, send)
             return
