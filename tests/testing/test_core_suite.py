@@ -2,7 +2,7 @@
 
 The import rule (tests/test_sources.py) already holds that no module of the core imports an add-on.
 This test runs the suites of the code that reaches add-ons by name: the command line, options,
-rewards, datasets, observers, contracts and the trainer. They take 5 to 6 minutes of CPU time.
+rewards, datasets, observers, contracts and the trainer. They take 4 minutes of CPU time.
 
 `kernels`, `model`, `engines` and tests/test_pretended_runs.py would take as long again. They find
 nothing by name but engines, which are of the core and which the trainer's tests find, too. The
