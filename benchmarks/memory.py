@@ -22,7 +22,6 @@ import transformers
 from torch import Tensor, nn
 
 from rloo import RLOOConfig
-from rloo.addons.planner.plan import lasting_bytes
 from rloo.distributed import make_world
 from rloo.model.forward import completion_outputs
 from rloo.model.lora import add_adapter, lora_config
@@ -163,6 +162,8 @@ def value_loss(critic: Policy, samples: Sequence[Sample]) -> Tensor:
 
 def predict(folder: Path, shape: Shape, options: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
     """Parameters, tokens of the micro-batch, and the parts that `rloo plan` shows, in bytes."""
+    from rloo.addons.planner.plan import lasting_bytes
+
     gc.collect()
     policy, samples = make_policy(folder, options), shape.samples()
     parts = lasting_bytes(policy, make_engine(policy, policy.config))

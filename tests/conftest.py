@@ -2,21 +2,14 @@ import gc
 import os
 import signal
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from rloo import plugins
+from support.addons import HAS_ADDONS
 
 HERE = Path(__file__).parent
-HAS_ADDONS = find_spec("rloo.addons") is not None
-# Tests of what the core and add-ons do together.
-NEED_ADDONS = [
-    "addons", "engines/vllm/test_guard.py", "test_code_example.py", "test_gym_example.py",
-    "tracking/test_run_reader.py",
-]  # fmt: skip
-collect_ignore = [] if HAS_ADDONS else NEED_ADDONS
+collect_ignore = [] if HAS_ADDONS else ["addons"]
 # Tiny models: a second OpenMP thread costs more in waiting than it computes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -57,59 +50,6 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _absent_addons(error):
-    """The add-ons that a test has asked for and that are not there: in this process, or in another
-    one, whose output the error shows. A run does without the observers and the live view."""
-    if HAS_ADDONS:
-        return False
-    return bool(MISSED) or any(
-        words in str(error)
-        for words in (", which is not installed", "No module named 'rloo.addons")
-    )
-
-
-def _watch_for_addons():
-    load = plugins.load
-
-    def noting(group, name):
-        try:
-            return load(group, name)
-        except plugins.MissingAddon:
-            if group != "observers" and name != "live_display":
-                MISSED.append(name)
-            raise
-
-    plugins.load = noting
-
-
-MISSED = []
-if not HAS_ADDONS:
-    _watch_for_addons()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup():
-    """Fixtures may ask for add-ons, which ends in a skip where these are not there."""
-    MISSED.clear()
-    try:
-        return (yield)
-    except Exception as error:
-        if _absent_addons(error):
-            pytest.skip("needs rloo.addons")
-        raise
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call():
-    """Tests may ask for add-ons, too."""
-    try:
-        return (yield)
-    except Exception as error:
-        if _absent_addons(error):
-            pytest.skip("needs rloo.addons")
-        raise
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from datasets import Dataset
 from rloo import cli
 from rloo.config.compat.parser_fields import option_types
 from rloo.config.parsing import parse_command_line
+from support.addons import needs_addons
 from support.models import make_model
 from support.text import WORDS, make_tokenizer
 
@@ -290,16 +291,6 @@ def test_a_file_that_names_none_is_over_the_embedded_task_as_a_line_is(folder, w
     assert over.model == over.dataset == "countdown"
 
 
-@pytest.mark.parametrize("backend", ["local", "slurm", "ray"])
-def test_a_launched_file_that_names_none_is_over_the_embedded_task_too(folder, capsys, backend):
-    Path("few.yaml").write_text("max_steps: 2\n")
-    line = ["--backend", backend, "--gpus_per_node", "2", "--engine_gpus", "1"]
-    flags = ["--rollout_engine", "vllm"]
-    assert cli.main(["launch", "few.yaml", *line, *flags, "--dry_run"]) == 0
-    told = capsys.readouterr().out
-    assert "train few.yaml" in told and "vllm-serve few.yaml" in told
-
-
 def test_a_server_of_a_file_that_names_no_model_has_the_embedded_one(folder, monkeypatch):
     served = []
     monkeypatch.setattr(
@@ -313,7 +304,7 @@ def test_a_server_of_a_file_that_names_no_model_has_the_embedded_one(folder, mon
 # -- refusals -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train", pytest.param("plan", marks=needs_addons)])
 def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder, command):
     code = (
         "import json, sys, rloo.cli\n"
@@ -330,7 +321,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder,
         (["--reward", "rewards.py:lenth"], "rewards.py has no function 'lenth'; did you"),
         (["--reward", "broken.py:f"], "broken.py, line 1: invalid syntax"),
         (["--reward", "accuracy"], "unknown reward 'accuracy'; did you mean 'math'?"),
-        (["--reward", "soft_overlong(a=1)"], "the options {'a': 1} do not fit the reward"),
+        (["--reward", "countdown(a=1)"], "the reward 'countdown' takes no options, but got a"),
         (["--estimator", "other.py:f"], "there is no file"),
         (["--estimator", "rlo"], "unknown estimator 'rlo'; did you mean rloo? (there are"),
         (["--estimator", "other.py"], "the estimator 'other.py' names no function; write"),
@@ -375,8 +366,8 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder,
         (["train", "run.yaml", "--max_completion_length", "40000"], "max_completion_length"),
         (["train", "run.yaml", "--resume_from_checkpoint"], "no checkpoint to resume from"),
         (["train", "run.yaml", "--resume_from_checkpoint", "x"], "checkpoint x does not exist"),
-        (["train", "--dataset", "rows.jsonl", "--reward", "length(target_max=3)"], "no model"),
-        (["train", "--model", "{model}", "--reward", "length(target_max=3)"], "no dataset"),
+        (["train", "--dataset", "rows.jsonl", "--reward", "rewards.py:length"], "no model"),
+        (["train", "--model", "{model}", "--reward", "rewards.py:length"], "no dataset"),
         (["train", "--model", "{model}", "--dataset", "rows.jsonl"], "no reward function"),
         (["eval", "run.yaml", "--eval_pass_k", "9"], "eval_pass_k contains 9"),
         (["eval", "run.yaml", "--eval_split", "test"], "has no split 'test'"),
@@ -541,6 +532,7 @@ def test_a_reward_in_another_process_shows_the_user_s_frames(folder, capsys):
     assert "in another process:" in error
 
 
+@needs_addons
 def test_rewards_from_files_modules_and_built_in_are_weighed(folder, monkeypatch):
     Path("judges").mkdir()
     Path("judges/__init__.py").write_text("")
@@ -670,7 +662,8 @@ def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
 def test_eval_takes_a_dataset_of_its_own_and_repeats_itself(folder, model, capsys):
     write_rows("test.jsonl", ROWS[:5])
     shown = []
-    options = ["--model", str(model), "--eval_dataset", "test.jsonl", "--reward", "exact_match"]
+    options = ["--model", str(model), "--eval_dataset", "test.jsonl"]
+    options += ["--reward", "rewards.py:count_small"]
     small = [f"--{name}={value}" for name, value in SMALL.items()]
     for _ in range(2):
         assert cli.main(["eval", *options, *small]) == 0
@@ -683,7 +676,7 @@ def test_eval_takes_a_dataset_of_its_own_and_repeats_itself(folder, model, capsy
 def test_eval_passes_the_configuration_of_a_hub_dataset_on(folder, model, capsys, name):
     """Offline, the hub refuses; but the options themselves must be in order."""
     options = ["--model", str(model), f"--{name}", "owner/data", "--dataset_config", "main"]
-    error = refusal(capsys, "eval", *options, "--eval_split=test", "--reward=exact_match")
+    error = refusal(capsys, "eval", *options, "--eval_split=test", "--reward=rewards.py:length")
     assert "cannot be loaded from the hub" in error
 
 

@@ -14,6 +14,7 @@ from rloo.cli import main
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
+from support.addons import needs_addons
 from support.models import make_model
 from support.text import make_tokenizer
 
@@ -74,6 +75,7 @@ def config_of_run() -> dict:
     return json.loads(Path("run/summary.json").read_text())["config"]
 
 
+@needs_addons
 @pytest.mark.slow
 def test_areal_s_example_trains_and_evaluates(folder, capsys):
     data = {"dataset": "data", "eval_dataset": "data", "dataset_config": "null"}
@@ -90,6 +92,7 @@ def test_areal_s_example_trains_and_evaluates(folder, capsys):
     assert read_lines("run/evaluations.jsonl")[-1]["num_prompts"] == 2
 
 
+@needs_addons
 @pytest.mark.slow
 def test_ms_swift_s_example_trains_an_adapter(folder, capsys):
     rows = train_imported(

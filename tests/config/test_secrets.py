@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rloo import RLOOConfig, cli
+from rloo import RLOOConfig
 from rloo.config.secrets import HIDDEN, hide
 from rloo.config.show import render_resolved
 from rloo.tracking.jsonl import write_json
@@ -84,18 +84,6 @@ def test_no_file_of_a_run_has_it(monkeypatch):
     assert not any(HF in text for text in (*written, str(config.to_sanitized_dict())))
     assert config.to_dict()["chat_template_kwargs"] == {"a": ["$HF_TOKEN"]}
     assert config.run_name == f"run {HF}"  # where it is used
-
-
-def test_no_conversion_has_it(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("HF_TOKEN", HF)
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo "
-        "trainer.experiment_name=$HF_TOKEN data.train_files=a.parquet some.unknown=x-$HF_TOKEN\n"
-    )
-    assert cli.main(["config", "--from", "verl", str(script)]) == 0
-    said = capsys.readouterr().out
-    assert HF not in said and "$HF_TOKEN" in said and "x-$HF_TOKEN" in said
 
 
 def test_no_note_of_a_run_has_it(monkeypatch, tmp_path):

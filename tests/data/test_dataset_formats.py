@@ -10,6 +10,7 @@ from rloo.data.dataset_formats import with_conversation, with_reference
 from rloo.data.dataset_loading import load_rows
 from rloo.data.prompt_dataset import with_prompts
 from rloo.data.tokenization import encode_prompt
+from support.addons import needs_addons
 from support.text import make_tokenizer
 from support.training import make_config, make_trainer
 
@@ -222,14 +223,23 @@ def test_verls_rows_train_as_they_are(streams, tmp_path):
     assert any("references are those in reward_model.ground_truth" in note for note in notes)
 
 
+def check_reference_is_missed(reward, folder):
+    rows = Dataset.from_dict({"prompt": ["w1"], "id": [1], "final_answer": ["2"]})
+    with pytest.raises(ValueError, match=r"column that has it.*: reference: final_answer$"):
+        make_trainer(make_config(folder), reward, rows)
+
+
 def test_messages_say_which_line_to_add(tmp_path):
     rows = Dataset.from_dict({"id": [1], "problem": ["w1"]})
     with pytest.raises(ValueError, match=r"prompt: prompt_template: '\{problem\}'"):
         with_prompts(rows, None)
+    check_reference_is_missed(lambda completions, answer: [0.0 for _ in completions], tmp_path)
+
+
+@needs_addons
+def test_what_a_grader_misses_is_said(tmp_path):
     for reward in ("math", "exact_match", "gsm8k"):
-        rows = Dataset.from_dict({"prompt": ["w1"], "id": [1], "final_answer": ["2"]})
-        with pytest.raises(ValueError, match=r"column that has it.*: reference: final_answer$"):
-            make_trainer(make_config(tmp_path), reward, rows)
+        check_reference_is_missed(reward, tmp_path)
 
 
 def make_random(rows: Dataset) -> Dataset:

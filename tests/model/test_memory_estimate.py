@@ -29,6 +29,7 @@ from rloo.model.token_budget import (
     largest_micro_batch,
 )
 from rloo.trainer.checkpoint import load_checkpoint
+from support.addons import needs_addons
 from support.gpu import pretended
 from support.markers import slow
 from support.models import CONFIGS, CPU, make_model
@@ -456,6 +457,7 @@ def shaped_model(tmp_path_factory) -> Path:
     return folder
 
 
+@needs_addons
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

@@ -8,7 +8,7 @@ import torch
 import transformers
 from datasets import Dataset
 
-from rloo import RLOOConfig, RLOOTrainer
+from rloo import RLOOConfig, RLOOTrainer, plugins
 from rloo.algorithm.rank_rollout import RewardScorer
 from rloo.config.parsing import parse_command_line
 from rloo.distributed import World
@@ -141,9 +141,10 @@ def test_a_folder_an_option_set_and_a_module_score_alike(folder):
 
 def test_names_of_rewards_are_told_from_names_of_models(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gsm8k").mkdir()  # a folder that happens to have a built-in name
-    assert as_reward("gsm8k").__name__ == "gsm8k_reward"
-    assert as_reward("format(pattern='a/b')").__name__ == "format_reward"
+    (tmp_path / "countdown").mkdir()  # a folder that happens to have a built-in name
+    assert as_reward("countdown").__name__ == "countdown_reward"
+    monkeypatch.setitem(plugins.REGISTERED["rewards"], "searched", lambda pattern: short)
+    assert as_reward("searched(pattern='a/b')").__name__ == "short"
     assert as_reward("rloo.data.tasks.countdown:countdown_reward").__name__ == "countdown_reward"
     (tmp_path / "judges" / "mine.py").write_text("def f(completions):\n    return []\n")
     assert as_reward("judges/mine.py:f").__name__ == "f"
@@ -231,15 +232,16 @@ def test_an_object_with_get_rewards_is_a_reward():
 
 def test_a_model_named_in_a_file_is_found_beside_it_with_its_options(folder, tmp_path):
     options = "{name: judges/tiny-rm, normalize: true, dtype: bfloat16, batch_tokens: 64}"
-    (tmp_path / "run.yaml").write_text(f"reward: [{options}, judges/tiny-rm, gsm8k]\n")
-    (tmp_path / "gsm8k").mkdir()
+    (tmp_path / "run.yaml").write_text(f"reward: [{options}, judges/tiny-rm, countdown]\n")
+    (tmp_path / "countdown").mkdir()
     config = parse_command_line([str(tmp_path / "run.yaml")])
     assert config.reward == [
         {"name": folder, "normalize": True, "dtype": "bfloat16", "batch_tokens": 64},
         folder,
-        "gsm8k",
+        "countdown",
     ]
-    assert make_rewards(None, config, device=CPU).names == ["tiny-rm", "tiny-rm_2", "gsm8k_reward"]
+    names = ["tiny-rm", "tiny-rm_2", "countdown_reward"]
+    assert make_rewards(None, config, device=CPU).names == names
 
 
 def short(completions):

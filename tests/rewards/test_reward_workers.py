@@ -13,8 +13,8 @@ from rloo.config.user_functions import NotAllowed
 from rloo.rewards import RewardSet, load_reward
 from rloo.rewards.reward_workers import RewardWorkerPool, unavailable_reason, written
 
-COLUMNS = {"answer": ["4", "5"]}
-ARGUMENTS = (["p", "p"], ["is 4", "is 4"], [[1, 2], [3]], COLUMNS)
+COLUMNS = {"answer": ["4", "8"], "numbers": [[1, 4, 9], [1, 4, 9]], "target": [5, 5]}
+ARGUMENTS = (["p", "p"], ["is 4", "4 + 1 = 5"], [[1, 2], [3]], COLUMNS)
 OFFSET = 10
 
 
@@ -64,7 +64,7 @@ def scorers_of():
 
 
 def test_processes_score_as_this_one_does_with_names_functions_and_closures(scorers_of):
-    spec, limit = "length(target_max=3)", 7.0
+    spec, limit = "countdown", 7.0
 
     def closure(completion_ids, **_):
         return [limit - len(ids) for ids in completion_ids]
@@ -75,12 +75,13 @@ def test_processes_score_as_this_one_does_with_names_functions_and_closures(scor
     scorers = scorers_of(functions, sources=sources)
     here, (texts, there) = rewards.call(*ARGUMENTS, None), scorers.submit(0, call).result(60)
     assert texts == ARGUMENTS[1]
+    assert there.by_function["countdown_reward"] == [0.0, 1.0]
     assert there.by_function == here.by_function
     assert {n: (log.extras, log.metrics) for n, log in there.logs.items()} == {
         n: (log.extras, log.metrics) for n, log in here.logs.items()
     }
     assert rewards.combine([there]).totals == rewards.combine([here]).totals
-    assert rewards.combine([there]).extras == {"seen": [{"text": "is 4"}] * 2}
+    assert rewards.combine([there]).extras == {"seen": [{"text": text} for text in ARGUMENTS[1]]}
 
 
 def test_what_a_function_draws_follows_from_the_seed_alone(scorers_of):
@@ -163,7 +164,9 @@ def test_what_cannot_travel_is_scored_here_and_the_reason_is_told():
     assert "'Judge' is an object" in unavailable_reason(RewardSet([Judge()]))
     named = RewardSet([Judge()], sources=["file.py:judge"])  # it may keep a state all the same
     assert "'Judge' is an object" in unavailable_reason(named)
-    assert unavailable_reason(RewardSet([load_reward("math")], sources=["math"])) is None
+    Judge.__module__ = "rloo.judges"  # an object of this package, which its name gives anew
+    assert unavailable_reason(RewardSet([Judge()], sources=["judge"])) is None
+    Judge.__module__ = __name__
     assert "cannot be sent to another process" in unavailable_reason(
         RewardSet([lambda completions: closed])
     )

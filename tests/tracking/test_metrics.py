@@ -106,6 +106,9 @@ def test_a_reward_cannot_log_what_the_run_logs(tmp_path):
 
 
 def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def short(completions):\n    return [0.0] * len(completions)"
+    )
     everything = {
         "kl_kwargs": {"target": 0.1},
         "rollout_importance_sampling_mode": "sequence_truncate",
@@ -114,7 +117,7 @@ def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):
         "eval_on_start": True,
         "eval_pass_k": [1, 2],
         "reward_on_error": "missing",
-        "eval_reward": ["length(target_max=3)"],
+        "eval_reward": [f"{tmp_path / 'mine.py'}:short"],
     }
     rewards = [
         RunningNormReward(score),

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from rloo import cli
+from support.addons import needs_addons
 
-# Its configuration has options that have another form now.
-pytestmark = pytest.mark.filterwarnings("ignore:.* is retired:FutureWarning")
+# Its configuration has options that have another form now, and it is trained with a grader.
+pytestmark = [pytest.mark.filterwarnings("ignore:.* is retired:FutureWarning"), needs_addons]
 
 ARCHIVE = Path(__file__).parent / "data" / "run_of_2abd62f.tar.gz"
 MEASURED = ("time/", "tokens_per_second/", "memory/", "step_time")

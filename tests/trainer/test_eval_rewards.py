@@ -10,6 +10,7 @@ from rloo.rewards import RewardSet
 from rloo.tracking.jsonl import START
 from rloo.trainer.eval_rewards import EvalRewards
 from rloo.types import Completion, Group, Prompt
+from support.addons import needs_addons
 from support.training import ROWS, count_words, make_config, make_trainer
 
 STOP = Completion([3], "stop", [0.0], [0.0])
@@ -103,9 +104,15 @@ def test_a_run_measures_and_never_trains_what_only_judges(tmp_path):
     assert 0 <= end["rewards/short/win_rate"] <= 1 and 0 <= end["rewards/Longest/win_rate"] <= 1
     logged = {name for row in trainer.state.log_history for name in row}
     assert {"eval_rewards/short/mean", "eval_rewards/Longest/win_rate"} <= logged
-    # Every prompt that is evaluated on is trained on, which was found before the first step.
+
+
+@needs_addons
+def test_the_doctor_finds_that_each_prompt_that_is_judged_is_trained(tmp_path):
+    config = make_config(tmp_path, eval_on_start=True, max_steps=2)
+    make_trainer(config, eval_dataset=ROWS, eval_reward_funcs=[short, Longest()]).train()
     doctor = importlib.import_module("rloo.addons.report.doctor.doctor_command")
-    assert "held_out_trained" in [finding.name for finding in doctor.findings_of(folder)]
+    findings = doctor.findings_of(Path(config.output_dir))
+    assert "held_out_trained" in [finding.name for finding in findings]
 
 
 def test_what_cannot_judge_is_refused(tmp_path):
@@ -123,5 +130,8 @@ def test_what_cannot_judge_is_refused(tmp_path):
 
 
 def test_an_option_names_what_judges(tmp_path):
-    config = make_config(tmp_path, eval_reward=["length(target_max=3)"], eval_on_start=True)
-    assert make_trainer(config, eval_dataset=ROWS).judging.rewards.names == ["length_reward"]
+    (tmp_path / "mine.py").write_text(
+        "def few(completions):\n    return [0.0 for _ in completions]\n"
+    )
+    config = make_config(tmp_path, eval_reward=[f"{tmp_path}/mine.py:few"], eval_on_start=True)
+    assert make_trainer(config, eval_dataset=ROWS).judging.rewards.names == ["few"]

@@ -1,6 +1,5 @@
 """Runs with tools: what is trained, written down and refused."""
 
-import importlib
 import json
 import sys
 from contextlib import nullcontext
@@ -299,11 +298,3 @@ def test_the_command_takes_tools_by_name(tmp_path, capsys):
 
     assert main(["train", *options, "--tools", f"{tmp_path / 'mine.py'}:sub"]) == 2
     assert "has no function 'sub'" in capsys.readouterr().err
-
-
-def test_a_plan_does_not_call_tools(tmp_path):
-    config = make_config(
-        tmp_path, model="countdown", dataset="countdown", reward=["countdown"], tools=["a.py:f"]
-    )
-    with pytest.raises(ValueError, match="a plan calls no tools"):
-        importlib.import_module("rloo.addons.planner.plan").make_plan(config)

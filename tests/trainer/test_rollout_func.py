@@ -1,13 +1,11 @@
 """Rollouts made by a function of the user's: what it gets, what it returns, what is trained."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import rloo
 from rloo.types import Prompt
 from support.models import VOCAB_SIZE, make_model
 from support.rollouts import speak_twice
@@ -174,12 +172,3 @@ def test_tools_beside_it_are_refused(tmp_path):
             make_config(tmp_path), odd, model=make_model("qwen3"), rollout_func=two_turns,
             tools=[print],
         )  # fmt: skip
-
-
-def test_environments_of_verifiers_need_their_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "verifiers", None)
-    monkeypatch.delitem(
-        sys.modules, "rloo.addons.integrations.verifiers.verifiers_environment", raising=False
-    )
-    with pytest.raises(ValueError, match=r"before 0\.4, .*: pip install 'verifiers<0\.4"):
-        rloo.from_verifiers(None)

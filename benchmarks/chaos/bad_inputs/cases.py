@@ -11,9 +11,10 @@ from pathlib import Path
 from rloo.data.tasks import resolve_model
 
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(4)]
+SCORES = "def length(completions):\n    return [float(len(text)) for text in completions]\n"
 # A run of one step, which takes half a second.
 WORKING: dict[str, object] = {
-    "model": "model", "dataset": "rows.jsonl", "reward": "length(target_max=9)",
+    "model": "model", "dataset": "rows.jsonl", "reward": "scores.py:length",
     "output_dir": "run", "num_generations": 2, "num_prompts": 1, "max_completion_length": 4,
     "max_steps": 1, "bf16": False, "gradient_checkpointing": False, "num_threads": 1,
     "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "max_tokens_per_micro_batch": 256,
@@ -36,6 +37,7 @@ class Case:
         """Write the files. Returns the arguments of the command, which must be run in `folder`."""
         shutil.copytree(resolve_model("countdown"), folder / "model")
         write_rows(folder / "rows.jsonl")
+        (folder / "scores.py").write_text(SCORES)
         write_options(folder / "run.yaml", {})
         self.spoil(folder)
         return ["train", "run.yaml", *self.arguments]

@@ -10,6 +10,7 @@ import pytest
 
 from rloo.distributed.worker_process import WorkerDied
 from rloo.rewards import RewardSet, make_math
+from rloo.rewards.reward_workers import unavailable_reason
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +171,8 @@ def test_a_judge_or_worker_that_is_stopped_is_missing_once_and_replaced(math_rew
 def test_a_reference_that_is_too_hard_or_unreadable_is_no_fault_of_the_answer(math_reward):
     references = ["9^{9^{9^{9}}}x", "x +* y", "(", "9" * 2000]
     assert math_reward([r"\boxed{7x}"] * 4, answer=references) == [None] * 4
+
+
+def test_it_is_sent_to_another_process_by_its_name():
+    assert unavailable_reason(RewardSet([make_math()], sources=["math"])) is None
+    assert "is an object" in unavailable_reason(RewardSet([make_math()]))

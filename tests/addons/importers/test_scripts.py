@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rloo import cli
 from rloo.addons.importers import import_config, render_imported
 from rloo.config.config import RLOOConfig
 
@@ -178,3 +179,16 @@ def test_verl_s_named_file_is_looked_for_where_verl_has_it(tmp_path, monkeypatch
     monkeypatch.chdir(Path(__file__).parent)
     config = RLOOConfig(**import_config("verl", str(script)).options)
     assert (config.num_generations, config.num_prompts, config.learning_rate) == (6, 8, 4e-6)
+
+
+def test_no_secret_of_the_environment_is_written(monkeypatch, tmp_path, capsys):
+    secret = "hf_" + "aB3" * 11 + "x"  # of the alphabet of keys; nobody's
+    monkeypatch.setenv("HF_TOKEN", secret)
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=rloo "
+        "trainer.experiment_name=$HF_TOKEN data.train_files=a.parquet some.unknown=x-$HF_TOKEN\n"
+    )
+    assert cli.main(["config", "--from", "verl", str(script)]) == 0
+    said = capsys.readouterr().out
+    assert secret not in said and "$HF_TOKEN" in said and "x-$HF_TOKEN" in said

@@ -7,6 +7,7 @@ others, but for words before the number after `####`: they are no part of the co
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from benchmarks.chaos.verifiers import (
     MATH_RIGHT,
     rewards_of,
 )
+from rloo import from_verifiers
 from rloo.addons.graders.math.answer_extraction import boxed_answer
 from rloo.rewards import gsm8k_reward, make_math
 
@@ -405,3 +407,12 @@ def test_hacks_score_nothing(verifier, pairs, math_reward):
 def test_right_answers_are_accepted(verifier, pairs, math_reward):
     rewards = rewards_of(verifier, pairs, math_reward)
     assert [pair for pair, reward in zip(pairs, rewards, strict=True) if reward != 1.0] == []
+
+
+def test_environments_of_verifiers_need_their_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "verifiers", None)
+    monkeypatch.delitem(
+        sys.modules, "rloo.addons.integrations.verifiers.verifiers_environment", raising=False
+    )
+    with pytest.raises(ValueError, match=r"before 0\.4, .*: pip install 'verifiers<0\.4"):
+        from_verifiers(None)

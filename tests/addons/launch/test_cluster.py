@@ -6,6 +6,7 @@ import pytest
 
 from rloo.addons.launch.cluster import Cluster, read_cluster
 from rloo.addons.launch.roles import make_job
+from rloo.cli import main
 from rloo.config.fields import ConfigErrors
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
@@ -131,3 +132,14 @@ def test_lines_of_setup_come_before_every_process():
     words = job.started()
     echo = [*words[: words.index("python")], "bash", "-c", 'echo "$A"']
     assert subprocess.check_output(echo, text=True) == "x y\n"
+
+
+@pytest.mark.parametrize("backend", ["local", "slurm", "ray"])
+def test_a_file_that_names_no_model_has_the_embedded_task(tmp_path, monkeypatch, capsys, backend):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few.yaml").write_text("max_steps: 2\n")
+    line = ["--backend", backend, "--gpus_per_node", "2", "--engine_gpus", "1"]
+    flags = ["--rollout_engine", "vllm"]
+    assert main(["launch", "few.yaml", *line, *flags, "--dry_run"]) == 0
+    told = capsys.readouterr().out
+    assert "train few.yaml" in told and "vllm-serve few.yaml" in told

@@ -1,14 +1,17 @@
 """The script for sbatch, as it is read; `test_slurm` has it run."""
 
+import os
 import re
 import subprocess
 
 import pytest
 
 from rloo.addons.launch.cluster import Cluster
+from rloo.addons.launch.local_backend import environment_of
 from rloo.addons.launch.roles import check_again, make_job
 from rloo.addons.launch.slurm_backend import FOLDER, script
 from rloo.cli import main
+from rloo.engines.vllm.server_process import KEY
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match", "-o", "runs/a b"]
 
@@ -91,3 +94,25 @@ def test_without_slurm_it_says_so(tmp_path, monkeypatch, capsys):
     assert main(["launch", "--backend", "slurm", "--dry_run"]) == 0
     assert f"# sbatch {tmp_path}/runs/countdown/job.sbatch" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
+
+
+def test_launched_servers_listen_here_or_ask_for_the_jobs_key():
+    recipe = ["--model", "countdown", "--dataset", "countdown", "--rollout_engine", "vllm"]
+    job = make_job(Cluster(gpus_per_node=2, engine_gpus=1), recipe)
+    (server,) = job.others
+    environment = environment_of(job, server, 0)
+    command = " ".join(job.command(server, environment["ADDRESS"], environment["PORT"]))
+    assert "--vllm_server_host 127.0.0.1 --vllm_server_port 10001" in command
+    cluster = Cluster(backend="slurm", nodes=1, gpus_per_node=2, engine_gpus=1)
+    text = script(make_job(cluster, recipe, FOLDER))
+    (key,) = [line for line in text.splitlines() if line.startswith(f"export {KEY}=")]
+    assert text.index(key) < text.index("vllm-serve")
+    for given, length in (("", 32), ("mine", 4)):
+        told = subprocess.check_output(
+            ["bash", "-c", f'{key}; printf %s "${KEY}"'], env={**os.environ, KEY: given}, text=True
+        )
+        assert len(told) == length and told.isalnum()
+    assert (
+        'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=' in text and "export -f again host_of" in text
+    )
+    assert "--vllm_server_host $ADDRESS" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rloo import cli
+from rloo import RLOOConfig, cli
 from rloo.addons.planner import update_timing
 from rloo.addons.planner.plan import _rows, make_plan
 from rloo.config.parsing import parse_command_line
@@ -206,3 +206,15 @@ def test_a_budget_that_does_not_fit_is_planned_as_training_would_lower_it(folder
     assert trainer.policy.max_tokens == lowered.max_tokens
     monkeypatch.setattr(token_budget, "available_bytes", lambda device: 10**5)
     assert cli.main(["plan", "run.yaml"]) == 2
+
+
+def test_a_plan_does_not_call_tools(tmp_path):
+    config = RLOOConfig(
+        str(tmp_path),
+        model="countdown",
+        dataset="countdown",
+        reward=["countdown"],
+        tools=["a.py:f"],
+    )
+    with pytest.raises(ValueError, match="a plan calls no tools"):
+        make_plan(config)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rloo.cli import main
+from support.addons import needs_addons
 
 AREAL = Path(__file__).parents[3] / "examples" / "gsm8k_areal.yaml"
 FILES = {
@@ -33,9 +34,16 @@ def test_train_names_the_system_and_the_command_in_one_line(name, tmp_path, caps
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "unknown option" not in said
     assert f"rloo config --from {system} {path} > run.yaml" in said
-    other = "trl" if system != "trl" else "verl"
-    assert main(["config", "--from", other, str(path)]) == 2
-    assert f"rloo config --from {system} {path}" in capsys.readouterr().err
+
+
+@needs_addons
+def test_a_conversion_from_another_system_is_refused_with_the_right_one(tmp_path, capsys):
+    for name, (system, text) in FILES.items():
+        path = tmp_path / name
+        path.write_text(text)
+        other = "trl" if system != "trl" else "verl"
+        assert main(["config", "--from", other, str(path)]) == 2
+        assert f"rloo config --from {system} {path}" in capsys.readouterr().err
 
 
 def test_train_names_areal_for_its_example(capsys):
@@ -70,15 +78,24 @@ OTHERS = {
 }
 
 
+def check_named(command, name, folder, capsys):
+    path = folder / name
+    path.write_text(OTHERS[name])
+    assert main([*command, str(path)]) == 2
+    said = capsys.readouterr().err
+    system = name.partition(".")[0]
+    assert said.count("\n") == 1 and f"of {system}, which is not converted" in said
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_systems_whose_files_are_not_converted_are_named(name, tmp_path, capsys):
-    path = tmp_path / name
-    path.write_text(OTHERS[name])
-    system = name.partition(".")[0]
-    for command in (["train", str(path)], ["config", "--from", "verl", str(path)]):
-        assert main(command) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and f"of {system}, which is not converted" in said
+    check_named(["train"], name, tmp_path, capsys)
+
+
+@needs_addons
+def test_a_conversion_names_systems_whose_files_are_not_converted(tmp_path, capsys):
+    for name in OTHERS:
+        check_named(["config", "--from", "verl"], name, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(

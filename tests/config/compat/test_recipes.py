@@ -9,6 +9,7 @@ import pytest
 from rloo.config.parsing import parse_command_line
 from rloo.config.user_functions import load_function
 from rloo.rewards import load_reward
+from support.addons import needs_addons
 from tools.read_recipes import main as read_recipes
 
 MODEL = "model_name_or_path: owner/model\nmodel_revision: main\ndtype: bfloat16\n"
@@ -101,6 +102,19 @@ def test_open_r1_s_rewards_are_ours_with_its_options(tmp_path):
     math, form, tags, repetition = config.reward
     assert (math, tags) == ({"name": "math"}, "tag_count")
     assert repetition == {"name": "repetition", "ngram": 4, "max_penalty": 0.5, "words": True}
+    assert form["name"] == "format"
+    with pytest.warns(UserWarning, match="punishment is soft_overlong here"):
+        config = read(tmp_path, MODEL + "reward_funcs: [soft_overlong_punishment, mine.f]\n")
+    overlong = {"name": "soft_overlong", "max_tokens": 16384, "cache_tokens": 4096}
+    assert config.reward == [overlong, "mine:f"]
+    config = read(tmp_path, MODEL + "reward_funcs: [format, length]\n")  # ours, by these names
+    assert config.reward == ["format", "length"]
+
+
+@needs_addons
+@pytest.mark.filterwarnings("ignore:.*has no effect", "ignore:.*not the")
+def test_open_r1_s_format_scores_as_there(tmp_path):
+    _, form = read(tmp_path, MODEL + "reward_funcs: [accuracy, format]\n").reward
     whole = "<think>\n2 + 2\n</think>\n<answer>\n4\n</answer>"
     scores = {
         whole: 1.0,
@@ -110,12 +124,6 @@ def test_open_r1_s_rewards_are_ours_with_its_options(tmp_path):
         whole.replace("4", "3\n</answer>\n<answer>\n4"): 0.0,
     }
     assert load_reward(form)([*scores]) == [*scores.values()]
-    with pytest.warns(UserWarning, match="punishment is soft_overlong here"):
-        config = read(tmp_path, MODEL + "reward_funcs: [soft_overlong_punishment, mine.f]\n")
-    overlong = {"name": "soft_overlong", "max_tokens": 16384, "cache_tokens": 4096}
-    assert config.reward == [overlong, "mine:f"]
-    config = read(tmp_path, MODEL + "reward_funcs: [format, length]\n")  # ours, by these names
-    assert config.reward == ["format", "length"]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rloo.addons.launch.cluster import Cluster
-from rloo.addons.launch.local_backend import environment_of
-from rloo.addons.launch.roles import make_job
-from rloo.addons.launch.slurm_backend import FOLDER, script
 from rloo.engines.vllm.server_plugin.rloo_guard import WEIGHTS, RouteGuard
 from rloo.engines.vllm.server_process import KEY, require_key
 
@@ -132,28 +128,6 @@ def test_the_command_serves_others_with_a_key_that_it_does_not_print(tmp_path):
         arguments[arguments.index("--host") + 1] == "0.0.0.0" and environment[KEY] == "top-secret"
     )
     assert "top-secret" not in line + json.dumps(arguments)
-
-
-def test_launched_servers_listen_here_or_ask_for_the_jobs_key():
-    recipe = ["--model", "countdown", "--dataset", "countdown", "--rollout_engine", "vllm"]
-    job = make_job(Cluster(gpus_per_node=2, engine_gpus=1), recipe)
-    (server,) = job.others
-    environment = environment_of(job, server, 0)
-    command = " ".join(job.command(server, environment["ADDRESS"], environment["PORT"]))
-    assert "--vllm_server_host 127.0.0.1 --vllm_server_port 10001" in command
-    cluster = Cluster(backend="slurm", nodes=1, gpus_per_node=2, engine_gpus=1)
-    text = script(make_job(cluster, recipe, FOLDER))
-    (key,) = [line for line in text.splitlines() if line.startswith(f"export {KEY}=")]
-    assert text.index(key) < text.index("vllm-serve")
-    for given, length in (("", 32), ("mine", 4)):
-        told = subprocess.check_output(
-            ["bash", "-c", f'{key}; printf %s "${KEY}"'], env={**os.environ, KEY: given}, text=True
-        )
-        assert len(told) == length and told.isalnum()
-    assert (
-        'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=' in text and "export -f again host_of" in text
-    )
-    assert "--vllm_server_host $ADDRESS" in text
 
 
 def test_the_guard_needs_nothing_but_the_standard_library(tmp_path):

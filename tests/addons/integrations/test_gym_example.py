@@ -9,7 +9,7 @@ import pytest
 from rloo.cli import main
 from support.gym_sandbox import why_not_scored
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FEW = (
     "--max_steps=3", "--num_prompts=6", "--num_generations=4", "--eval_size=12",
     "--dataset_kwargs.size=60",

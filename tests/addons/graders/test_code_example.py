@@ -13,7 +13,7 @@ from rloo.addons.graders.code.sandbox_pool import unavailable_reason
 from rloo.cli import main
 from rloo.rewards import load_reward
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 FEW = (
     "--max_steps=3", "--num_prompts=4", "--num_generations=4", "--eval_size=8", "--num_threads=1",
     "--num_generations_eval=2",
