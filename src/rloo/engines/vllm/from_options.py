@@ -41,9 +41,9 @@ def serving_of(
         sleeps=sleeps,
         trust_remote_code=config.trust_remote_code,
         tied=tied,
-        tells=config.partial_rollouts,
-        arguments=tuple(config.vllm_serve_args or ()),
-        executable=tuple(config.vllm_executable),
+        tells=config.async_options.partial_rollouts,
+        arguments=tuple(config.engine_options.serve_args or ()),
+        executable=tuple(config.engine_options.executable),
     )
 
 
@@ -52,7 +52,7 @@ def exported(policy: Policy) -> PolicyExport:
     config = policy.config
     dtype = getattr(torch, servers_dtype(config))
     return PolicyExport(
-        policy, dtype, merge=bool(config.vllm_merge_adapter), untie=must_untie(policy)
+        policy, dtype, merge=bool(config.engine_options.merge_adapter), untie=must_untie(policy)
     )
 
 
@@ -93,40 +93,41 @@ def must_untie(policy: Policy) -> bool:
 def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyExport]:
     """The `VLLMSettings` of a run, and the export of its policy for the servers."""
     config, source = policy.config, exported(policy)
-    size, given = config.vllm_tensor_parallel_size, config.vllm_devices
+    size, given = config.vllm_tensor_parallel_size, config.engine_options.devices
     devices: list[str | None] = [None]
     if given is not None:
         devices = [",".join(given[at : at + size]) for at in range(0, len(given), size)]
     model = config.model or "MODEL"
     sleeps = config.vllm_enable_sleep_mode
     if sleeps is None:
-        shares = config.rollout_engine == "vllm" and config.vllm_devices is None
+        shares = config.rollout_engine == "vllm" and config.engine_options.devices is None
         sleeps = shares and policy.device.type == "cuda" and not config.max_staleness
     rank = source.adapter_rank
-    if config.partial_rollouts and rank is not None:
+    if config.async_options.partial_rollouts and rank is not None:
         raise ValueError(
             "partial_rollouts is true and an adapter travels alone; a completion goes on with the "
-            "adapter by whose name it was begun (partial_rollouts, or vllm_merge_adapter true)"
+            "adapter by whose name it was begun (async_kwargs.partial_rollouts, or "
+            "engine_kwargs.merge_adapter true)"
         )
-    transfers = config.vllm_weight_transfer != "files"
+    transfers = config.engine_options.weight_transfer != "files"
     reason = _why_by_files(policy, rank) if transfers else None
-    if reason is not None and config.vllm_weight_transfer == "nccl":
+    if reason is not None and config.engine_options.weight_transfer == "nccl":
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps)
     serving = replace(serving, transfers=transfers and reason is None)
-    longest = max(config.max_completion_length, config.eval_max_completion_length or 0)
-    elsewhere = config.rollout_engine == "vllm_server" or config.vllm_weights_dir
+    longest = max(config.max_completion_length, config.eval_options.max_completion_length or 0)
+    elsewhere = config.rollout_engine == "vllm_server" or config.engine_options.weights_dir
     weights = weights_folder(config) if elsewhere else None
     settings = VLLMSettings(
         serving,
         urls=tuple(config.vllm_server_base_url or ()),
         devices=tuple(devices),
-        deadline=config.vllm_request_timeout,
+        deadline=config.engine_options.request_timeout,
         start_deadline=config.vllm_server_timeout,
-        restarts=config.vllm_restarts,
+        restarts=config.engine_options.restarts,
         tolerance=tolerance_of(config),
         needed=longest + (config.max_prompt_length or 1),
-        partial=config.partial_rollouts,
+        partial=config.async_options.partial_rollouts,
         # Level 2 drops the weights, and vLLM then also loses its adapters.
         sleep_level=(2 if rank is None else 1) if sleeps else None,
         weights_folder=weights,
@@ -140,11 +141,11 @@ def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
     config = policy.config
     if lora_rank is not None:
         return "an adapter travels as the files that vLLM loads"
-    if config.rollout_engine == "vllm" and config.vllm_devices is None:
-        return "the servers have the trainer's own GPU (vllm_devices)"
+    if config.rollout_engine == "vllm" and config.engine_options.devices is None:
+        return "the servers have the trainer's own GPU (engine_kwargs.devices)"
     return unavailable_reason(policy.device)
 
 
 def weights_folder(config: RLOOConfig) -> Path:
     """The folder into which weights are written for processes on other machines."""
-    return Path(config.vllm_weights_dir or config.output_dir).absolute()
+    return Path(config.engine_options.weights_dir or config.output_dir).absolute()
