@@ -83,8 +83,7 @@ def _rate_high(run: RecordedRun) -> RuleResult | None:
 
 def _leaps(run: RecordedRun) -> Iterator[tuple[float, str]]:
     """Changes between rollouts that small steps do not cause, as (nats, or 0 for lengths; words).
-    Rollouts of a few prompts also differ this much. A leap must therefore last, and the KL, if
-    known, must confirm the leap."""
+    Rollouts of few prompts differ as much, so a leap must last, and a known KL must confirm it."""
     names = ("kl", "entropy", "completions/mean_length")
     kl, entropy, length = ([r.get(name, math.nan) for r in run.rollouts] for name in names)
     if at := leap(kl, 1, lambda old, new: new > old + KL_JUMP):
