@@ -66,12 +66,13 @@ def test_a_folder_that_is_being_written_stays(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_merge_that_is_stopped_leaves_nothing(tmp_path, number):
-    """By the handlers that a command has."""
+    """By the handlers that a command has. Python drops an exception that a handler raises inside of
+    a destructor, so the command checks once more for a signal, as a run does after each step."""
     script = WRITER.replace(
         "with atomic_directory",
         "from rloo.algorithm.stop_signals import StopSignals\n"
-        "with StopSignals().handling(), atomic_directory",
-    )
+        "with StopSignals().handling() as signals, atomic_directory",
+    ).replace("time.sleep(600)", "while True: time.sleep(0.05); signals.check()")
     command = [sys.executable, "-c", script, str(tmp_path), "out"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
