@@ -22,8 +22,8 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365)
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """Two means over `size` rollouts each, with 95 % intervals. `moved` is the result of
-    `direction` (None: unknown)."""
+    """Two means, `before` and `after`, over `size` rollouts each, with their 95 % intervals.
+    `moved` is the result of `direction`, or None if it is unknown."""
 
     before: float
     after: float
@@ -39,8 +39,8 @@ class BeforeAfter:
 
     @property
     def moved(self) -> int | None:
-        """1 for an increase beyond chance, -1 for a decrease beyond chance, else 0; None:
-        unknown."""
+        """1 for a significant increase (see `direction`), -1 for a significant decrease, else 0.
+        None if the result is unknown."""
         known = (self.before, self.after, *self.before_bounds, *self.after_bounds)
         if self.size < FEWEST or not all(map(math.isfinite, known)):
             return None
@@ -60,9 +60,9 @@ def windows(rows: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
 
 
 def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> BeforeAfter:
-    """Compare the mean of a metric in the first rollouts and in the last rollouts. The error of the
-    mean reward comes from the errors of the rollouts; errors of other metrics come from the spread
-    over rollouts."""
+    """Compare the mean of a metric in the first rollouts and in the last rollouts. The standard
+    error of the mean reward is computed from the standard errors of the rollouts; the standard
+    error of another metric, from its spread over rollouts."""
     first, last = (_known(rows, name) for rows in windows(rollouts))
     (before, before_bounds), (after, after_bounds) = _mean(first, name), _mean(last, name)
     return BeforeAfter(before, after, before_bounds, after_bounds, min(len(first), len(last)))
@@ -71,8 +71,8 @@ def change_of(rollouts: Sequence[Mapping[str, float]], name: str) -> BeforeAfter
 def since_first(rollouts: Sequence[Mapping[str, float]]) -> BeforeAfter:
     """Compare the reward of the first rollout with the last rollouts, for a run that learns within
     its first third. A single rollout has few prompts, so its standard error is doubled, and is at
-    least twice the median error. If no errors are known, the first three rollouts replace the
-    first."""
+    least twice the median standard error of all rollouts. If no standard errors are known, the
+    first three rollouts take the place of the first rollout."""
     rows = _known(rollouts, "reward")
     errors = [e for row in rows if math.isfinite(e := row.get("reward/standard_error", math.nan))]
     first, (_, last) = rows[: 1 if errors else FEWEST], windows(rows)
@@ -102,7 +102,7 @@ def _bounds(evaluation: Mapping[str, Any], name: str) -> tuple[float, float]:
 def direction(
     before: float, before_bounds: Sequence[float], after: float, after_bounds: Sequence[float]
 ) -> int:
-    """Return 1 if `after` is larger than `before` beyond chance, -1 if it is smaller beyond chance,
+    """Return 1 if `after` is significantly larger than `before`, -1 if it is significantly smaller,
     else 0. The criterion is the 95 % interval of the difference, computed from the two intervals
     (Newcombe 1998, method 10). The two intervals are treated as independent, which is conservative
     for measurements on the same problems."""

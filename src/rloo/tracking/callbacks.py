@@ -76,7 +76,7 @@ class Events:
         )
 
     def lengthen(self, config: RLOOConfig, scheduler: Any) -> None:
-        """Send the options and the scheduler of a run of another length with all later events."""
+        """In all later events, send the options and the scheduler of a run of another length."""
         self._arguments = to_training_arguments(config)
         self.handler.lr_scheduler = scheduler
 

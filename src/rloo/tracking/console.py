@@ -26,8 +26,9 @@ FUNCTION_MEAN = re.compile(r"rewards/.*/mean", re.DOTALL)
 
 
 def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
-    """Shorten a text to its start and its end, which mostly contains the answer: to at most
-    `characters` characters and `lines` lines, and a marker with the size of the omitted part."""
+    """Shorten a long text to its start and its end, which mostly contains the answer. The result
+    has at most `characters` characters and `lines` lines, and a marker with the size of the omitted
+    part."""
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} [... {len(text) - 2 * half:,} characters ...] {text[-half:]}"
@@ -39,8 +40,8 @@ def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
 
 
 def flow(phrases: Sequence[str], width: int, indent: int = 0) -> list[str]:
-    """Join phrases to lines of at most `width` cells. Lines break only between phrases. The second
-    and later lines are indented. A phrase of more than `width` cells is a separate line."""
+    """Join phrases into lines of at most `width` cells. Lines break only between phrases. The
+    second and later lines are indented. A phrase of more than `width` cells is a separate line."""
     lines: list[str] = []
     for phrase in phrases:
         if lines and cell_len(longer := f"{lines[-1]}  {phrase}") <= width:
@@ -101,8 +102,8 @@ def is_graded(metrics: Mapping[str, Any]) -> bool:
 
 
 def held_out(metrics: Mapping[str, Any]) -> tuple[str, float, str]:
-    """Return the main metric of an evaluation: its name, its value, and the value with its error.
-    The metric is pass@1, or the reward if the reward is graded or pass@1 is missing."""
+    """Return the main metric of an evaluation: its name, its value, and a text with the value and
+    its error. The metric is pass@1, or the reward if the reward is graded or pass@1 is missing."""
     if "pass@1" in metrics and not is_graded(metrics):
         value = metrics["pass@1"]
         return "pass@1", value, percent(value, metrics.get("pass@1_interval"))
@@ -135,19 +136,19 @@ def safe(text: str, console: Console, style: str = "") -> RichText:
 
 
 def percent(value: float, bounds: Sequence[float] | None = None) -> str:
-    """`24.1 % [21.0, 27.5]`"""
+    """Format a share with its interval: `24.1 % [21.0, 27.5]`."""
     text = f"{100 * value:.1f} %"
     return text if bounds is None else f"{text} [{100 * bounds[0]:.1f}, {100 * bounds[1]:.1f}]"
 
 
 def plus_minus(value: float, error: float, *, signed: bool = False) -> str:
-    """`0.312 ± 0.041`, or `0.312` if the error is unknown."""
+    """Format a value with its error: `0.312 ± 0.041`, or `0.312` if the error is unknown."""
     text = f"{value:+.3f}" if signed else f"{value:.3f}"
     return f"{text} ± {error:.3f}" if math.isfinite(error) else text
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `2 min 05 s`, `3 h 07 min`."""
+    """Format a number of seconds: `45 s`, `2 min 05 s`, `3 h 07 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

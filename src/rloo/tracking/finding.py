@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a diagnostic rule that applies to a run. If it `voids` the run, the run's
-    improvement does not count."""
+    """A fault that a diagnostic rule found in a run. If `voids` is true, the run's improvement does
+    not count."""
 
     name: str
     title: str
@@ -30,8 +30,8 @@ class Finding:
 
 
 def closing(findings: Sequence[Finding], folder: str) -> Iterator[str]:
-    """Yield the findings as lines below the verdict. The verdict contains the first finding that
-    voids the run, so only the change of this finding is repeated."""
+    """Yield the findings as lines below the verdict. The verdict already describes the first
+    finding that voids the run, so the line of this finding is only the change that it proposes."""
     void = next((finding for finding in findings if finding.voids), None)
     for finding in findings:
         yield f"Change: {finding.change}." if finding is void else finding.line

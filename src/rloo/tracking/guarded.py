@@ -24,5 +24,5 @@ def attempt(what: str, diagnose: Callable[[], T], otherwise: T, note: Note) -> T
 
 
 def warn(text: str) -> None:
-    """Issue a note as a warning, if there is no run to record it."""
+    """Issue a note as a Python warning, where no run records notes."""
     warnings.warn(text, stacklevel=2)

@@ -19,8 +19,8 @@ class UnfitValue(Exception):
 
 
 def anything(value: Any, levels: int = 20) -> Any:
-    """Return any value with at most `levels` levels of nesting. No run writes a deeper value, on
-    which recursion would fail."""
+    """Return any value with at most `levels` levels of nesting. Deeper values, which no run writes,
+    would exceed the recursion limit."""
     if isinstance(value, (dict, list)):
         if levels == 0:
             raise UnfitValue

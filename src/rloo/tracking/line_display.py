@@ -26,8 +26,8 @@ class LineDisplay:
     """Prints the lines of a run. If printing fails (the terminal or reader is gone, the stream is
     closed), printing stops and the run continues. A step takes 3 us if no line is printed.
 
-    A subclass with a live view for terminals (`moves`) overrides `is_live`, `sample`, `stop` and
-    the methods with an underscore.
+    A subclass that shows a live view on terminals (if `moves` is true) overrides `is_live`,
+    `sample`, `stop` and the methods with an underscore.
     """
 
     # The last step with a printed completion.
@@ -86,10 +86,10 @@ class LineDisplay:
             self.say(f"try: {change}", "yellow")
 
     def remember(self, step: int, metrics: Row) -> None:
-        """Add a step's metrics to a live view."""
+        """Add a step's metrics to the live view, if there is one."""
 
     def evaluated(self, step: int, metrics: Mapping[str, Any], dataset: str = "") -> None:
-        """Add an evaluation to a live view."""
+        """Add an evaluation to the live view, if there is one."""
 
     def step(self, step: int, *, scored: Sequence[Row], recent: Sequence[Row], due: bool) -> None:
         """Show the state after a step: print a line if `due`, or 10 s after the last line."""

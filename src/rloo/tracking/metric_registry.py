@@ -23,9 +23,9 @@ Better = Literal["", "higher", "lower"]
 
 @dataclass(frozen=True, slots=True)
 class HealthyRange:
-    """A metric is healthy from `low` to `high` (None: no limit). With `of_start` both limits are
-    multiples of the metric's value in the run's first steps. A value outside the range needs
-    attention, but is not always a fault."""
+    """The range from `low` to `high` (None: no limit) in which a metric is healthy. If `of_start`
+    is true, both limits are multiples of the metric's value in the run's first steps. A value
+    outside the range needs attention, but is not always a fault."""
 
     low: float | None = None
     high: float | None = None
@@ -58,9 +58,9 @@ class HealthyRange:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One row of the table. `name` may contain `<function>`, a reward function's name, `<task>`,
-    the name of a reasoning-gym task, or `<k>`, a number. `unit` is empty for a pure number.
-    `meaning` is a plain sentence. `note` is text that a page adds to `meaning`."""
+    """A metric, one row of the table. `name` may contain `<function>`, a reward function's name,
+    `<task>`, the name of a reasoning-gym task, or `<k>`, a number. `unit` is empty for a pure
+    number. `meaning` is a plain sentence. `note` is text that a page adds to `meaning`."""
 
     name: str
     unit: str

@@ -31,7 +31,8 @@ def require_free(names: Iterable[str], taken: Collection[str]) -> None:
 
 
 def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each metric's mean, weighted by size, over the parts of a rollout with this metric."""
+    """Return the mean of each metric over those parts of a rollout that have the metric. A part is
+    (size, metrics), and the mean is weighted by size."""
     names = dict.fromkeys(name for _, metrics in parts for name in metrics)
     having = {name: [(n, m[name]) for n, m in parts if name in m] for name in names}
     return {
@@ -41,7 +42,8 @@ def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str,
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return a rollout's metrics before updates: rewards (unclipped, no KL), lengths, signal."""
+    """Return the metrics of a rollout that need no update: rewards (neither clipped nor reduced by
+    the KL), lengths, and the share of groups whose rewards differ."""
     rewards = [[r for r in group.rewards if r is not None] for group in groups]
     flat = [r for group in rewards for r in group]
     scored = [group for group in rewards if len(group) >= 2]
@@ -106,7 +108,8 @@ def task_metrics(groups: Sequence[Group], threshold: float) -> dict[str, float]:
 
 
 def standard_error(rewards: Sequence[Sequence[float]]) -> float:
-    """Standard error of the mean reward over prompts: completions of a prompt are dependent."""
+    """Return the standard error of the mean reward. It is computed over prompts, since the
+    completions of a prompt are dependent."""
     means = [fmean(group) for group in rewards if group]
     return deviation(means) / math.sqrt(len(means)) if len(means) >= 2 else math.nan
 

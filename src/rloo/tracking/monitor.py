@@ -223,8 +223,8 @@ class Monitor:
 
     def completions(self, step: int, groups: Sequence[Group]) -> None:
         """Record some completions of a rollout. With `log_completions`, at every log, record all of
-        them and print some. A live view shows a completion of the first rollout, and later one at a
-        log, at most every few steps."""
+        them and print some. A live view shows a completion of the first rollout, and later
+        completions at logs, but only every few steps."""
         self.last_groups = groups
         if self._silent:
             return
@@ -251,8 +251,8 @@ class Monitor:
             self._screen.sample(step, groups[0])
 
     def groups(self, step: int, detailed: Callable[[], Sequence[Mapping[str, Any]]]) -> None:
-        """Record some groups of a rollout in full: at up to nine rollouts from the first to the
-        last, and with `log_completions` at every log."""
+        """Record some groups of a rollout in full: for up to nine rollouts, spread from the first
+        to the last, and with `log_completions` at every log."""
         number, last = ((n - 1) // self._steps_per_rollout for n in (step, self.max_steps))
         here, before = (n * MOMENTS // max(last, 1) for n in (number, number - 1))
         if not self._silent and (here > before or self._last_table == step):
@@ -340,7 +340,7 @@ class Monitor:
 
     def log(self, metrics: Mapping[str, float] | None) -> None:
         """Notify the callbacks that a step ended. At a log, also send the means since the last log.
-        `metrics` is None for a step whose metrics are already known."""
+        `metrics` is None if a resumed run has the step's metrics already."""
         assert self._events is not None
         self.window += [] if metrics is None else [dict(metrics)]
         self._events.send("on_step_end")

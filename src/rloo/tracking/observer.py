@@ -61,7 +61,7 @@ class Observer:
         """Called when all files of the run are written."""
 
     def on_repeat(self) -> None:
-        """Called if a finished run is started again, so that nothing is left to do."""
+        """Called if a finished run is started again, so that no step is left to train."""
 
 
 class Observers:

@@ -1,4 +1,4 @@
-"""One rollout and its updates under torch's profiler: a Chrome trace and a readable report."""
+"""Profiles a rollout and its updates with torch's profiler; writes a Chrome trace and a report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _PREFIX = "phase: "
 
 
 class StepProfile:
-    """A profile. Enter it around the work, enter `phase` around each part, then call `write`."""
+    """A profile of some work. Use the object as a context around the work, and `phase` as a context
+    around each part of the work; then call `write`."""
 
     def __init__(self, device: torch.device) -> None:
         silence_profiler()
@@ -159,8 +160,8 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 class PhaseTimer:
-    """The seconds of each phase since the last `take`, under the names of the metrics. If `profile`
-    is set, the profile also records the phases."""
+    """Measures the seconds of each phase since the last call of `take`, under the names of the
+    metrics. If `profile` is set, the profile also records the phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -169,7 +170,8 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block as a part of phase `name`, which is `current` until the next phase."""
+        """Add the time of the block to the phase `name`. `current` is this name until the next
+        phase."""
         start, self.current = time.perf_counter(), name
         with self.profile.phase(name) if self.profile else nullcontext():
             yield

@@ -20,9 +20,10 @@ from rloo.tracking.console import (
 
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
-    """The progress after one step, as phrases by subject. A phrase is never broken. `progress` is
-    step, pace and end. `reward` is the mean reward and its change. `rows` are the other phrases, by
-    name. `span` describes the steps over which metrics are averaged."""
+    """The progress after one step, as phrases by subject. A phrase is never broken. `progress` has
+    the step, the seconds per step and the remaining time. `reward` is the mean reward and its
+    change. `rows` are the other phrases, by name. `span` describes the steps over which metrics are
+    averaged."""
 
     step: int
     max_steps: int
@@ -32,8 +33,9 @@ class ProgressLine:
     span: str
 
     def line(self) -> str:
-        """Return one line for a file or a pipe. It leaves out the time of day, the split of time
-        (which is in metrics.jsonl), and the reward of a single function, which is the total."""
+        """Return one line for a file or a pipe. It leaves out the time of day, the time of each
+        phase (which is in metrics.jsonl), and the reward of the only reward function, which is the
+        total reward."""
         names = {"rewards": ", ".join(self._functions())}
         names |= {name: "  ".join(self.rows[name]) for name in ("rollout", "policy")}
         memory = [phrase for phrase in self.rows["time"] if phrase.startswith("memory")]

@@ -207,8 +207,9 @@ def read_begun(folder: Path) -> RunFolder:
 
 
 def read_rows(path: Path, faults: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a file in ROWS, sorted by step if they have steps. The number of invalid
-    lines is appended to `faults`. A last line that is still being written does not count."""
+    """Return the rows of a file in ROWS, sorted by step if they have steps. A text with the number
+    of invalid lines is appended to `faults`. An incomplete last line is not counted, since the run
+    may be writing it."""
     rows, lost = [], 0
     written = _text(path, faults)
     lines = written.split("\n")
@@ -224,7 +225,7 @@ def read_rows(path: Path, faults: list[str] | None = None) -> list[dict[str, Any
 
 
 def row_of(name: str, line: str) -> dict[str, Any] | None:
-    """Return the row in a line of the file with that name; None for an invalid line."""
+    """Return the row in `line`, a line of the file `name`; None if the line is invalid."""
     try:
         return ROWS[name](_parsed(line))
     except UnfitValue:

@@ -15,9 +15,9 @@ from rloo.tracking.run_reader import row_of
 
 
 class JsonlWriter:
-    """The files of a run with one JSON row per line. A row that cannot be written (a full disk)
-    stays in `waiting` and is written before later rows. A checkpoint must store the rows in
-    `waiting`."""
+    """Writes the files of a run that have one JSON row per line. A row that cannot be written (a
+    full disk) stays in `waiting` and is written before later rows. A checkpoint must store the rows
+    in `waiting`."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder

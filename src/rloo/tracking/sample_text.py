@@ -25,8 +25,9 @@ def completions_table(
     encoding: str,
     unique_prompts: bool = False,
 ) -> Table:
-    """Return a table of up to `limit` completions (None: all) with their rewards. Different prompts
-    come first; with `unique_prompts` there is only one completion per prompt."""
+    """Return a table of up to `limit` completions (None: all) with their rewards. The table has the
+    first completion of each group, then the second of each, and so on. With `unique_prompts` it has
+    only one completion per prompt."""
     table = Table(title=f"Completions at step {step}", show_lines=True, title_justify="left")
     for name in ("Prompt", "Completion", "Reward"):
         table.add_column(name, overflow="fold", ratio=1 if name == "Reward" else 3)
@@ -50,7 +51,7 @@ def completions_table(
 
 
 def sample_table(step: int, group: Group, index: int, encoding: str) -> Table:
-    """Return a completion with its prompt and reward in a few lines."""
+    """Return a table of a few lines with a completion, its prompt and its reward."""
     scores = ", ".join(f"{name} {_score(values[index])}" for name, values in group.scores.items())
     head = f"step {step}  reward {_score(group.rewards[index])} ({scores})"
     rows = {
@@ -102,7 +103,8 @@ def _score(value: float | None) -> str:
 
 
 def counts_of(episode: Episode | None) -> dict[str, Any]:
-    """Return a row's entries about a multi-turn completion, without its messages."""
+    """Return the counts of a multi-turn completion for a row of completions.jsonl; empty if
+    `episode` is None."""
     if episode is None:
         return {}
     names = ("turns", "calls", "errors", "seconds", "failed", "start")

@@ -1,4 +1,4 @@
-"""The verdict on a run in words: the change, its significance, and whether it counts."""
+"""The verdict on a run in words: the change, its significance, and whether the change counts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GRADED = "graded"
 def summary_text(summary: Mapping[str, Any]) -> str:
     """Return the result of the run, one sentence per line. The result compares the evaluations
     before and after training if there are both, otherwise the training reward in the first and last
-    rollouts. A finding that voids the run comes first; then the figures have no verdict. `summary`
-    is the content of summary.json; see `Monitor.finish`."""
+    rollouts. If a finding voids the run, it comes before the figures, and the text does not judge
+    the figures. `summary` is the content of summary.json; see `Monitor.finish`."""
     start, end = summary.get("start") or {}, summary.get("end") or {}
     void = next((f for f in summary.get("findings") or () if f["voids"]), None)
     figures = _held_out(summary, start, end) if start and end else _training_reward(summary)

@@ -140,7 +140,7 @@ def make_source(
 
 
 def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
-    """The rows with a prompt and the columns that rewards need, and notes about the conversion."""
+    """Convert the published `rows`; return rows with prompts and reward columns, and notes."""
     found, of_prompts = with_conversation(rows, args.prompt_template)
     found = found if found is not rows else with_prompts(rows, args.prompt_template)
     found, of_references = with_reference(found, args.reference, rewards.reads)
@@ -162,15 +162,15 @@ def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | Ite
 
 
 def arrange(source: Prompts, args: RLOOConfig) -> Prompts:
-    """The training prompts in the order of the dataset's spec; unchanged without a spec."""
+    """Order the prompts as the spec of the dataset does; without a spec the order is unchanged."""
     spec = dataset_spec(args.dataset)
     arranged: Prompts = source if spec is None else spec.arrange(source, args)
     return arranged
 
 
 def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
-    """The evaluation sets by name; a single set has the name "". The first `eval_size` rows of a
-    stream are read. Every value of a mapping is a set, unless `eval_split` selects one."""
+    """The evaluation sets by name; a single set has the name "". Only the first `eval_size` rows of
+    a stream are read. Each value of a mapping is a set, unless `eval_split` selects one value."""
     if given is None:
         return {}
     if isinstance(given, Mapping) and args.eval_split is None:
@@ -292,8 +292,8 @@ def make_sampling(
     *,
     evaluation: bool = False,
 ) -> Sampling:
-    """The sampling options of training, or of `evaluation`, with all stop conditions. Stop strings
-    need the `tokenizer`."""
+    """The sampling options of training (with `evaluation`: of evaluations), with all stop
+    conditions. Stop strings need the `tokenizer`."""
 
     def setting(name: str) -> Any:
         own = getattr(args.eval_options, name) if evaluation else None
@@ -313,7 +313,7 @@ def make_sampling(
 
 
 def bias_of(sampling: Sampling) -> list[str]:
-    """A note if sampling is filtered: tokens then do not have the policy's distribution."""
+    """A list with a note if filters such as top_p change the distribution of the sampled tokens."""
     note = (
         "sampling is filtered (top_p, top_k, min_p or repetition_penalty): tokens are drawn from "
         "another distribution than the one that is trained, which biases the gradient"

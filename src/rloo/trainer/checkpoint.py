@@ -277,7 +277,7 @@ def _leads_nowhere(path: Path) -> bool:
 
 def list_checkpoints(directory: Path) -> list[tuple[int, Path]]:
     """All checkpoint folders with their steps, sorted by step. Symlinks are included, also dangling
-    ones. A replaced checkpoint precedes its replacement."""
+    ones. A replaced checkpoint (`checkpoint-N-replaced`) precedes its replacement."""
     folders = [p for p in directory.glob("checkpoint-*") if p.is_dir() or _leads_nowhere(p)]
     found = [(step, path) for path in folders if (step := _step_of(path)) is not None]
     return sorted(found, key=lambda item: (item[0], not item[1].name.endswith("-replaced")))

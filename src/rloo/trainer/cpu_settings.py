@@ -49,9 +49,9 @@ def let_segments_grow(device: torch.device) -> None:
 
 
 def set_threads(model: PreTrainedModel, args: RLOOConfig) -> str:
-    """Use `num_threads` CPU threads. By default use one or all, whichever is faster in a short
-    test: with small matrices, several threads can wait longer than they save, especially on a busy
-    machine. Returns the reason for the number."""
+    """Use `num_threads` CPU threads. The default is one thread or all threads, whichever is faster
+    in a short test: with small matrices, several threads can be slower than one, especially on a
+    busy machine. Returns the reason for the number."""
     if args.num_threads is not None:
         check_threads(args.num_threads)
         torch.set_num_threads(args.num_threads)

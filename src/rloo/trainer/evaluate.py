@@ -45,7 +45,7 @@ class EvaluationSettings:
 
 
 def settings_of(policy: Policy) -> EvaluationSettings:
-    """The evaluation settings of a policy's options, with the same noise every time."""
+    """The evaluation settings of a policy's options. The noise is the same in every evaluation."""
     config = policy.config
     return EvaluationSettings(
         make_sampling(config, policy.stop_token_ids, policy.tokenizer, evaluation=True),
@@ -61,7 +61,8 @@ def evaluate(
 ) -> tuple[dict[str, Any], list[Group]]:
     """The metrics (sampled and greedy accuracy, pass@k, mean reward, lengths) and the sampled
     groups. `*_interval` are 95 % intervals over the prompts. `reward_kind`, the kind of the first
-    reward, is "0 or 1" or `graded`. Raises ValueError if a k exceeds the number of samples."""
+    reward, is "0 or 1" or `graded`. Raises ValueError if a k of pass@k exceeds the number of
+    samples."""
     num_samples, threshold = settings.num_samples, settings.pass_threshold
     if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
@@ -153,7 +154,8 @@ def loss_of(groups: Sequence[Group]) -> float:
 
 
 def flatten(results: Mapping[str, Mapping[str, Any]], prefix: str) -> dict[str, Any]:
-    """The metrics of all sets in one dict, named prefix_metric or prefix_set_metric."""
+    """The metrics of all sets in one dict. A name is `prefix_metric`, or `prefix_set_metric` if the
+    set has a name."""
     return {
         "_".join(part for part in (prefix, name, metric) if part): value
         for name, metrics in results.items()
@@ -184,8 +186,9 @@ def is_better(state: TrainerState, metrics: Mapping[str, Any], config: RLOOConfi
 
 
 def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
-    """A note if training does not use the evaluation `sets` of a trainer. Raises ValueError if an
-    evaluation is requested and there is no set, and if no set has the metric for the best model."""
+    """Check the evaluation `sets` of the trainer `owner`; return a note if training does not use
+    them. Raises ValueError if an evaluation is requested and there is no set, and if no set has the
+    metric for the best model."""
     args: RLOOConfig = owner.args
     evaluates = args.eval_on_start or args.eval_strategy != "no"
     if evaluates and not sets:

@@ -1,5 +1,5 @@
-"""Writes the processes of a run to a file for `rloo status`, and reacts to the stop file of
-`rloo stop`. Both commands need only the run's folder, on any machine."""
+"""Lists the processes of a run in a file for `rloo status`, and reacts to the stop file that
+`rloo stop` writes. Both commands need only the run's folder, on any machine."""
 
 from __future__ import annotations
 

@@ -84,15 +84,16 @@ class MultiTurnSetup:
         return [*next(iter(self.tools.values())).functions.values()] if self.tools else []
 
     def shown(self, args: RLOOConfig, name: str | None = None) -> RLOOConfig:
-        """`args` with the tools' schemas, which the chat template shows to the model."""
+        """`args` with the schemas of the tools of environment `name`. The chat template shows the
+        schemas to the model."""
         if name not in self.tools:  # tools depend on the row: the episode renders the prompt again
             return args
         given = args.chat_template_kwargs or {}
         return args.with_values(chat_template_kwargs={**given, "tools": self.tools[name].schemas})
 
     def checked(self, source: Prompts) -> Prompts:
-        """Return `source`, after checks. Raises ValueError for rows without an environment, and if
-        an episode cannot begin with the first prompt."""
+        """Check the prompts `source`, and return them. Raises ValueError for rows without an
+        environment, and if an episode cannot begin with the first prompt."""
         if self.tools and isinstance(source, PromptDataset):
             from rloo.episodes.multi_turn_engine import check_prompts
 
@@ -115,8 +116,8 @@ class MultiTurnSetup:
         return [*specs, *own], args
 
     def with_environment_rewards(self, rewards: RewardSet) -> RewardSet:
-        """Return `rewards`, after setting the parameters besides columns that functions may
-        have."""
+        """Return `rewards`, after setting which parameters the reward functions may have in
+        addition to the dataset's columns."""
         if self.environments is not None:
             rewards.offered = ("environments",)
         if self.rollout_func is not None:  # a rollout_func may return any column

@@ -1,4 +1,4 @@
-"""The room that the longest prompt of a run leaves for a completion."""
+"""The number of tokens that the longest prompt of a run leaves for a completion."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def check_ranks_agree(
 
 
 def check_same_weights(parts: TrainerComponents, state: TrainState) -> bool:
-    """Whether a process has received a request to save. Raises WeightsDiverged if the weights of
-    the ranks differ."""
+    """Compare the weights of the ranks; raises WeightsDiverged if they differ. Returns whether any
+    process has received a request to save."""
     if parts.world.collectives is None:
         return parts.stop.save_wanted
     # Sharded weights have a single copy, so there is nothing to compare.

@@ -15,7 +15,7 @@ _PLACE = ("is_world_process_zero", "is_local_process_zero", "is_hyper_param_sear
 
 
 class InitialLearningRates:
-    """The initial state of a schedule, to restart the schedule."""
+    """The initial state of a learning-rate schedule, with which the schedule can be restarted."""
 
     def __init__(self, scheduler: Any, remake: Callable[[int], Any] | None = None) -> None:
         """`remake(steps)` creates a schedule for `steps` steps; None: the user's schedule is
@@ -41,7 +41,8 @@ class InitialLearningRates:
 
 def lengthen(trainer: Any, args: RLOOConfig, state: TrainerState) -> None:
     """Set the options of a trainer to `args`, which have another run length, and create a schedule
-    for `state.max_steps`. A script causes this by `args.max_steps = 4; trainer.train()`."""
+    for `state.max_steps`. A script needs this if it sets `args.max_steps = 4` and calls
+    `trainer.train()` again."""
     schedule = trainer._schedule.of_length(max(state.max_steps, 1))
     trainer.policy.stepper.scheduler = schedule
     vars(trainer).update(args=args, lr_scheduler=schedule)

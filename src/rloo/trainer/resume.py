@@ -81,9 +81,9 @@ def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
 
 
 def named_since(saved: Mapping[str, Any], config: RLOOConfig) -> frozenset[str]:
-    """The options that the user has set: in an earlier session, or now with a different value.
-    Equal values do not count, since config.yaml, from which a session may resume, has every
-    option."""
+    """The names of the options that the user has set, in an earlier session or now. An option that
+    is set now counts only if its value differs from the earlier one: a session may resume from
+    config.yaml, which sets every option."""
     before, values = resolved_form(saved["config"]), config.to_dict()
     now = {n for n in config.named if n not in before or values[n] != before[n]}
     return options_of(saved["named"]) | now if "named" in saved else config.named  # may be missing

@@ -72,7 +72,7 @@ def unused_intervals(config: RLOOConfig) -> list[str]:
 
 def writing_seconds(folder: Path, size: int) -> float:
     """Predict the seconds to write and hash `size` bytes in `folder`, which need not exist. The
-    prediction extrapolates from fewer bytes in an anonymous temporary file."""
+    prediction is extrapolated from the time to write fewer bytes to an anonymous temporary file."""
     there = next(path for path in (folder, *folder.parents) if path.is_dir())
     tried = os.urandom(min(size, _TRIED_BYTES))
     with tempfile.TemporaryFile(dir=there) as file:

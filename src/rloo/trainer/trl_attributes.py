@@ -99,7 +99,7 @@ class TRLTrainerAttributes:
 
     @property
     def model_wrapped(self) -> Any:
-        """The model without a wrapper: FSDP2 and DeepSpeed shard the model in place."""
+        """The model itself: FSDP2 and DeepSpeed shard it in place, without a wrapper."""
         return self.model
 
     @property
@@ -197,7 +197,8 @@ class TRLTrainerAttributes:
         return self._loader(loaded, copies, copies)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """The number of rows in a loader of these methods, with repetitions."""
+        """The number of rows in a loader from `get_train_dataloader` or `get_eval_dataloader`, with
+        repetitions."""
         return len(dataloader.dataset)  # type: ignore[arg-type]
 
     def _loader(self, rows: Any, size: int, copies: int) -> DataLoader[Any]:

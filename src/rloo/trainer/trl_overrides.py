@@ -47,8 +47,8 @@ def refuse_override(name: str, where: str, own: Collection[str]) -> None:
 
 def refuse_overrides(kind: type, own: Collection[str], shown: Mapping[str, Any]) -> None:
     """Raise TypeError for the first method of the class `kind` or its bases that would never be
-    called. `shown` are the methods of RLOOTrainer that scripts call; unchanged, they are
-    allowed."""
+    called. `shown` are the methods of RLOOTrainer that scripts call; they are allowed if they are
+    not overridden."""
     for parent in kind.__mro__:
         for name, value in vars(parent).items():
             if value is not shown.get(name):
@@ -82,7 +82,7 @@ _READ = {
 
 
 def refuse_replacement(name: str) -> None:
-    """Raise TypeError for an attribute of a trainer that is read only once, or never."""
+    """Raise TypeError if a trainer reads its attribute `name` only during set-up, or never."""
     instead = _READ.get(name)
     if name in (*OPTIONS, *OTHERS):
         instead = f"the option {name} (RLOOConfig) of another trainer"
@@ -96,7 +96,8 @@ def refuse_replacement(name: str) -> None:
 
 
 def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str, Any]) -> Given:
-    """The optimizer and schedule: `given`, or made by the overrides of a subclass."""
+    """The optimizer and the schedule: those in `given`, else those that the overrides of a subclass
+    create. Each is None if neither exists."""
 
     def overrides(name: str) -> bool:
         return getattr(type(trainer), name) is not own[name]

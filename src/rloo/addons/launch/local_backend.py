@@ -42,7 +42,8 @@ def script(job: LaunchJob) -> str:
 
 
 def by_hand(job: LaunchJob, remarks: Sequence[str], ranks: Sequence[str]) -> str:
-    """A bash script with the comments `remarks` that starts the other roles, then `ranks`."""
+    """A bash script with the comments `remarks`. It starts the processes of the other roles, then
+    runs the lines `ranks`."""
     lines = [
         "#!/usr/bin/env bash",
         f"# {job.trainer.count} to train" + "".join(f", {r.count} {r.name}s" for r in job.others),

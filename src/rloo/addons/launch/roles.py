@@ -19,8 +19,8 @@ AGAIN = ("--resume_from_checkpoint", "auto")
 
 @dataclass(frozen=True)
 class Role:
-    """`count` processes of one kind with `gpus` GPUs each. Each node has `per_node` of the
-    processes, beginning with node `first`. `line` is the shell command of a process."""
+    """`count` processes of one kind with `gpus` GPUs each. They run on the nodes from number
+    `first` on, `per_node` on each node. `line` is the shell command of a process."""
 
     name: str
     count: int
@@ -60,8 +60,9 @@ class LaunchJob:
         return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
 
     def command(self, role: Role, address: str = "", port: str = "") -> list[str]:
-        """The command of a role's processes as words. The interpreter is the interpreter of this
-        process, or `python` after the lines of `setup`. `address` and `port` are for a server."""
+        """The command of a role's processes as a list of words. It uses the Python interpreter of
+        this process, or `python` if the cluster has `setup` lines, which run first. A server
+        listens at `address` and `port`."""
         line = role.line.removeprefix(RLOO).replace("$ADDRESS", address).replace("$PORT", port)
         return self.started(*shlex.split(line))
 
@@ -71,7 +72,7 @@ class LaunchJob:
         return found | ({"GPU": role.gpus} if role.gpus else {})
 
     def started(self, *words: str) -> list[str]:
-        """The command that starts `rloo` with these words."""
+        """The command that starts `rloo` with the arguments `words`."""
         if not self.cluster.setup:
             return [*this_program(), *words]
         lines = "\n".join([*self.cluster.setup, 'exec "$@"'])
@@ -82,8 +83,9 @@ def make_job(
     cluster: Cluster, arguments: Sequence[str], folder: str | None = None, under: str | None = None
 ) -> LaunchJob:
     """The job that runs `rloo train` with these `arguments` on a cluster. `folder` is a shell
-    expression for an output_dir that is known only later. `under` is the task file for arguments
-    without model and data. Raises ValueError if the options of run and cluster conflict."""
+    expression for an output_dir that is known only later. `under` is the task file that is used if
+    the arguments name no model and no data. Raises ValueError if the options of run and cluster
+    conflict."""
     config = parse_command_line(list(arguments), under)
     _check(cluster, config)
     size = config.vllm_tensor_parallel_size if _is_vllm(config) else 1
@@ -119,7 +121,7 @@ def make_job(
 
 
 def check_again(job: LaunchJob) -> None:
-    """Raise ValueError for options of the run that a restarted job would apply again."""
+    """Raise ValueError for options of the run that a restarted job would apply a second time."""
     for name in {"resume_from_checkpoint", "overwrite_output_dir"} & given_names([*job.arguments]):
         if (value := getattr(job.config, name)) not in ("auto", None, False):
             raise ValueError(

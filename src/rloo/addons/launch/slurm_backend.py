@@ -20,8 +20,8 @@ FOLDER = '"$OUT"'
 
 
 def script(job: LaunchJob) -> str:
-    """The sbatch script of a job that was made with FOLDER. The script runs in the current working
-    directory, which all nodes must share."""
+    """The sbatch script of a job that `make_job` made with the folder FOLDER. The script runs in
+    the current working directory, which all nodes must share."""
     cluster = job.cluster
     out = shlex.quote(str(Path(job.config.output_dir).absolute()))
     if cluster.slurm_array is not None:
@@ -51,7 +51,7 @@ def shown(job: LaunchJob) -> str:
 
 
 def submit(job: LaunchJob) -> int:
-    """Write the script to the run's folder and submit it, several times for a chain. Prints the job
+    """Write the script to the run's folder and submit it, `slurm_chain` times. Prints the job
     numbers. Raises ValueError if Slurm is missing or refuses the job."""
     if shutil.which("sbatch") is None:
         raise ValueError("there is no sbatch here; submit from a node of the cluster (backend)")

@@ -49,11 +49,12 @@ _BESIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prediction. `memory` (bytes) is for the worst case: all completions have the maximum
-    length, and all prompts the length of the longest prompt. `memory` contains the parts that
-    training holds throughout, and the peaks of sampling, update, optimizer step and loading the
-    engine. These peaks do not coincide. Times and memory are for one of `processes` processes,
-    which share the work evenly, without communication. Counts are for all processes."""
+    """A prediction of the micro-batches, memory and time of a run. `memory` (bytes) is for the
+    worst case: all completions have the maximum length, and all prompts the length of the longest
+    prompt. `memory` contains the parts that training holds throughout, and the peaks of sampling,
+    update, optimizer step and loading the engine. These peaks do not coincide. Times and memory are
+    for one of `processes` processes, which share the work evenly. Communication is not included.
+    Counts are for all processes."""
 
     processes: int
     parameters: int
@@ -81,7 +82,8 @@ class Plan:
 
 
 def make_plan(config: RLOOConfig) -> Plan:
-    """Build the run of `config`, measure, and predict. Raises the ValueErrors of training."""
+    """Build the run of `config`, measure its parts, and predict its costs. Raises the ValueErrors
+    of training."""
     _refuse(config)
     began, processes = time.perf_counter(), config.num_processes or 1
     trainer = RLOOTrainer(args=in_one_process(config))

@@ -3,8 +3,8 @@ steps.
 
 An engine processes the prompts once, and then computes one token of every unfinished completion per
 step. The time of a step depends on the number of rows, and grows for each row with the context
-length. Both effects are measured at a few sizes. The times of all steps are then summed, each for
-the completions that are unfinished at its position.
+length. Both effects are measured at a few sizes. The predicted time of a rollout is the sum over
+all steps. The time of a step is computed for the completions that are still unfinished.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _FOR_SIZE, _FOR_CONTEXT, _FOR_EXPECTED, _FOR_WORST = 0.2, 0.35, 0.6, 0.9
 
 @dataclass(slots=True)
 class DecodingTimes:
-    """Measured seconds. `prompts` contains (tokens, seconds) for prompts together with the first
-    token of each completion. `steps` contains (rows, mean context, seconds) for one more token per
-    row. Rows that are decoded together are a wave. With `keeps_finished`, all rows of a wave are
-    computed until the last row has ended."""
+    """Measured seconds of an engine. `prompts` contains (tokens, seconds) for processing prompts
+    and sampling the first token of each completion. `steps` contains (rows, mean context, seconds)
+    for sampling one more token per row. Rows that are decoded together are a wave. With
+    `keeps_finished`, all rows of a wave are computed until the last row has ended."""
 
     keeps_finished: bool = False
     prompts: list[tuple[float, float]] = field(default_factory=list)
     steps: list[tuple[int, float, float]] = field(default_factory=list)
 
     def step(self, rows: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Seconds of steps with `rows` rows at the context length `context`."""
+        """Predicted seconds of decoding steps with `rows` rows at the context length `context`."""
         each, base = self._per_context(), defaultdict(list)
         for measured, at, seconds in self.steps:
             base[measured].append(max(0.0, seconds - each * measured * at))
@@ -81,8 +81,8 @@ class DecodingTimes:
 
 @dataclass(frozen=True, slots=True)
 class SampledLengths:
-    """The cost of sampling: seconds, the completions (None if only a part was sampled), and `alive`
-    (see `DecodingTimes.wave`)."""
+    """The cost of sampling a rollout: the seconds, the completions (None if only a part was
+    sampled), and `alive` (see `DecodingTimes.wave`)."""
 
     seconds: float
     completions: list[list[Completion]] | None
@@ -95,8 +95,8 @@ class SampledLengths:
 
 
 class RolloutTimer:
-    """Measures an engine whose weights are loaded, with the noise key `noise`, within the time of
-    `watch`. Call `calibrate` first."""
+    """Measures the sampling time of an engine whose weights are loaded. It samples with the noise
+    key `noise`, within the time of `watch`. Call `calibrate` first."""
 
     def __init__(self, engine: Engine, watch: Stopwatch, noise: int) -> None:
         self.watch = watch
@@ -151,7 +151,7 @@ class RolloutTimer:
         return measured
 
     def expected(self, prompts: Sequence[Prompt], size: int, sampling: Sampling) -> SampledLengths:
-        """The cost of a rollout whose completions are as the policy samples them now."""
+        """The cost of a rollout with completions of the lengths that the policy samples now."""
         most = _FOR_EXPECTED * self.watch.left
         alive = self._alive.get(sampling, np.ones(sampling.max_tokens - 1))
         predicted = self._ratio * self._predicted(prompts, size, alive, sampling)
@@ -276,8 +276,9 @@ def _endless(sampling: Sampling) -> Sampling:
 
 
 def share_alive(drawn: Sequence[Sequence[Completion]], seen: int, longest: int) -> np.ndarray:
-    """The share of completions with more than 1, 2, ..., `longest` - 1 tokens, from samples of at
-    most `seen` tokens. Unfinished completions are assumed to end at the observed rate."""
+    """A list of shares: element i is the share of completions with more than i + 1 tokens, for i +
+    1 up to `longest` - 1. The samples `drawn` have at most `seen` tokens. Unfinished completions
+    are assumed to end at the observed rate."""
     completions = [c for group in drawn for c in group]
     lengths = np.array([len(c.token_ids) for c in completions])
     stopped = sum(c.finish == "stop" for c in completions)

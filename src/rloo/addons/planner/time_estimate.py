@@ -44,17 +44,18 @@ class StepTimes:
         return self.sample + self.credit + self.update + self.optimizer
 
     def at_least(self, other: StepTimes) -> StepTimes:
-        """The longer time of the two in every part."""
+        """The times of all parts, each the longer of this object's and `other`'s."""
         names = [field.name for field in fields(self)]
         return StepTimes(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Seconds of a run of `steps` steps, without rewards. `expected` is for completions as sampled
-    now, after prompts of the dataset. `worst` is for completions of maximum length, after the
-    longest prompt. `start` is the time before the first step, `checkpoint` the time of one
-    checkpoint, `result` the time to write the model at the end. For `whole_groups` see `split`."""
+    """Seconds of a run of `steps` steps, without rewards. `expected` is for completions of the
+    lengths that the policy samples now, after prompts of the dataset. `worst` is for completions of
+    maximum length, after the longest prompt. `start` is the time before the first step,
+    `checkpoint` the time of one checkpoint, `result` the time to write the model at the end. For
+    `whole_groups` see `split`."""
 
     steps: int
     expected: StepTimes
@@ -68,7 +69,7 @@ class RunTimes:
     start: float
 
     def to_the_end(self, case: StepTimes) -> float:
-        """Seconds of the run if its steps take the times `case`."""
+        """Seconds of the complete run if each of its steps takes the times `case`."""
         writing = self.checkpoints * self.checkpoint + self.result
         return self.start + self.steps * case.step + self.evaluations * case.evaluation + writing
 
@@ -83,7 +84,8 @@ def measure_times(
     watch: Stopwatch,
 ) -> RunTimes:
     """Measure the work of one of `processes` processes, which share the work evenly. `sets` are the
-    evaluation sets, `start` the seconds until now. The policy is changed, and must be discarded."""
+    evaluation sets, `start` the seconds that the set-up took. The policy is changed, and must be
+    discarded."""
     config, batches, rollouts = parts.config, parts.batches, parts.rollouts
     assert isinstance(rollouts, SyncRolloutGenerator)
     source = rollouts.prompts

@@ -46,7 +46,8 @@ class UpdateTimes:
 def rewarded(
     prompts: Sequence[Prompt], drawn: Sequence[Sequence[Completion]], parts: TrainerComponents
 ) -> list[Sample]:
-    """Samples of completions with distinct random rewards, so that no sample is skipped."""
+    """Training samples from the completions `drawn`. Their random rewards differ, so that no sample
+    is skipped."""
     generator = random.Random(0)
     groups = [
         Group(prompt, list(some), [""] * len(some), [generator.random() for _ in some])
@@ -57,8 +58,8 @@ def rewarded(
 
 
 def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion]]:
-    """Completions of `number` groups of `size` with arbitrary tokens. Their lengths follow `alive`:
-    the shares of completions with more than 1, 2, ... tokens."""
+    """Completions with arbitrary tokens, in `number` groups of `size` completions. Their lengths
+    follow `alive`: the shares of completions with more than 1, 2, ... tokens."""
     places = (np.arange(number * size) + 0.5) / (number * size)
     lengths = 1 + (alive[None, :] > places[:, None]).sum(axis=1)
     random.Random(0).shuffle(lengths)
@@ -68,7 +69,8 @@ def unsampled(number: int, size: int, alive: np.ndarray) -> list[list[Completion
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Seconds of a step on `tokens` input tokens, and whether its advantages used whole groups."""
+    """Seconds of a step on `tokens` input tokens, and whether its advantages were computed from
+    whole groups."""
 
     tokens: float
     credit: float

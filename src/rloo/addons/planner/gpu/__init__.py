@@ -1,2 +1,2 @@
-"""Plans a run on other GPUs: counted operations and bytes, rates with their sources, and a
-simulation of the queues."""
+"""Plans a run on other GPUs from counted operations and bytes, from rates with their sources, and
+from a simulation of the queues."""

@@ -54,8 +54,8 @@ class RolloutCost:
 
     @cached_property
     def ending(self) -> float:
-        """The probability to continue after a token. It is the same for all tokens, and gives the
-        mean length `completion`."""
+        """The probability that a completion continues after a token. It is equal for all tokens,
+        and gives the mean length `completion`."""
         if self.completion >= self.longest:
             return 1.0
         low, high = 0.0, 1.0
@@ -71,11 +71,11 @@ class RolloutCost:
         return self.ending ** np.arange(self.longest, dtype=np.float64)
 
     def longest_of(self, rows: float) -> float:
-        """The expected longest length among `rows` completions."""
+        """The expected length of the longest among `rows` completions."""
         return float((1 - (1 - self.alive) ** rows).sum())
 
     def length_of_longest(self, share: float) -> float:
-        """The quantile of the length at `share`."""
+        """The quantile of the completion length at the probability `share`."""
         if self.ending >= 1.0 or share >= 1.0:
             return float(self.longest)
         return min(float(self.longest), 1 + log1p(-share) / log(self.ending))
@@ -100,8 +100,8 @@ class RolloutCost:
         return seconds
 
     def room(self, parallel: int, held: float = 0.0) -> int:
-        """The number of completions of mean length whose KV cache fits, with the weights and `held`
-        other bytes on each GPU."""
+        """The number of completions of mean length whose KV cache fits into an engine's memory, in
+        addition to the weights and `held` other bytes on each GPU."""
         free = USABLE * self.gpu.memory - held - ENGINE * self.shape.parameters / parallel
         each = self.shape.cache_bytes * (self.prompt + self.completion) / parallel
         return max(0, int(free / each))
@@ -113,8 +113,8 @@ class RolloutCost:
         return operations / gpus / (self.gpu.operations * self.rates["training_share"])
 
     def wave(self, engines: int, parallel: int, held: float = 0.0) -> float:
-        """Seconds to sample a rollout. Completions that do not fit wait, and the last completions
-        run in a small batch."""
+        """Seconds to sample a rollout. Completions that do not fit into an engine's memory wait,
+        and the last completions run in a small batch."""
         rows, room = self.rows / engines, self.room(parallel, held)
         if room == 0:
             return float("inf")
@@ -127,8 +127,9 @@ class RolloutCost:
         return seconds + max(0.0, rows - room) * self.completion * float(full) / room
 
     def flow(self, engines: int, parallel: int, staleness: int) -> tuple[float, float]:
-        """(seconds between two rollouts, seconds per token) while servers sample without a pause.
-        About `staleness` rollouts are active, if they fit."""
+        """Return (seconds between two rollouts, seconds per token of a completion) while servers
+        sample without a pause. About `staleness` rollouts are sampled at a time, if they fit into
+        memory."""
         rows = min(self.room(parallel), staleness * self.rows / engines)
         if rows < 1:
             return float("inf"), float("inf")
@@ -140,9 +141,9 @@ class RolloutCost:
     # -- training --------------------------------------------------------------------------------
 
     def training(self, trainers: int, *, divided: bool) -> tuple[float, float]:
-        """(seconds of computing a rollout's updates, seconds of communication). Replicated trainers
-        exchange gradients once. With sharded weights, every micro-batch gathers the weights twice
-        and reduces the gradients."""
+        """Return (seconds of computing a rollout's updates, seconds of communication). Replicated
+        trainers exchange gradients once. With sharded weights, every micro-batch gathers the
+        weights twice and reduces the gradients."""
         shape = self.shape
         passes = 3 + self.checkpointing + self.reference
         context = self.prompt + self.completion / 2
@@ -165,8 +166,8 @@ class RolloutCost:
         return self.groups * self.prompt + self.sampled
 
     def trainer_bytes(self, trainers: int, *, divided: bool) -> float:
-        """Bytes that a trainer's GPU holds throughout, with the reference; sharded trainers also
-        hold gathered layers."""
+        """Bytes that a trainer's GPU holds throughout, including the reference model; sharded
+        trainers also hold gathered layers."""
         shape = self.shape
         each = (TRAINED + WEIGHTS * self.reference) * shape.parameters
         layer = (shape.products - shape.hidden * shape.vocabulary) / shape.layers

@@ -1,4 +1,4 @@
-"""`rloo plan --num_gpus N --gpu NAME`: the options besides the options of a run, and the plan."""
+"""`rloo plan --num_gpus N --gpu NAME`: the options that only this plan has, and the plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GPUPlanRequest:
     values: dict[str, str]
 
     def number(self, name: str, default: float | None, least: float = 0.0) -> float:
-        """The value of option `name`, a number above `least`. Raises ValueError."""
+        """The value of option `name`. Raises ValueError if it is not a number above `least`."""
         text = self.values.get(name)
         if text is None:
             assert default is not None, f"{name} has no default"
@@ -54,8 +54,8 @@ class GPUPlanRequest:
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(arguments of a run, values of the plan's options). Raises ValueError for an option that has
-    no value or is given twice."""
+    """Divide a command line into (arguments of the run, values of the plan's options). Raises
+    ValueError for an option that has no value or is given twice."""
     rest: list[str] = []
     values: dict[str, str] = {}
     remaining = list(arguments)
@@ -116,7 +116,8 @@ def plan_gpus(arguments: Sequence[str]) -> None:
 
 
 def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
-    """The costs of a rollout. Raises ValueError for options that a plan does not support."""
+    """The costs of a rollout of the run in `asked`, on the GPU `gpu`. Raises ValueError for options
+    that a plan does not support."""
     from rloo.addons.planner.gpu.cost_model import RolloutCost
 
     config = asked.config

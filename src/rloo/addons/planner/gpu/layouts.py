@@ -14,8 +14,9 @@ _PARALLEL, _STALENESS, _PARTS = (1, 2, 4, 8), (0, 1, 2, 4), 16
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """`trainers` GPUs train, and `engines` servers of `parallel` GPUs each sample. With 0 engines
-    the trainers' GPUs train and sample in turn. `divided` means fsdp2, otherwise replicate."""
+    """A division of GPUs: `trainers` GPUs train, and `engines` servers of `parallel` GPUs each
+    sample. With 0 engines the trainers' GPUs train and sample in turn. `divided` is true for fsdp2,
+    and false for replicate."""
 
     trainers: int
     engines: int
@@ -31,9 +32,10 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Seconds of the parts of a rollout, where `reading` is the time in which the main process
-    reads sampled completions; bytes on a trainer's and on an engine's GPU; the tokens that fit into
-    a micro-batch; and the completions that fit into an engine (`room`)."""
+    """The prediction for a layout: seconds of the parts of a rollout (`reading` is the time in
+    which the main process reads sampled completions); bytes on a trainer's GPU and on an engine's
+    GPU; the number of tokens that fit into a micro-batch; and the number of completions that fit
+    into an engine (`room`)."""
 
     layout: ParallelLayout
     sampling: float
@@ -110,7 +112,7 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
 
 
 def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
-    """The layouts that are tried on this number of GPUs."""
+    """The layouts of `gpus` GPUs that are compared."""
     for divided in (False, True)[: 1 + (gpus > 1)]:
         yield ParallelLayout(gpus, 0, 1, divided, 0)
     for parallel in _PARALLEL:
@@ -127,9 +129,9 @@ def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
 
 
 def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
-    """The fastest layout that fits, for each way: training and sampling in turn, or on separate
-    GPUs with each staleness. Of layouts within 1 % the simplest is chosen: replicated, with fewer
-    GPUs per server."""
+    """The forecasts of the fastest layouts that fit into memory: one for training and sampling in
+    turn, and one for each staleness on separate GPUs. Among layouts whose times differ by at most
+    1 %, the simplest is chosen: replicated, with fewer GPUs per server."""
     found: dict[str, Forecast] = {}
     for layout in layouts(gpus, job):
         if layout.trainers > job.rows:
@@ -144,8 +146,8 @@ def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
 
 
 def most_samples(job: RolloutCost, one: Forecast) -> int:
-    """The largest K for which a group of maximum length fits one engine at a time and one
-    micro-batch, so that no second forward pass is needed."""
+    """The largest K for which an engine can decode a complete group of maximum length at once, and
+    the group fits into one micro-batch. No second forward pass is then needed."""
     by_engine = one.room * (job.prompt + job.completion) / (job.prompt + job.longest)
     by_trainer = (one.micro_batch - job.prompt) / job.longest
     return int(min(by_engine, by_trainer))

@@ -32,8 +32,8 @@ class ModelShape:
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def operations(self, context: float) -> float:
-        """Operations of a token's forward pass after `context` tokens: two per product, and four
-        per head dimension and attended token."""
+        """Operations of a token's forward pass after `context` tokens: two per parameter in
+        `products`, and four per head dimension and attended token."""
         return 2.0 * self.products + 4.0 * self.layers * self.heads * self.head_dim * context
 
 

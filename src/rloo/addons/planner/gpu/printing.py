@@ -22,7 +22,8 @@ _WORTH = 1.05
 
 @dataclass(frozen=True, slots=True)
 class GPUPlan:
-    """The best layout of each way, the numbers given by the user, and the price of a GPU hour."""
+    """A plan for a number of GPUs: the forecasts of the best layouts (`ways`, from `layouts.best`),
+    the names of the numbers given by the user, and the price of a GPU hour."""
 
     job: RolloutCost
     gpus: int
@@ -32,7 +33,9 @@ class GPUPlan:
 
     @property
     def chosen(self) -> str:
-        """The way to choose. A way with more staleness must be 5 % faster."""
+        """The name of the layout that the plan recommends. A layout with more staleness is
+        recommended only if it is more than 5 % faster than the layout that is otherwise
+        recommended."""
         names = list(self.ways)
         name = names[0]
         for other in names[1:]:
@@ -57,7 +60,7 @@ def print_gpu_plan(plan: GPUPlan) -> None:
 
 
 def table(plan: GPUPlan) -> list[str]:
-    """A line for each way; a star marks the chosen one."""
+    """The lines of a table with a row for each layout; a star marks the recommended layout."""
     names = ("", "trainers", "engines", "s a step", "tokens/s", "sample", "train", "send", "sync")
     head = [*names, "GB", *(["per 1M"] if plan.price else []), "bottleneck"]
     rows = [head]
@@ -86,7 +89,7 @@ def table(plan: GPUPlan) -> list[str]:
 
 
 def advice(plan: GPUPlan) -> list[str]:
-    """The advice, in sentences."""
+    """The plan's recommendation, as lines of text."""
     one, job = plan.ways[plan.chosen], plan.job
     at = one.layout
     options = f"--parallel {'fsdp2' if at.divided else 'replicate'}"
@@ -124,7 +127,8 @@ def advice(plan: GPUPlan) -> list[str]:
 
 
 def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:
-    """The simulated queue of a layout with staleness; None without staleness or simpy."""
+    """The result of simulating a layout with staleness; None if the layout has no staleness or
+    simpy is not installed."""
     at = one.layout
     if not at.staleness:
         return None

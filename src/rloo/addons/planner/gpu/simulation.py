@@ -20,13 +20,14 @@ Events = Generator[Any, Any, None]
 class SimulatedRun:
     """A run of `rollouts` rollouts of `groups` groups. Each of `engines` engines runs `at_once`
     calls in parallel. A call samples `groups_a_call` groups, which end together (None: all groups
-    of a rollout). `sample` draws the seconds of a call with a number of groups, `score` the seconds
-    in which one of `reward_workers` scores a group, and `train` the seconds of training on a
-    rollout. The trainer takes `publish` seconds to write a version of the weights. An engine takes
-    `load` seconds to read the version before its next call. With `drains`, the trainer waits for
-    active calls before it publishes. An engine fails after `between_failures` seconds on average,
-    for `restart` seconds. `kills` maps a rollout to the seconds after its training at which the
-    first engine fails for certain. `first` is the time in seconds before an engine's first call."""
+    of a rollout). `sample(generator, n)` draws the seconds of a call with n groups, `score` the
+    seconds in which one of `reward_workers` scores a group, and `train` the seconds of training on
+    a rollout. The trainer takes `publish` seconds to write a version of the weights. An engine
+    takes `load` seconds to read the version before its next call. With `drains`, the trainer waits
+    for active calls before it publishes. An engine fails after `between_failures` seconds on
+    average, for `restart` seconds. `kills` maps a rollout to the seconds after its training at
+    which the first engine fails for certain. `first` is the time in seconds before an engine's
+    first call."""
 
     groups: int
     rollouts: int
@@ -50,9 +51,9 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The result: the seconds at which training on each rollout ended, the busy shares of the
-    trainer and of all engine places, the number of repeated calls, and the largest number of groups
-    in flight (started but not trained)."""
+    """The result of a simulation: the seconds at which training on each rollout ended, the shares
+    of the trainer's time and of the engines' capacity that are used, the number of repeated calls,
+    and the largest number of groups in flight (started but not trained)."""
 
     ends: list[float]
     trainer_busy: float
@@ -161,7 +162,7 @@ class _Run:
             yield self.env.timeout(self.flow.score(self.draw))
 
     def place(self, engine: _Engine) -> Events:
-        """One place of an engine, which runs one call after another."""
+        """Simulate one of the parallel places of an engine, which runs one call after another."""
         while True:
             call = yield self.calls.get()
             while self.open is not None or self.env.now < engine.up:

@@ -76,7 +76,8 @@ def _gibberish(run: RecordedRun) -> RuleResult | None:
 
 
 def grown(run: RecordedRun) -> RuleResult | None:
-    """Whether completions grew into the length limit although nothing penalises length."""
+    """A result if completions grew to the length limit although nothing penalises length; else
+    None."""
     length, cut = run.change("completions/mean_length"), run.change("completions/clipped_ratio")
     if not length.after > 1.5 * length.before or not many_cut(run) or not cut.before < 0.5:
         return None

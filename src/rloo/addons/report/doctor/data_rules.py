@@ -29,12 +29,14 @@ NEARLY_ALL_CUT = 0.95
 
 
 def many_cut(run: RecordedRun) -> bool:
-    """Whether the last rollouts clip more completions than is healthy, beyond chance."""
+    """Whether the share of truncated completions in the last rollouts is above the healthy limit by
+    more than chance explains."""
     return cut_beyond_chance(run, run.end)
 
 
 def cut_beyond_chance(run: RecordedRun, rows: Sequence[Row]) -> bool:
-    """Whether `rows` clip more completions (at the length limit) than is healthy, beyond chance."""
+    """Whether the share of truncated completions in the rollouts `rows` is above the healthy limit
+    by more than chance explains."""
     high, size = band("completions/clipped_ratio").bounds()[1], run.completions_of(rows)
     chance = Z * math.sqrt(high * (1 - high) / max(1, size))
     return mean(rows, "completions/clipped_ratio") > high + chance

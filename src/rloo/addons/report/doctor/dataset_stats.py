@@ -174,8 +174,9 @@ def _end_of_turn(
 def answered_prompts(
     rewards: RewardSet, prompts: Sequence[Prompt], state: Any, threshold: float
 ) -> tuple[int, int, str] | None:
-    """(number of prompts whose last words earn `threshold` of the first reward, number of prompts
-    tried, an example). None if the reward is not binary (0 and 1)."""
+    """Return (number of prompts whose last words, scored as a completion, get at least `threshold`
+    from the first reward; number of prompts tried; an example). None if the reward is not binary (0
+    and 1)."""
     tried = [
         (prompt, " ".join(words[-count:]))
         for prompt in prompts[:_TRIED_PROMPTS]

@@ -40,8 +40,8 @@ def findings_before(config: RLOOConfig, folder: Path) -> list[Finding]:
 
 
 def dry_run(config: RLOOConfig, folder: Path) -> RecordedRun:
-    """The record of two rollouts with learning rate 0, with facts. Raises ValueError without a
-    dataset."""
+    """The record of two rollouts with learning rate 0, with the facts of `facts_of`. Raises
+    ValueError without a dataset."""
     if config.dataset is None:
         raise ValueError("there is no dataset to train on (dataset)")
     changed = in_one_process(config).with_values(

@@ -38,7 +38,7 @@ class LiveDoctor:
             self._newest.rows.append(row)
 
     def add_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows of completions.jsonl; their rollouts were added before."""
+        """Add rows of completions.jsonl, after the rollout's row of metrics.jsonl was added."""
         kept = {part.rows[0].get("step"): part for part in (*self._first, *self._last)}
         for row in rows:
             if (part := kept.get(row.get("step"))) is not None:
@@ -71,7 +71,7 @@ class LiveDoctor:
 
 @dataclass(frozen=True, slots=True)
 class RecentRollout:
-    """The stored rows of a rollout: of metrics.jsonl and of completions.jsonl."""
+    """The stored rows of a rollout, from metrics.jsonl and from completions.jsonl."""
 
     rows: list[Mapping[str, Any]]
     completions: list[Mapping[str, Any]]

@@ -35,9 +35,9 @@ def diagnose(
 ) -> list[Finding]:
     """The findings on a run, causes first. Effects of a finding are left out. A finding is also
     left out if it changes an option that an earlier finding changes. `note` gets the error of a
-    rule that fails. A run's files lack the facts from before the first step. Findings on these
-    facts come from `told`, pairs of (step, finding); findings of later steps count only if the run
-    has not gained."""
+    rule that fails. The files of a run do not contain the facts that were collected before the
+    first step. Findings on these facts are passed in `told`, as pairs of (step, finding). A finding
+    from a step after step 0 is used only if the reward of the run has not risen significantly."""
     stands = {f.name: f for step, f in told if f.name in _EARLY and (step == 0 or not run.gained)}
     findings: dict[str, Finding] = {}
     changed: set[str] = set()

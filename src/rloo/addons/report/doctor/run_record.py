@@ -90,13 +90,14 @@ class RecordedRun:
 
     @property
     def gained(self) -> bool:
-        """Whether the reward rose beyond chance by the end, in training or held out."""
+        """Whether the reward, in training or held out, is significantly higher at the end than at
+        the start."""
         return any(change.moved == 1 for change in self._to_the_end())
 
     @property
     def rises(self) -> list[BeforeAfter]:
-        """Rises of the reward beyond chance since the start. Rises at the end of the run precede
-        rises at any time."""
+        """The significant increases of the reward since the start. Increases up to the end of the
+        run are listed before increases up to any time."""
         rows, of_set = [r for r in self.rollouts if math.isfinite(r["reward"])], self.of_first_set
         parts = [rows[at : at + FEWEST] for at in range(0, len(rows) - FEWEST + 1, FEWEST)]
         means = [mean_reward(part) for part in parts]
@@ -135,7 +136,8 @@ class RecordedRun:
         return [row for row in self.completions if row["step"] in chosen]
 
     def command(self, options: Mapping[str, Any]) -> str:
-        """The command for the next run: these options changed, and a new output folder."""
+        """The command for another run with the changed `options` and a new output folder; for a run
+        that a script started, an RLOOConfig with the changed `options`."""
         options = {name: _plain(value) for name, value in options.items()}
         if not self.source:
             return f"RLOOConfig({', '.join(f'{k}={v!r}' for k, v in options.items())})"
@@ -146,7 +148,8 @@ class RecordedRun:
 
 @dataclass(frozen=True, slots=True)
 class RuleResult:
-    """The result of a rule that applies: figures, examples, and one change in words and options."""
+    """The result of a rule that has found its fault: figures, examples, and one change in words and
+    options."""
 
     evidence: str
     change: str
@@ -159,8 +162,8 @@ class RuleResult:
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A rule for one possible fault. `looks_at` names the figures that show the fault,
-    `usual_change` the usual remedy. If a rule with `voids` applies, the run's result does not
-    count."""
+    `usual_change` the usual remedy. If a rule with `voids` finds its fault, the run's result does
+    not count."""
 
     name: str
     title: str
@@ -183,7 +186,7 @@ def highest_rate(rows: Sequence[Row]) -> float:
 
 
 def band(name: str) -> HealthyRange:
-    """The healthy band of a metric, from the metric registry."""
+    """The healthy range of a metric, from the metric registry."""
     row = find(name)
     assert row is not None and row.band is not None, name
     return row.band

@@ -111,7 +111,7 @@ def _other_entropy(old: float, new: float) -> bool:
 def leap(
     values: Sequence[float], before: int, beyond: Callable[[float, float], bool]
 ) -> int | None:
-    """The first index whose value, and nearly all later ones, are beyond all earlier values."""
+    """The first index whose value and nearly all later values are `beyond` every earlier value."""
     for at in range(before, len(values) - 1):
         old, after = values[:at], values[at:]
         out = [all(beyond(one, new) for one in old) for new in after]

@@ -28,8 +28,8 @@ def known(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]
 
 
 def curve(values: Values) -> dict[str, Any]:
-    """The curve: `from` and `to` (the steps of each point) and `mean`; also `low` and `high` if a
-    point stands for several steps."""
+    """The curve as a dict of lists: `from` and `to` (the first and the last step of each point) and
+    `mean`; also `low` and `high` if a point stands for several steps."""
     size = max(1, math.ceil(len(values) / POINTS))
     parts = [values[begin : begin + size] for begin in range(0, len(values), size)]
     steps = [[part[side][0] for part in parts] for side in (0, -1)]
@@ -47,13 +47,14 @@ def rounded(value: float) -> float | None:
 
 
 def ends(values: Values) -> tuple[float, float]:
-    """The means of the first and of the last steps: at most 8 each, and at most a third of all."""
+    """The means of the first and of the last steps: at most 8 steps each, and at most a third of
+    all."""
     size = min(WINDOW, max(1, len(values) // 3))
     return fmean(v for _, v in values[:size]), fmean(v for _, v in values[-size:])
 
 
 def bounds_of(name: str, values: Values) -> tuple[float, float] | None:
-    """The healthy band of a metric in this run, or None."""
+    """The bounds of a metric's healthy range in this run; None if it has no range."""
     row = find(name)
     if row is None or row.band is None:
         return None
@@ -61,8 +62,8 @@ def bounds_of(name: str, values: Values) -> tuple[float, float] | None:
 
 
 def outside(series: Mapping[str, Values]) -> list[dict[str, Any]]:
-    """The metrics outside their band at the end of the run, or at any time if the band is 0. Each
-    entry has the value, the band, and the number of steps outside the band."""
+    """The metrics outside their healthy range at the end of the run (at any time, if only 0 is
+    healthy). Each entry has the value, the range, and the number of steps outside the range."""
     found = []
     for name, values in series.items():
         row, bounds = find(name), bounds_of(name, values)

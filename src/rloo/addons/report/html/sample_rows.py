@@ -15,8 +15,9 @@ CHARACTERS = 4_000
 
 
 def moments(run: RunFolder, most_tokens: int) -> list[dict[str, Any]]:
-    """Up to three moments of a run with their groups. All their completions together have about
-    `most_tokens` tokens. For a run without recorded groups, recorded completions are shown."""
+    """Up to three steps of a run with their groups. The completions are shortened so that all
+    together have about `most_tokens` tokens. For a run without recorded groups, recorded
+    completions are shown."""
     rows = run.groups or _as_groups(run.completions)
     steps = sorted({row["step"] for row in rows})
     chosen = dict.fromkeys((0, (len(steps) - 1) // 2, len(steps) - 1)) if steps else {}

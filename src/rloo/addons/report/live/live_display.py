@@ -51,7 +51,7 @@ class StatusView:
     alarms: list[tuple[int, str]]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines, for rich."""
+        """Yield the lines that rich prints."""
         width = min(options.max_width, _WIDEST)
         for line in self._lines(console, width):
             line.overflow = "fold"

@@ -29,8 +29,8 @@ STEPS_BETWEEN_SAMPLES = 5
 class Screen(LineDisplay):
     """Prints lines, and shows the state after each step.
 
-    Without `moves` there is no live view. Drawing the view takes 2 ms, at most four times a second
-    (one core of a server, 140 columns, after 3,000 steps).
+    If `moves` is false, there is no live view. Drawing the view takes 2 ms, at most four times a
+    second (one core of a server, 140 columns, after 3,000 steps).
     """
 
     def __init__(

@@ -15,8 +15,9 @@ _BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 class TextCurve:
-    """Finite values ordered by x. If there are too many values to distinguish, neighbours are
-    averaged. The curve of a long run therefore takes no more time than the curve of a short run."""
+    """A curve of finite values, ordered by x. If there are too many values to distinguish,
+    neighbours are averaged. The curve of a long run therefore takes no more time than the curve of
+    a short run."""
 
     def __init__(self) -> None:
         self._whole: list[Point] = []
@@ -25,7 +26,8 @@ class TextCurve:
 
     @property
     def points(self) -> list[Point]:
-        """The means of equally many neighbours; the last mean may be of fewer."""
+        """The points of the curve. Each is the mean of the same number of neighbouring values; the
+        last may be of fewer values."""
         return [*self._whole, *([_mean(self._open)] if self._open else [])]
 
     def add(self, x: float, y: float) -> None:
