@@ -36,11 +36,11 @@ def test_nodes_time_account_and_the_rest_are_directives(tmp_path, monkeypatch):
         setup=["source env/bin/activate"], slurm_restarts=7, slurm_container="apptainer exec i.sif",
     )  # fmt: skip
     assert directives(text) == [
-        "--job-name=a b", "--account=lab", "--time=01:00:00", "--signal=B:USR1@60",
+        "--job-name='a b'", "--account=lab", "--time=01:00:00", "--signal=B:USR1@60",
         "--open-mode=append", f"--output='{tmp_path}/runs/a b/logs/slurm-%j.log'", "--requeue",
         "--partition=gpu", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=3", "--exclusive",
     ]  # fmt: skip
-    assert f"export OUT='{tmp_path}/runs/a b'\ncd {tmp_path}\n" in text
+    assert f"export OUT='{tmp_path}/runs/a b'\ncd {tmp_path} && mkdir" in text
     assert "export OMP_NUM_THREADS=3\nsource env/bin/activate\n" in text
     assert text.count("apptainer exec i.sif python -m rloo") == 2
     assert "attempt == 7" in text and "&& true; then scontrol requeue" in text
@@ -48,6 +48,75 @@ def test_nodes_time_account_and_the_rest_are_directives(tmp_path, monkeypatch):
     assert re.search(
         r'--resume_from_checkpoint auto .*--output_dir "\$OUT" --async_kwargs.remote_workers', text
     )
+
+
+def words_of_sbatch(line: str) -> list[str]:
+    """The words that sbatch finds in a directive: quotes as in a shell, except that a backslash
+    escapes the next character everywhere, and that # outside of quotes begins a comment."""
+    words, word, quote, characters = [], None, "", iter(line)
+    for character in characters:
+        if character == "\\":
+            word = (word or "") + next(characters)
+        elif quote and character == quote:
+            quote = ""
+        elif not quote and character in "'\"":
+            quote, word = character, word or ""
+        elif not quote and character == "#":
+            break
+        elif not quote and character.isspace():
+            words, word = [*words, *([] if word is None else [word])], None
+        else:
+            word = (word or "") + character
+    assert not quote
+    return [*words, *([] if word is None else [word])]
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", 'say "x"', "a#b", "$HOME", "-n 4", "a;b", "\u00e9"])
+def test_sbatch_reads_each_directive_as_one_option(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    text = written("-o", f"runs/{name}", slurm_account="x y", slurm_time="1:00 # no")
+    words = [word for line in directives(text) for word in words_of_sbatch(line)]
+    assert words == [
+        f"--job-name={name}", "--account=x y", "--time=1:00 # no", "--signal=B:USR1@300",
+        "--open-mode=append", f"--output={tmp_path}/runs/{name}/logs/slurm-%j.log", "--requeue",
+        "--nodes=1", "--ntasks-per-node=1",
+    ]  # fmt: skip
+    (line,) = [line for line in text.splitlines() if line.startswith("export OUT=")]
+    told = subprocess.check_output(["bash", "-c", f'{line}; printf %s "$OUT"'], text=True)
+    assert told == f"{tmp_path}/runs/{name}"
+
+
+def test_options_are_written_as_in_a_shell():
+    options = ["-p gpu", "--comment='a # b'", "--exclusive --mem=0", r"--wckey='a\b'"]
+    text = written(slurm_options=options)
+    words = [word for line in directives(text)[-4:] for word in words_of_sbatch(line)]
+    assert words == ["-p", "gpu", "--comment=a # b", "--exclusive", "--mem=0", r"--wckey=a\b"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("a\n#SBATCH --uid=0", "a directive of sbatch is one line"),
+        ("a\rb", "without control characters"),
+        ("%j", "Slurm replaces % in the names of log files"),
+        ("a\\b", r"Slurm replaces \\ in the names"),
+        ("a hetjob", "as the border of a heterogeneous job"),
+    ],
+)
+def test_a_folder_that_would_change_the_script_is_refused(folder, said):
+    with pytest.raises(ValueError, match=f"output_dir is .*{said}"):
+        written("-o", f"runs/{folder}")
+
+
+def test_the_folder_of_the_logs_is_there_before_sbatch_runs(tmp_path, monkeypatch, capsys):
+    """sbatch here is a stand-in that fails, as Slurm fails, without the folder of --output."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/bash\ncd '{tmp_path}/runs/a b/logs' && echo '7;cluster'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--backend", "slurm", "-o", "runs/a b"]) == 0
+    assert capsys.readouterr().out == f"job 7: {tmp_path}/runs/a b/job.sbatch\n"
 
 
 def test_gpus_are_given_by_number():
@@ -92,7 +161,8 @@ def test_without_slurm_it_says_so(tmp_path, monkeypatch, capsys):
     assert main(["launch", "--backend", "slurm"]) == 2
     assert "there is no sbatch here" in capsys.readouterr().err
     assert main(["launch", "--backend", "slurm", "--dry_run"]) == 0
-    assert f"# sbatch {tmp_path}/runs/countdown/job.sbatch" in capsys.readouterr().out
+    run = f"{tmp_path}/runs/countdown"
+    assert f"# mkdir -p {run}/logs && sbatch {run}/job.sbatch" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from rloo.addons.launch.slurm_options import split_option, unsafe
 from rloo.config.fields import ConfigErrors, OptionGroup, coerce, config_errors, suggest
 from rloo.config.yaml_io import read_yaml
 
@@ -20,6 +21,9 @@ SLURM, RAY = OptionGroup("Slurm"), OptionGroup("Ray")
 _ALLOCATION = re.compile(r"(?:(?P<engine>vllm|sglang)\.?(?:\[\w+\])?:?(?P<theirs>[dtp0-9]+)\+)?"
                          r"(?:(?:fsdp|megatron)\.?:?)?(?P<ours>[dtpc0-9]+)")  # fmt: skip
 _WITHOUT_VALUE = ("dry_run",)
+_ONE_LINE = (
+    "slurm_partition", "slurm_account", "slurm_time", "slurm_array", "slurm_container",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +194,21 @@ def _faults(cluster: Cluster) -> list[str]:
             for name, value in (("trainer_gpus", c.trainers), ("engine_gpus", c.engine_gpus))
             if value % c.gpus_per_node
         ]
+    return found + _slurm_faults(cluster)
+
+
+def _slurm_faults(c: Cluster) -> list[str]:
+    """The faults of the options of Slurm."""
+    found = []
+    for name in _ONE_LINE:
+        if (value := getattr(c, name)) is not None and (reason := unsafe(value)):
+            found.append(f"{name} is {value!r}; {reason}")
+    for name in ("slurm_options", "slurm_engine_options"):
+        for text in getattr(c, name) or []:
+            try:
+                split_option(text)
+            except ValueError as error:
+                found.append(f"{name} has {text!r}; {error}")
     if c.slurm_array is not None and c.slurm_chain > 1:
         found.append("slurm_array and slurm_chain are both given; a chain is of one run")
     if c.slurm_engine_options is not None and not (c.engine_gpus and c.nodes > 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from string import Template
 
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
+from rloo.addons.launch.slurm_options import directive, directives, unsafe
 from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import LOGS
@@ -21,8 +23,10 @@ FOLDER = '"$OUT"'
 
 def script(job: LaunchJob) -> str:
     """The sbatch script of a job that was made with FOLDER. The script runs in the current working
-    directory, which all nodes must share."""
+    directory, which all nodes must share. Raises ValueError for an output_dir that Slurm cannot
+    write to."""
     cluster = job.cluster
+    _check_folder(job)
     out = shlex.quote(str(Path(job.config.output_dir).absolute()))
     if cluster.slurm_array is not None:
         out += "/$SLURM_ARRAY_TASK_ID"
@@ -46,8 +50,10 @@ def script(job: LaunchJob) -> str:
 
 
 def shown(job: LaunchJob) -> str:
-    """The script and the command that submits it, as `--dry_run` prints them."""
-    return f"{script(job)}\n# sbatch {_path(job)}\n"
+    """The script and the command that submits it, as `--dry_run` prints them. Without the folder
+    of the logs a job fails, and Slurm reports no reason."""
+    logs, path = (shlex.quote(str(file)) for file in (_path(job).parent / LOGS, _path(job)))
+    return f"{script(job)}\n# mkdir -p {logs} && sbatch {path}\n"
 
 
 def submit(job: LaunchJob) -> int:
@@ -74,12 +80,22 @@ def _path(job: LaunchJob) -> Path:
     return Path(job.config.output_dir).absolute() / SCRIPT
 
 
+def _check_folder(job: LaunchJob) -> None:
+    """Raise ValueError for an output_dir that would change the script or the name of a log file."""
+    folder = str(_path(job).parent)
+    reason = unsafe(folder)
+    if reason is None and (found := re.search(r"[%\\]", folder)):
+        reason = f"Slurm replaces {found[0]} in the names of log files"
+    if reason is not None:
+        raise ValueError(f"output_dir is {folder!r}; {reason} (output_dir)")
+
+
 def _is_split(job: LaunchJob) -> bool:
     return job.cluster.slurm_engine_options is not None
 
 
 def _directives(job: LaunchJob) -> list[str]:
-    c, folder = job.cluster, Path(job.config.output_dir)
+    c = job.cluster
     number = "%A_%a" if c.slurm_array is not None else "%j"
     roles = [job.trainer, *job.others]
     sides = [roles]
@@ -87,15 +103,15 @@ def _directives(job: LaunchJob) -> list[str]:
         sides = [[role for role in roles if (role.first > 0) == side] for side in (False, True)]
     first = max(role.first for role in roles) if _is_split(job) else c.nodes
     of_job = {
-        "job-name": folder.name,
+        "job-name": _path(job).parent.name or "rloo",
         "account": c.slurm_account,
         "time": c.slurm_time,
         "array": c.slurm_array,
         "signal": f"B:USR1@{c.slurm_signal}" if c.slurm_signal else None,
         "open-mode": "append",
-        "output": shlex.quote(str(folder.absolute() / LOGS / f"slurm-{number}.log")),
+        "output": _path(job).parent / LOGS / f"slurm-{number}.log",
     }
-    lines = [f"--{name}={value}" for name, value in of_job.items() if value is not None]
+    lines = [directive(name, value) for name, value in of_job.items() if value is not None]
     lines += ["--requeue" if c.slurm_requeue else "--no-requeue"]
     for index, side in enumerate(sides):
         lines += ["hetjob"] if index else []
@@ -106,8 +122,8 @@ def _directives(job: LaunchJob) -> list[str]:
             "cpus-per-task": c.threads,
             "gpus-per-node": c.gpus_per_node or None,
         }
-        lines += [f"--{name}={value}" for name, value in of_side.items() if value is not None]
-        lines += (c.slurm_engine_options or []) if index else c.slurm_options
+        lines += [directive(name, value) for name, value in of_side.items() if value is not None]
+        lines += map(directives, (c.slurm_engine_options or []) if index else c.slurm_options)
     return lines
 
 
