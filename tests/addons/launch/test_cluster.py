@@ -79,7 +79,7 @@ def test_every_fault_is_named_at_once(tmp_path):
         ({"slurm_engine_options": ["-p x"]}, "no node samples alone"),
         ({"slurm_account": "a\nb"}, r"slurm_account is 'a\\nb'; a directive of sbatch is one line"),
         ({"slurm_options": '["--comment=a b"]'}, "'b' is no option; quote a value with spaces"),
-        ({"slurm_options": "[\"--comment='a\"]"}, "slurm_options has .*No closing quotation"),
+        ({"slurm_options": '["--comment=\'a"]'}, "slurm_options has .*No closing quotation"),
         ({"slurm_options": '["gpu"]'}, "slurm_options has 'gpu'; 'gpu' is no option"),
         ({"slurm_options": '["--x\\n#SBATCH -A y"]'}, "a directive of sbatch is one line"),
         ({"port": 80}, "port is 80"),

@@ -71,7 +71,7 @@ def words_of_sbatch(line: str) -> list[str]:
     return [*words, *([] if word is None else [word])]
 
 
-@pytest.mark.parametrize("name", ["a b", "it's", 'say "x"', "a#b", "$HOME", "-n 4", "a;b", "\u00e9"])
+@pytest.mark.parametrize("name", ["a b", "it's", 'say "x"', "a#b", "$HOME", "-n 4", "a;b"])
 def test_sbatch_reads_each_directive_as_one_option(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     text = written("-o", f"runs/{name}", slurm_account="x y", slurm_time="1:00 # no")

@@ -52,6 +52,9 @@ class Cluster:
         "The cluster; null takes RAY_ADDRESS, or the one of this machine, or starts one here.")
     ray_placement: Literal["pack", "spread"] = RAY.rloo("pack",
         "What samples and what trains: on as few nodes as possible, or on none together.")
+    ray_autoscaling: bool = RAY.rloo(False,
+        "The cluster adds nodes when a run asks for them; false refuses a run that asks for more "
+        "than the cluster has.")
     ray_restarts: int = RAY.rloo(3,
         "How often the ranks start again, at the last checkpoint, when one or its node has died.")
     slurm_partition: str | None = SLURM.rloo(None, "Partition.")
