@@ -21,8 +21,11 @@ SLURM, RAY = OptionGroup("Slurm"), OptionGroup("Ray")
 _ALLOCATION = re.compile(r"(?:(?P<engine>vllm|sglang)\.?(?:\[\w+\])?:?(?P<theirs>[dtp0-9]+)\+)?"
                          r"(?:(?:fsdp|megatron)\.?:?)?(?P<ours>[dtpc0-9]+)")  # fmt: skip
 _WITHOUT_VALUE = ("dry_run",)
+_MEMORY = re.compile(r"\d+[KMGT]?")
+_GRES = re.compile(r"[\w.-]+(:(?!\d+$)[\w.-]+)?")
 _ONE_LINE = (
     "slurm_partition", "slurm_account", "slurm_time", "slurm_array", "slurm_container",
+    "slurm_container_image",
 )  # fmt: skip
 
 
@@ -66,8 +69,18 @@ class Cluster:
         "Queue the job again at its time limit, when it is preempted and when a node fails.")
     slurm_restarts: int = SLURM.rloo(3,
         "How often a job starts the run again, from its last checkpoint, after a process has died.")
+    slurm_mem: str | None = SLURM.rloo(None,
+        "Memory of each node, as 64G; null leaves the default of the partition.")
+    slurm_gres: str | None = SLURM.rloo(None,
+        "Name of the GPUs, as gpu or gpu:h100, for --gres in place of --gpus-per-node.")
+    slurm_max_requeues: int = SLURM.rloo(100,
+        "How often a job may be queued again; after that it ends.")
+    slurm_template: str | None = SLURM.rloo(None,
+        "A file in place of the package's job.sbatch, with the same $names.")
     slurm_container: str | None = SLURM.rloo(None,
         "What stands before every command: `apptainer exec --nv image.sif`.")
+    slurm_container_image: str | None = SLURM.rloo(None,
+        "Image that pyxis runs every process in (srun --container-image).")
     slurm_array: str | None = SLURM.rloo(None,
         "Numbers of an array of jobs, as 0-4: each trains with its number as the seed, in a folder "
         "of its own.")
@@ -75,6 +88,8 @@ class Cluster:
     slurm_engine_options: list[str] | None = SLURM.rloo(None,
         "Options of sbatch for the nodes that sample, as [--partition=l40s]: a heterogeneous job.")
     slurm_options: list[str] = SLURM.rloo([], "Further options of sbatch, as [--exclusive].")
+    slurm_srun_options: list[str] = SLURM.rloo([],
+        "Further options of every srun, as [--cpu-bind=none].")
     # fmt: on
 
     @property
@@ -172,7 +187,7 @@ def _faults(cluster: Cluster) -> list[str]:
     c, found = cluster, []
     least = {
         "nodes": 1, "gpus_per_node": 0, "engine_gpus": 0, "scorers": 0, "slurm_signal": 0,
-        "slurm_restarts": 0, "slurm_chain": 1, "ray_restarts": 0,
+        "slurm_restarts": 0, "slurm_chain": 1, "slurm_max_requeues": 0, "ray_restarts": 0,
     }  # fmt: skip
     for name, number in least.items():
         if getattr(c, name) < number:
@@ -206,7 +221,16 @@ def _slurm_faults(c: Cluster) -> list[str]:
     for name in _ONE_LINE:
         if (value := getattr(c, name)) is not None and (reason := unsafe(value)):
             found.append(f"{name} is {value!r}; {reason}")
-    for name in ("slurm_options", "slurm_engine_options"):
+    if c.slurm_mem is not None and not _MEMORY.fullmatch(c.slurm_mem):
+        found.append(f"slurm_mem is {c.slurm_mem!r}; it must be a number with K, M, G or T, as 64G")
+    if c.slurm_gres is not None and not (c.gpus_per_node and _GRES.fullmatch(c.slurm_gres)):
+        found.append(
+            f"slurm_gres is {c.slurm_gres!r} and gpus_per_node {c.gpus_per_node}; give gpu or "
+            "gpu:TYPE, since the number is gpus_per_node, above 0"
+        )
+    if c.slurm_container and c.slurm_container_image:
+        found.append("slurm_container and slurm_container_image are both given; give one of them")
+    for name in ("slurm_options", "slurm_engine_options", "slurm_srun_options"):
         for text in getattr(c, name) or []:
             try:
                 split_option(text)
