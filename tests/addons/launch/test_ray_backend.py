@@ -128,6 +128,28 @@ def test_gsm8k_ends_the_same_by_ray_and_on_this_machine(launch, tmp_path):
     assert weights(tmp_path / "run") == weights(tmp_path / "local")
 
 
+@pytest.mark.parametrize(
+    ("option", "status", "said"),
+    [
+        # Three nodes have 3 CPUs each, one of them 2 GPUs; the head has none.
+        (
+            "--trainer_gpus=9",
+            2,
+            "the run asks Ray for 11 CPU (9 trainers of 1 CPU, 2 samplers of 1 CPU), and the "
+            "cluster has 9 CPU and 2 GPU on 4 nodes (",
+        ),
+        # No program may listen on the port of echo.
+        ("--ray.address=127.0.0.1:7", 1, "no Ray cluster responds at 127.0.0.1:7: connection "),
+    ],
+)
+def test_a_cluster_without_the_resources_or_the_address_is_told_in_one_sentence(
+    launch, tmp_path, option, status, said
+):
+    assert launch(option).wait(120) == status, printed(tmp_path)
+    told = printed(tmp_path)
+    assert said in told and "Traceback" not in told and "WARNING" not in told
+
+
 @pytest.mark.skipif("RLOO_VLLM_PYTHON" not in os.environ, reason="there is no vLLM")
 def test_vllm_samples_the_same_groups(launch, undisturbed, tmp_path):
     assert launch(*vllm()).wait(600) == 0, printed(tmp_path)

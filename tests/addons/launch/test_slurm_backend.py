@@ -132,6 +132,22 @@ def test_gsm8k_and_one_that_samples_elsewhere_end_as_on_this_machine(slurm, laun
     assert "HetJobOffset=1" in told and "Comment=engines" in told
 
 
+def test_slurm_reads_the_quoted_directives(slurm, launch, tmp_path):
+    """The job is held, so that nothing runs."""
+    folder = f"{tmp_path}/it's a # b"
+    options = ('--slurm.options=["--hold", "--comment=\'x  y # z\'"]', "--slurm.mem=100M")
+    said = launch(tmp_path, "--backend=slurm", "--nodes=2", *options, f"--output_dir={folder}")
+    job, _, script = said.partition(" ")[2].partition(": ")
+    assert script == f"{folder}/job.sbatch\n"
+    told = slurm.run("scontrol", "show", "job", job)
+    slurm.run("scancel", job)
+    for words in (
+        "JobName=it's a # b\n", "Comment=x  y # z", f"StdOut={folder}/logs/slurm-{job}.log",
+        "MinMemoryNode=100M", "CPUs/Task=1",
+    ):  # fmt: skip
+        assert words in told
+
+
 def test_an_array_has_a_seed_each_and_a_chain_goes_on(slurm, launch, tmp_path):
     alone = ("--trainer_gpus=1", "--engine_gpus=0")
     array = submit(launch, tmp_path, *alone, "--max_steps=2", "--slurm_array=3-4")

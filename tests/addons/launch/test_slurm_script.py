@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from rloo.addons.launch.cluster import Cluster
 from rloo.addons.launch.local_backend import environment_of
 from rloo.addons.launch.roles import check_again, make_job
-from rloo.addons.launch.slurm_backend import FOLDER, script
+from rloo.addons.launch.slurm_backend import FOLDER, TEMPLATE, script
 from rloo.cli import main
 from rloo.engines.vllm.server_process import KEY
 
@@ -36,18 +37,213 @@ def test_nodes_time_account_and_the_rest_are_directives(tmp_path, monkeypatch):
         setup=["source env/bin/activate"], slurm_restarts=7, slurm_container="apptainer exec i.sif",
     )  # fmt: skip
     assert directives(text) == [
-        "--job-name=a b", "--account=lab", "--time=01:00:00", "--signal=B:USR1@60",
+        "--job-name='a b'", "--account=lab", "--time=01:00:00", "--signal=B:USR1@60",
         "--open-mode=append", f"--output='{tmp_path}/runs/a b/logs/slurm-%j.log'", "--requeue",
         "--partition=gpu", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=3", "--exclusive",
     ]  # fmt: skip
-    assert f"export OUT='{tmp_path}/runs/a b'\ncd {tmp_path}\n" in text
+    assert text.count(" --ntasks-per-node=1 --cpus-per-task=3 ") == 2
+    assert f"export OUT='{tmp_path}/runs/a b'\ncd {tmp_path} && mkdir" in text
     assert "export OMP_NUM_THREADS=3\nsource env/bin/activate\n" in text
     assert text.count("apptainer exec i.sif python -m rloo") == 2
     assert "attempt == 7" in text and "&& true; then scontrol requeue" in text
-    assert 'again apptainer exec i.sif python -m rloo worker sample "$OUT"' in text
+    assert 'until apptainer exec i.sif python -m rloo worker sample "$OUT"; do sleep' in text
     assert re.search(
         r'--resume_from_checkpoint auto .*--output_dir "\$OUT" --async_kwargs.remote_workers', text
     )
+
+
+def words_of_sbatch(line: str) -> list[str]:
+    """The words that sbatch finds in a directive: quotes as in a shell, except that a backslash
+    escapes the next character everywhere, and that # outside of quotes begins a comment."""
+    words, word, quote, characters = [], None, "", iter(line)
+    for character in characters:
+        if character == "\\":
+            word = (word or "") + next(characters)
+        elif quote and character == quote:
+            quote = ""
+        elif not quote and character in "'\"":
+            quote, word = character, word or ""
+        elif not quote and character == "#":
+            break
+        elif not quote and character.isspace():
+            words, word = [*words, *([] if word is None else [word])], None
+        else:
+            word = (word or "") + character
+    assert not quote
+    return [*words, *([] if word is None else [word])]
+
+
+@pytest.mark.parametrize("name", ["a b", "it's", 'say "x"', "a#b", "$HOME", "-n 4", "a;b"])
+def test_sbatch_reads_each_directive_as_one_option(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    text = written("-o", f"runs/{name}", slurm_account="x y", slurm_time="1:00 # no")
+    words = [word for line in directives(text) for word in words_of_sbatch(line)]
+    assert words == [
+        f"--job-name={name}", "--account=x y", "--time=1:00 # no", "--signal=B:USR1@300",
+        "--open-mode=append", f"--output={tmp_path}/runs/{name}/logs/slurm-%j.log", "--requeue",
+        "--nodes=1", "--ntasks-per-node=1",
+    ]  # fmt: skip
+    (line,) = [line for line in text.splitlines() if line.startswith("export OUT=")]
+    told = subprocess.check_output(["bash", "-c", f'{line}; printf %s "$OUT"'], text=True)
+    assert told == f"{tmp_path}/runs/{name}"
+
+
+def test_options_are_written_as_in_a_shell():
+    options = ["-p gpu", "--comment='a # b'", "--exclusive --mem=0", r"--wckey='a\b'"]
+    text = written(slurm_options=options)
+    words = [word for line in directives(text)[-4:] for word in words_of_sbatch(line)]
+    assert words == ["-p", "gpu", "--comment=a # b", "--exclusive", "--mem=0", r"--wckey=a\b"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("a\n#SBATCH --uid=0", "a directive of sbatch is one line"),
+        ("a\rb", "without control characters"),
+        ("%j", "Slurm replaces % in the names of log files"),
+        ("a\\b", r"Slurm replaces \\ in the names"),
+        ("a hetjob", "as the border of a heterogeneous job"),
+    ],
+)
+def test_a_folder_that_would_change_the_script_is_refused(folder, said):
+    with pytest.raises(ValueError, match=f"output_dir is .*{said}"):
+        written("-o", f"runs/{folder}")
+
+
+def test_the_folder_of_the_logs_is_there_before_sbatch_runs(tmp_path, monkeypatch, capsys):
+    """sbatch here is a stand-in that fails, as Slurm fails, without the folder of --output."""
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/bash\ncd '{tmp_path}/runs/a b/logs' && echo '7;cluster'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--backend", "slurm", "-o", "runs/a b"]) == 0
+    assert capsys.readouterr().out == f"job 7: {tmp_path}/runs/a b/job.sbatch\n"
+
+
+def test_a_figure_that_no_option_states_is_left_out_with_a_comment():
+    text = written()
+    assert not re.search(r"#SBATCH --(cpus-per-task|mem)", text) and "SBATCH -c" not in text
+    remarks = [line for line in text.splitlines() if "is left out" in line]
+    assert [line.split()[:2] for line in remarks] == [["#", "--cpus-per-task"], ["#", "--mem"]]
+    for options in (
+        {"threads": 4, "slurm_mem": "64G"},
+        {"slurm_options": ["-c 4", "--mem-per-cpu=2G"]},
+        {"slurm_options": ["--cpus-per-task=4 --mem=0"]},
+    ):
+        assert "is left out" not in written(**options)
+    assert {"--cpus-per-task=4", "--mem=64G"} <= {*directives(written(threads=4, slurm_mem="64G"))}
+
+
+def test_a_site_has_gres_and_options_of_srun():
+    text = written(
+        gpus_per_node=8, slurm_gres="gpu:h100",
+        slurm_srun_options=["--cpu-bind=none", "--mpi pmix", "--comment='a b'"],
+    )  # fmt: skip
+    assert "--gres=gpu:h100:8" in directives(text) and "--gpus-per-node" not in text
+    (line,) = [line for line in text.splitlines() if line.lstrip().startswith("srun ")]
+    words = shlex.split(line.partition(" bash -c")[0])
+    assert words[-4:] == ["--cpu-bind=none", "--mpi", "pmix", "--comment=a b"]
+
+
+def played(folder, text: str, **variables: str) -> list[list[str]]:
+    """Run a script with stand-ins of Slurm's commands. The nodes are n1 and n2 with the addresses
+    10.0.0.1 and 10.0.0.2; srun prints its words. Returns the words of each srun."""
+    programs = folder / "programs"
+    programs.mkdir()
+    scontrol = (
+        'case "$*" in *hostnames*) printf "n1\\nn2\\n";; *) echo "NodeAddr=10.0.0.${3#n} x";; esac'
+    )
+    srun = f"printf '%s\\0' srun \"$@\" > '{folder}/'$$.srun; env > '{folder}/'$$.env"
+    for name, body in {
+        "scontrol": f'echo "$*" >> "{folder}/asked"\n{scontrol}',
+        "srun": f"{srun}; exit ${{STATUS:-0}}",
+    }.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_JOB_NODELIST": "n[1-2]", **variables}
+    subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
+    return [file.read_text().split("\0")[:-1] for file in folder.glob("*.srun")]
+
+
+def test_the_script_starts_every_process_on_its_node(tmp_path, monkeypatch):
+    (tmp_path / "it's here").mkdir()
+    monkeypatch.chdir(tmp_path / "it's here")
+    text = written("--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "2",
+                   nodes=2, gpus_per_node=4, engine_gpus=4, threads=2)  # fmt: skip
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=True).returncode == 0
+    runs = played(tmp_path, text, SLURM_CPUS_PER_TASK="2")
+    trainer, server = sorted(runs, key=lambda words: "--open-mode=append" in words)
+    assert trainer[:7] == [
+        "srun", "--overlap", "--nodes=1", "--ntasks=4", "--ntasks-per-node=4",
+        "--cpus-per-task=2", "--nodelist=n1",
+    ]  # fmt: skip
+    out = f"{tmp_path}/it's here/runs/a b"
+    assert "--nodelist=n2" in server and f"--output={out}/logs/server-%t.log" in server
+    assert os.path.isdir(f"{out}/logs")
+    found = next(tmp_path.glob("*.env")).read_text()
+    assert "SERVERS=http://10.0.0.2:10113 http://10.0.0.2:10114\n" in found
+    assert "SRUN_CPUS_PER_TASK=2\n" in found
+    # A server's shell, on its node: the second of two, which has the GPUs 2 and 3.
+    shell = server[-1].replace("until python", "printf '%s ' $CUDA_VISIBLE_DEVICES") + "\n"
+    shell = shell.replace("; do sleep 1; done", "")
+    variables = dict(line.split("=", 1) for line in found.splitlines() if "=" in line)
+    variables |= {"SLURM_LOCALID": "1", "SLURMD_NODENAME": "n2"}
+    told = subprocess.check_output(["bash", "-uc", shell], text=True, env=variables)
+    assert told.startswith("2,3 ")
+    assert "--vllm_server_host 10.0.0.2 --vllm_server_port 10114" in told
+
+
+def test_pyxis_mounts_the_working_directory_and_the_output_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = {"slurm_container_image": "nvcr.io#nvidia/pytorch:25.01-py3"}
+    text = written("-o", "runs/a", slurm_srun_options=["--container-mounts=/data"], **options)
+    ((*words, _),) = played(tmp_path, text)
+    image = words.index("--container-image=nvcr.io#nvidia/pytorch:25.01-py3")
+    assert words[image + 1 : image + 3] == [
+        f"--container-mounts={tmp_path}:{tmp_path},{tmp_path}/runs/a:{tmp_path}/runs/a",
+        f"--container-workdir={tmp_path}",
+    ]
+    assert "--container-mounts=/data" in words[image + 3 :]
+    with pytest.raises(ValueError, match=r"pyxis cannot mount '.*/runs/a b', which has a space"):
+        written(**options)
+
+
+@pytest.mark.parametrize(("queued", "asked"), [("", True), ("1", True), ("2", False)])
+def test_a_job_is_queued_again_a_limited_number_of_times(tmp_path, monkeypatch, queued, asked):
+    monkeypatch.chdir(tmp_path)
+    text = written("-o", "run", slurm_max_requeues=2).replace("limit=0\n", "limit=1\n")
+    variables = {"STATUS": "138"} | ({"SLURM_RESTART_COUNT": queued} if queued else {})
+    assert len(played(tmp_path, text, **variables)) == 1
+    assert ("requeue 7" in (tmp_path / "asked").read_text()) == asked
+
+
+def test_a_job_that_slurm_has_queued_too_often_ends(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = written("-o", "run", slurm_max_requeues=2)
+    assert played(tmp_path, text, SLURM_RESTART_COUNT="3") == []
+
+
+def test_a_site_may_have_a_template(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "site.sbatch"
+    own = TEMPLATE.read_text().replace("$setup\n", "module load site\n$setup\n")
+    file.write_text(own)
+    options = {"slurm_template": str(file), "setup": ["true"]}
+    assert "\nmodule load site\ntrue\n" in written(**options)
+    for old, new, said in (
+        (
+            "$trainer &",
+            "true &",
+            r"site\.sbatch lacks \$trainer; begin with a copy of .*job\.sbatch",
+        ),
+        ("$setup", "$setup $HOME", r"site\.sbatch has \$HOME; \$\$ is the \$ of the shell"),
+        ("$setup", "$setup $(true)", r"has a \$ without a name; \$\$ is"),
+    ):
+        file.write_text(own.replace(old, new))
+        with pytest.raises(ValueError, match=said):
+            written(**options)
 
 
 def test_gpus_are_given_by_number():
@@ -92,7 +288,8 @@ def test_without_slurm_it_says_so(tmp_path, monkeypatch, capsys):
     assert main(["launch", "--backend", "slurm"]) == 2
     assert "there is no sbatch here" in capsys.readouterr().err
     assert main(["launch", "--backend", "slurm", "--dry_run"]) == 0
-    assert f"# sbatch {tmp_path}/runs/countdown/job.sbatch" in capsys.readouterr().out
+    run = f"{tmp_path}/runs/countdown"
+    assert f"# mkdir -p {run}/logs && sbatch {run}/job.sbatch" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 
@@ -112,7 +309,4 @@ def test_launched_servers_listen_here_or_ask_for_the_jobs_key():
             ["bash", "-c", f'{key}; printf %s "${KEY}"'], env={**os.environ, KEY: given}, text=True
         )
         assert len(told) == length and told.isalnum()
-    assert (
-        'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=' in text and "export -f again host_of" in text
-    )
     assert "--vllm_server_host $ADDRESS" in text

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from rloo.addons.launch.slurm_options import split_option, unsafe
 from rloo.config.fields import ConfigErrors, OptionGroup, coerce, config_errors, suggest
 from rloo.config.yaml_io import read_yaml
 
@@ -20,6 +21,12 @@ SLURM, RAY = OptionGroup("Slurm"), OptionGroup("Ray")
 _ALLOCATION = re.compile(r"(?:(?P<engine>vllm|sglang)\.?(?:\[\w+\])?:?(?P<theirs>[dtp0-9]+)\+)?"
                          r"(?:(?:fsdp|megatron)\.?:?)?(?P<ours>[dtpc0-9]+)")  # fmt: skip
 _WITHOUT_VALUE = ("dry_run",)
+_MEMORY = re.compile(r"\d+[KMGT]?")
+_GRES = re.compile(r"[\w.-]+(:(?!\d+$)[\w.-]+)?")
+_ONE_LINE = (
+    "slurm_partition", "slurm_account", "slurm_time", "slurm_array", "slurm_container",
+    "slurm_container_image",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +55,9 @@ class Cluster:
         "The cluster; null takes RAY_ADDRESS, or the one of this machine, or starts one here.")
     ray_placement: Literal["pack", "spread"] = RAY.rloo("pack",
         "What samples and what trains: on as few nodes as possible, or on none together.")
+    ray_autoscaling: bool = RAY.rloo(False,
+        "The cluster adds nodes when a run asks for them; false refuses a run that asks for more "
+        "than the cluster has.")
     ray_restarts: int = RAY.rloo(3,
         "How often the ranks start again, at the last checkpoint, when one or its node has died.")
     slurm_partition: str | None = SLURM.rloo(None, "Partition.")
@@ -59,8 +69,18 @@ class Cluster:
         "Queue the job again at its time limit, when it is preempted and when a node fails.")
     slurm_restarts: int = SLURM.rloo(3,
         "How often a job starts the run again, from its last checkpoint, after a process has died.")
+    slurm_mem: str | None = SLURM.rloo(None,
+        "Memory of each node, as 64G; null leaves the default of the partition.")
+    slurm_gres: str | None = SLURM.rloo(None,
+        "Name of the GPUs, as gpu or gpu:h100, for --gres in place of --gpus-per-node.")
+    slurm_max_requeues: int = SLURM.rloo(100,
+        "How often a job may be queued again; after that it ends.")
+    slurm_template: str | None = SLURM.rloo(None,
+        "A file in place of the package's job.sbatch, with the same $names.")
     slurm_container: str | None = SLURM.rloo(None,
         "What stands before every command: `apptainer exec --nv image.sif`.")
+    slurm_container_image: str | None = SLURM.rloo(None,
+        "Image that pyxis runs every process in (srun --container-image).")
     slurm_array: str | None = SLURM.rloo(None,
         "Numbers of an array of jobs, as 0-4: each trains with its number as the seed, in a folder "
         "of its own.")
@@ -68,6 +88,8 @@ class Cluster:
     slurm_engine_options: list[str] | None = SLURM.rloo(None,
         "Options of sbatch for the nodes that sample, as [--partition=l40s]: a heterogeneous job.")
     slurm_options: list[str] = SLURM.rloo([], "Further options of sbatch, as [--exclusive].")
+    slurm_srun_options: list[str] = SLURM.rloo([],
+        "Further options of every srun, as [--cpu-bind=none].")
     # fmt: on
 
     @property
@@ -165,7 +187,7 @@ def _faults(cluster: Cluster) -> list[str]:
     c, found = cluster, []
     least = {
         "nodes": 1, "gpus_per_node": 0, "engine_gpus": 0, "scorers": 0, "slurm_signal": 0,
-        "slurm_restarts": 0, "slurm_chain": 1, "ray_restarts": 0,
+        "slurm_restarts": 0, "slurm_chain": 1, "slurm_max_requeues": 0, "ray_restarts": 0,
     }  # fmt: skip
     for name, number in least.items():
         if getattr(c, name) < number:
@@ -190,6 +212,30 @@ def _faults(cluster: Cluster) -> list[str]:
             for name, value in (("trainer_gpus", c.trainers), ("engine_gpus", c.engine_gpus))
             if value % c.gpus_per_node
         ]
+    return found + _slurm_faults(cluster)
+
+
+def _slurm_faults(c: Cluster) -> list[str]:
+    """The faults of the options of Slurm."""
+    found = []
+    for name in _ONE_LINE:
+        if (value := getattr(c, name)) is not None and (reason := unsafe(value)):
+            found.append(f"{name} is {value!r}; {reason}")
+    if c.slurm_mem is not None and not _MEMORY.fullmatch(c.slurm_mem):
+        found.append(f"slurm_mem is {c.slurm_mem!r}; it must be a number with K, M, G or T, as 64G")
+    if c.slurm_gres is not None and not (c.gpus_per_node and _GRES.fullmatch(c.slurm_gres)):
+        found.append(
+            f"slurm_gres is {c.slurm_gres!r} and gpus_per_node {c.gpus_per_node}; give gpu or "
+            "gpu:TYPE, since the number is gpus_per_node, above 0"
+        )
+    if c.slurm_container and c.slurm_container_image:
+        found.append("slurm_container and slurm_container_image are both given; give one of them")
+    for name in ("slurm_options", "slurm_engine_options", "slurm_srun_options"):
+        for text in getattr(c, name) or []:
+            try:
+                split_option(text)
+            except ValueError as error:
+                found.append(f"{name} has {text!r}; {error}")
     if c.slurm_array is not None and c.slurm_chain > 1:
         found.append("slurm_array and slurm_chain are both given; a chain is of one run")
     if c.slurm_engine_options is not None and not (c.engine_gpus and c.nodes > 1):

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.addons.launch.local_ranks import BAD_INPUT, free_port
+from rloo.addons.launch.ray_checks import check_address, check_resources
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
 from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Supervisor, note
 from rloo.algorithm.stop_signals import Stopped, StopSignals
@@ -65,8 +66,12 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
 
     if job.servers:  # the key stops others on the network from loading weights into a server
         os.environ.setdefault(KEY, secrets.token_hex(16))
+    given = job.cluster.ray_address
+    check_address(os.environ.get("RAY_ADDRESS") if given in (None, "auto") else given)
     ray.init(address=job.cluster.ray_address)
     try:
+        if not job.cluster.ray_autoscaling:
+            check_resources(job, _resources)
         if os.environ.get("RAY_AUTH_MODE") != "token":
             say(
                 "rloo: this Ray cluster asks for no token: whoever reaches it may run what they "
@@ -233,6 +238,11 @@ def _actor(job: LaunchJob, role: Role, number: int, place: dict[str, Any]) -> An
         )
         .remote(job, role, number, os.getcwd())
     )
+
+
+def _resources() -> list[dict[str, float]]:
+    """The resources of each active node of the cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _statuses(job: LaunchJob) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,20 +10,25 @@ from pathlib import Path
 from string import Template
 
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
+from rloo.addons.launch.slurm_options import directive, directives, split_option, unsafe
 from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import LOGS
 
 TEMPLATE = Path(__file__).parent / "job.sbatch"
 SCRIPT = "job.sbatch"
+# Names that a site's template may leave out.
+_OPTIONAL = {"summary", "restarts", "requeue", "max_requeues"}
 # The shell expression for output_dir in a job script; each job of an array has another folder.
 FOLDER = '"$OUT"'
 
 
 def script(job: LaunchJob) -> str:
     """The sbatch script of a job that `make_job` made with the folder FOLDER. The script runs in
-    the current working directory, which all nodes must share."""
+    the current working directory, which all nodes must share. Raises ValueError for an output_dir
+    that Slurm cannot write to."""
     cluster = job.cluster
+    _check_folder(job)
     out = shlex.quote(str(Path(job.config.output_dir).absolute()))
     if cluster.slurm_array is not None:
         out += "/$SLURM_ARRAY_TASK_ID"
@@ -31,9 +37,10 @@ def script(job: LaunchJob) -> str:
     if _is_split(job):
         names = "$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"
     counts = [f"{role.count} {role.name}s" for role in job.others]
-    return Template(TEMPLATE.read_text()).substitute(
+    summary = [", ".join([f"{job.trainer.count} to train", *counts]), *_left_out(job)]
+    return _template(job).substitute(
         directives="\n".join(f"#SBATCH {line}" for line in _directives(job)),
-        summary=", ".join([f"{job.trainer.count} to train", *counts]),
+        summary="\n# ".join(summary),
         setup="\n".join([*settings, *cluster.setup, f"export OUT={out}"]),
         folder=shlex.quote(str(Path.cwd())),
         nodelist=names,
@@ -42,12 +49,15 @@ def script(job: LaunchJob) -> str:
         trainer=_trainer(job),
         restarts=cluster.slurm_restarts,
         requeue="true" if cluster.slurm_requeue else "false",
+        max_requeues=cluster.slurm_max_requeues,
     )
 
 
 def shown(job: LaunchJob) -> str:
-    """The script and the command that submits it, as `--dry_run` prints them."""
-    return f"{script(job)}\n# sbatch {_path(job)}\n"
+    """The script and the command that submits it, as `--dry_run` prints them. Without the folder
+    of the logs a job fails, and Slurm reports no reason."""
+    logs, path = (shlex.quote(str(file)) for file in (_path(job).parent / LOGS, _path(job)))
+    return f"{script(job)}\n# mkdir -p {logs} && sbatch {path}\n"
 
 
 def submit(job: LaunchJob) -> int:
@@ -74,12 +84,64 @@ def _path(job: LaunchJob) -> Path:
     return Path(job.config.output_dir).absolute() / SCRIPT
 
 
+def _template(job: LaunchJob) -> Template:
+    """The package's script or the site's (`slurm.template`). Raises ValueError for a file that
+    lacks a part of the script, or that contains another name."""
+    packaged = Template(TEMPLATE.read_text(encoding="utf-8"))
+    if (path := job.cluster.slurm_template) is None:
+        return packaged
+    template = Template(Path(path).read_text(encoding="utf-8"))
+    known, given = {*packaged.get_identifiers()}, {*template.get_identifiers()}
+    if missing := sorted(known - _OPTIONAL - given):
+        raise ValueError(
+            f"{path} lacks ${', $'.join(missing)}; begin with a copy of {TEMPLATE} (slurm_template)"
+        )
+    if not template.is_valid() or (unknown := sorted(given - known)):
+        name = f"${unknown[0]}" if template.is_valid() else "a $ without a name"
+        raise ValueError(f"{path} has {name}; $$ is the $ of the shell (slurm_template)")
+    return template
+
+
+def _left_out(job: LaunchJob) -> list[str]:
+    """Comments about directives whose figure no option states."""
+    c = job.cluster
+    words = [word for option in c.slurm_options for word in split_option(option)]
+    found = []
+    if c.threads is None and not any(re.match(r"--cpus-per-task|-c", word) for word in words):
+        found.append(
+            "--cpus-per-task is left out: no option states the CPUs of a process (threads)"
+        )
+    if c.slurm_mem is None and not any(word.startswith("--mem") for word in words):
+        found.append(
+            "--mem is left out: the memory of a node is not known before the run is measured, as "
+            "by `rloo plan` (slurm.mem)"
+        )
+    return found
+
+
+def _check_folder(job: LaunchJob) -> None:
+    """Raise ValueError for an output_dir that would change the script or the name of a log file, or
+    that pyxis cannot mount."""
+    folder = str(_path(job).parent)
+    reason = unsafe(folder)
+    if reason is None and (found := re.search(r"[%\\]", folder)):
+        reason = f"Slurm replaces {found[0]} in the names of log files"
+    if reason is not None:
+        raise ValueError(f"output_dir is {folder!r}; {reason} (output_dir)")
+    for place in (folder, str(Path.cwd())) if job.cluster.slurm_container_image else ():
+        if re.search(r"[\s,:]", place):
+            raise ValueError(
+                f"pyxis cannot mount {place!r}, which has a space, a comma or a colon "
+                "(output_dir, slurm_container_image)"
+            )
+
+
 def _is_split(job: LaunchJob) -> bool:
     return job.cluster.slurm_engine_options is not None
 
 
 def _directives(job: LaunchJob) -> list[str]:
-    c, folder = job.cluster, Path(job.config.output_dir)
+    c = job.cluster
     number = "%A_%a" if c.slurm_array is not None else "%j"
     roles = [job.trainer, *job.others]
     sides = [roles]
@@ -87,15 +149,15 @@ def _directives(job: LaunchJob) -> list[str]:
         sides = [[role for role in roles if (role.first > 0) == side] for side in (False, True)]
     first = max(role.first for role in roles) if _is_split(job) else c.nodes
     of_job = {
-        "job-name": folder.name,
+        "job-name": _path(job).parent.name or "rloo",
         "account": c.slurm_account,
         "time": c.slurm_time,
         "array": c.slurm_array,
         "signal": f"B:USR1@{c.slurm_signal}" if c.slurm_signal else None,
         "open-mode": "append",
-        "output": shlex.quote(str(folder.absolute() / LOGS / f"slurm-{number}.log")),
+        "output": _path(job).parent / LOGS / f"slurm-{number}.log",
     }
-    lines = [f"--{name}={value}" for name, value in of_job.items() if value is not None]
+    lines = [directive(name, value) for name, value in of_job.items() if value is not None]
     lines += ["--requeue" if c.slurm_requeue else "--no-requeue"]
     for index, side in enumerate(sides):
         lines += ["hetjob"] if index else []
@@ -104,23 +166,42 @@ def _directives(job: LaunchJob) -> list[str]:
             "nodes": c.nodes - first if index else first,
             "ntasks-per-node": sum(role.per_node for role in side),
             "cpus-per-task": c.threads,
-            "gpus-per-node": c.gpus_per_node or None,
+            "mem": c.slurm_mem,
+            "gpus-per-node": None if c.slurm_gres else c.gpus_per_node or None,
+            "gres": f"{c.slurm_gres}:{c.gpus_per_node}" if c.slurm_gres else None,
         }
-        lines += [f"--{name}={value}" for name, value in of_side.items() if value is not None]
-        lines += (c.slurm_engine_options or []) if index else c.slurm_options
+        lines += [directive(name, value) for name, value in of_side.items() if value is not None]
+        lines += map(directives, (c.slurm_engine_options or []) if index else c.slurm_options)
     return lines
 
 
 def _srun(job: LaunchJob, role: Role, *options: str) -> str:
     """The srun command that places a role's processes on its nodes."""
+    c = job.cluster
     group = [f"--het-group={int(role.first > 0)}"] if _is_split(job) else []
     nodes = f'"$(IFS=,; echo "${{nodes[*]:{role.first}:{role.nodes}}}")"'
+    # srun does not inherit --cpus-per-task from sbatch since Slurm 22.05.
+    cpus = [f"--cpus-per-task={c.threads}"] if c.threads else []
+    given = [shlex.quote(word) for text in c.slurm_srun_options for word in split_option(text)]
     return " ".join(
         [
             "srun --overlap", *group, f"--nodes={role.nodes}", f"--ntasks={role.count}",
-            f"--ntasks-per-node={role.per_node}", f"--nodelist={nodes}", *options,
+            f"--ntasks-per-node={role.per_node}", *cpus, f"--nodelist={nodes}", *_pyxis(job),
+            *options, *given,
         ]
     )  # fmt: skip
+
+
+def _pyxis(job: LaunchJob) -> list[str]:
+    """The options of pyxis: the working directory and output_dir are mounted under their paths."""
+    if not (image := job.cluster.slurm_container_image):
+        return []
+    here = shlex.quote(str(Path.cwd()))
+    return [
+        f"--container-image={shlex.quote(image)}",
+        f'--container-mounts={here}:{here},"$OUT":"$OUT"',
+        f"--container-workdir={here}",
+    ]
 
 
 def _inside(job: LaunchJob, line: str) -> str:
@@ -138,21 +219,25 @@ def _beside(job: LaunchJob, role: Role) -> str:
         )
     if role.name == "server":
         before += (
-            'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=$((MASTER_PORT + 1 + SLURM_LOCALID)); '
+            "ADDRESS=${ADDRESSES##* $SLURMD_NODENAME=} ADDRESS=${ADDRESS%% *} "
+            "PORT=$((MASTER_PORT + 1 + SLURM_LOCALID)); "
         )
         lines = [
             # The key stops others on the network from loading weights into a server.
             f'export {KEY}="${{{KEY}:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")}}"',
+            "export ADDRESSES=",  # a container has no scontrol
             "servers=()",
             f'for node in "${{nodes[@]:{role.first}:{role.nodes}}}"; do',
-            f'    host=$(host_of "$node"); for ((i = 1; i <= {role.per_node}; i++)); do',
+            '    host=$(host_of "$node"); ADDRESSES+=" $node=$host"',
+            f"    for ((i = 1; i <= {role.per_node}; i++)); do",
             '        servers+=("http://$host:$((MASTER_PORT + i))")',
             "    done",
             "done",
             f'export SERVERS="${{servers[*]:0:{role.count}}}"',
         ]
     place = _srun(job, role, f'--output="$OUT/logs/{role.name}-%t.log"', "--open-mode=append")
-    inner = shlex.quote(f"{before}again {_inside(job, role.line)}")
+    # Each process is started again after it dies, until the run is over.
+    inner = shlex.quote(f"{before}until {_inside(job, role.line)}; do sleep 1; done")
     return "\n".join([*lines, f"{place} bash -c {inner} &", "beside+=($!)", ""])
 
 

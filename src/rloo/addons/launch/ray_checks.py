@@ -1,0 +1,82 @@
+"""Checks before a run by Ray: the address of the cluster responds, and the nodes have the resources
+of the run. Without these checks Ray repeats warnings for minutes. This module does not need Ray."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rloo.addons.launch.roles import LaunchJob
+
+# The longest wait for a connection, and for nodes that are about to join the cluster.
+ADDRESS_SECONDS = 5.0
+RESOURCE_SECONDS = 15.0
+_HOST_PORT = re.compile(r"(?:ray://)?\[?(?P<host>[^/\]]+)\]?:(?P<port>\d{1,5})(?:[/?].*)?")
+
+
+def check_address(address: str | None) -> None:
+    """Raise ConnectionError if no process listens at `HOST:PORT`. Other forms of an address, as
+    `auto`, are left to Ray."""
+    found = _HOST_PORT.fullmatch(address or "")
+    if found is None:
+        return
+    try:
+        place = found["host"], int(found["port"])
+        socket.create_connection(place, ADDRESS_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).lower()
+        raise ConnectionError(
+            f"no Ray cluster responds at {address}: {reason}; start one there with `ray start "
+            "--head`, or give the address of another (ray_address, RAY_ADDRESS)"
+        ) from None
+
+
+def check_resources(
+    job: LaunchJob,
+    nodes: Callable[[], Sequence[Mapping[str, float]]],
+    seconds: float = RESOURCE_SECONDS,
+) -> None:
+    """Wait until the nodes together have the resources of the run. `nodes` returns the resources of
+    each active node. Raises ValueError after `seconds`. Resources that other programs use count
+    too, since these programs may end."""
+    end = time.monotonic() + seconds
+    while lacking := shortage(job, nodes()):
+        if time.monotonic() >= end:
+            raise ValueError(lacking)
+        time.sleep(min(1.0, seconds))
+
+
+def shortage(job: LaunchJob, nodes: Sequence[Mapping[str, float]]) -> str | None:
+    """The sentence that compares the resources of the run with those of the nodes; None if the
+    nodes may suffice."""
+    roles = [(role, job.needs(role)) for role in (job.trainer, *job.others)]
+    names = sorted({name for _, needs in roles for name in needs})
+    asked = {name: sum(role.count * needs.get(name, 0) for role, needs in roles) for name in names}
+    here = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
+    rooms = [(role, _room(needs, nodes)) for role, needs in roles]
+    if all(asked[name] <= here[name] for name in names) and all(r.count <= n for r, n in rooms):
+        return None
+    parts = [f"{role.count} {role.name}s of {_shown(needs)}" for role, needs in roles]
+    room = "".join(
+        f", with room for {number} of the {role.count} {role.name}s"
+        for role, number in rooms
+        if number < role.count
+    )
+    return (
+        f"the run asks Ray for {_shown(asked)} ({', '.join(parts)}), and the cluster has "
+        f"{_shown(here)} on {len(nodes)} node{'s' * (len(nodes) != 1)}{room} (trainer_gpus, "
+        "engine_gpus, threads; ray_autoscaling waits for nodes that the cluster adds)"
+    )
+
+
+def _room(needs: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> int:
+    """The number of processes with these needs that fit if no other process runs."""
+    return sum(
+        int(min(node.get(name, 0) // least for name, least in needs.items())) for node in nodes
+    )
+
+
+def _shown(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{number:g} {name}" for name, number in resources.items())

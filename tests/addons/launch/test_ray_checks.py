@@ -1,0 +1,74 @@
+"""The two sentences before a run by Ray, on stand-ins; `test_ray_backend` has Ray's."""
+
+import socket
+import time
+
+import pytest
+
+from rloo.addons.launch.cluster import Cluster
+from rloo.addons.launch.ray_checks import check_address, check_resources, shortage
+from rloo.addons.launch.roles import make_job
+
+RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
+SERVERS = ("--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "4")
+
+
+def job_of(*arguments: str, **options):
+    return make_job(Cluster(backend="ray", **options), [*RECIPE, *arguments])
+
+
+def test_what_is_asked_and_what_the_cluster_has_are_in_one_sentence():
+    """6 ranks of a GPU and 3 CPUs, 2 samplers of the same, a scorer of 3 CPUs: 27 CPUs, 8 GPUs."""
+    job = job_of(gpus_per_node=8, engine_gpus=2, scorers=1, threads=3)
+    said = shortage(job, [{"CPU": 16.0, "GPU": 4.0, "memory": 1e9}, {"CPU": 8.0}])
+    assert said is not None and said.startswith(
+        "the run asks Ray for 27 CPU and 8 GPU (6 trainers of 3 CPU and 1 GPU, 2 samplers of 3 CPU "
+        "and 1 GPU, 1 scorers of 3 CPU), and the cluster has 24 CPU and 4 GPU on 2 nodes, with "
+        "room for 4 of the 6 trainers ("
+    )
+    assert "\n" not in said
+    assert shortage(job, [{"CPU": 27.0, "GPU": 8.0}]) is None
+    assert "27 CPU" in str(shortage(job, [{"CPU": 26.0, "GPU": 8.0}]))
+
+
+def test_a_process_needs_its_gpus_on_one_node():
+    """2 servers of 4 GPUs on 6 nodes of 2 GPUs: 12 GPUs, and no node for a server."""
+    job = job_of(*SERVERS, nodes=2, gpus_per_node=6, engine_gpus=8)
+    said = shortage(job, [{"CPU": 9.0, "GPU": 2.0}] * 6)
+    assert said is not None and "has 54 CPU and 12 GPU on 6 nodes, with room for 0 of the 2" in said
+    assert shortage(job, [{"CPU": 9.0, "GPU": 4.0}] * 3) is None
+
+
+def test_a_cluster_whose_nodes_are_about_to_join_is_waited_for():
+    job, asked = job_of(trainer_gpus=2), []
+
+    def nodes():
+        asked.append(time.monotonic())
+        return [{"CPU": 1.0}] * len(asked)
+
+    check_resources(job, nodes, seconds=2.0)
+    assert len(asked) == 2
+    with pytest.raises(ValueError, match=r"asks Ray for 2 CPU .* has 1 CPU and 0 GPU on 1 node,"):
+        check_resources(job, lambda: [{"CPU": 1.0}], seconds=0.1)
+
+
+def test_an_address_that_nobody_answers_is_told_at_once():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        listening.listen()
+        check_address(f"127.0.0.1:{port}")
+        check_address(f"ray://127.0.0.1:{port}")
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        with pytest.raises(ConnectionError) as caught:
+            check_address(address)
+        assert str(caught.value).startswith(
+            f"no Ray cluster responds at {address}: connection refused; start one there with"
+        )
+    with pytest.raises(ConnectionError, match=r"no Ray cluster responds at 127\.0\.0\.1:99999: "):
+        check_address("127.0.0.1:99999")
+
+
+@pytest.mark.parametrize("address", [None, "", "auto", "local", "anyscale://x"])
+def test_other_addresses_are_left_to_ray(address):
+    check_address(address)
