@@ -8,9 +8,8 @@ import subprocess
 from pathlib import Path
 from string import Template
 
-from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
+from rloo.addons.launch.roles import AGAIN, KEY_LINE, LaunchJob, Role
 from rloo.distributed.standard_streams import say
-from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import LOGS
 
 TEMPLATE = Path(__file__).parent / "job.sbatch"
@@ -141,8 +140,7 @@ def _beside(job: LaunchJob, role: Role) -> str:
             'ADDRESS=$(host_of "$SLURMD_NODENAME") PORT=$((MASTER_PORT + 1 + SLURM_LOCALID)); '
         )
         lines = [
-            # The key stops others on the network from loading weights into a server.
-            f'export {KEY}="${{{KEY}:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")}}"',
+            KEY_LINE,
             "servers=()",
             f'for node in "${{nodes[@]:{role.first}:{role.nodes}}}"; do',
             f'    host=$(host_of "$node"); for ((i = 1; i <= {role.per_node}; i++)); do',
