@@ -96,6 +96,10 @@ def test_lines_are_no_wider_than_the_terminal(columns, monkeypatch):
         ("warmup-ratio", ["warmup_steps = 0 "]),
         ("output_dir", ["output_dir = rloo_output ", "TRL's default is null."]),
         ("use_vllm", ["use_vllm = false ", "Sample with vLLM"]),
+        (
+            "vllm_gpu_memory_utilization",
+            ["vllm_gpu_memory_utilization = null\n", "0.9 on separate", "TRL's default is 0.3."],
+        ),
         ("vllm_group_port", ["vllm_group_port = 51216", "servers read the weights from a folder"]),
         ("loss_type", ["loss_aggregation = sequence", "loss_type (TRL's GRPO)"]),
         ("prediction_loss_only", ["prediction_loss_only ", "scores them with the rewards"]),

@@ -3,6 +3,10 @@
 import pytest
 
 from rloo.config.config import RLOOConfig
+from rloo.config.parsing import parse_command_line
+from rloo.config.show import render_resolved
+from rloo.config.vllm_options import has_separate_gpus, memory_share
+from rloo.trainer.resume import changed_options
 
 SERVER = {"rollout_engine": "vllm_server", "vllm_server_base_url": "http://a:1"}
 
@@ -58,6 +62,15 @@ def test_trls_options_say_what_samples(options, engine, url):
             {"rollout_engine": "vllm", "vllm_max_model_length": 512},
             "vllm_max_model_length is 512 and max_completion_length 512",
         ),
+        (
+            {"rollout_engine": "vllm", "vllm_max_model_length": 611, "max_prompt_length": 100},
+            r"vllm_max_model_length is 611, and the longest prompt and completion have 100 \+ 512 ",
+        ),
+        (
+            {"rollout_engine": "vllm", "vllm_max_model_length": 600,
+             "eval_kwargs": {"max_completion_length": 600}},
+            r"vllm_max_model_length is 600, .* 1 \+ 600 tokens; a server must hold",
+        ),
         ({"use_vllm": True, "rollout_engine": "native"}, "both say what samples"),
         ({"vllm_gpu_memory_utilization": 1.5}, "must be above 0 and at most 1"),
         ({"vllm_server_port": 0}, "must be from 1 to 65535"),
@@ -66,3 +79,41 @@ def test_trls_options_say_what_samples(options, engine, url):
 def test_what_makes_no_sense_is_refused(options, fact):
     with pytest.raises(ValueError, match=fact):
         RLOOConfig(**options)
+
+
+def test_a_context_of_the_longest_sequence_is_enough():
+    lengths = {"max_prompt_length": 100, "max_completion_length": 512}
+    assert RLOOConfig(rollout_engine="vllm", vllm_max_model_length=612, **lengths)
+
+
+OWN = {"rollout_engine": "vllm", "engine_kwargs": {"devices": ["1"]}}
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({}, 0.3),
+        ({"rollout_engine": "vllm"}, 0.3),
+        ({"use_vllm": True, "vllm_mode": "colocate"}, 0.3),
+        ({"use_vllm": True, "vllm_mode": "server"}, 0.9),
+        (SERVER, 0.9),
+        (OWN, 0.9),
+        ({**OWN, "vllm_gpu_memory_utilization": 0.3}, 0.3),
+        ({"rollout_engine": "vllm", "vllm_gpu_memory_utilization": 0.9}, 0.9),
+    ],
+)
+def test_the_share_of_memory_follows_from_the_placement_unless_it_is_set(options, share, tmp_path):
+    config = RLOOConfig(**options)
+    assert memory_share(config, separate=has_separate_gpus(config)) == share
+    path = tmp_path / "config.yaml"
+    path.write_text(render_resolved(config))
+    again = parse_command_line([str(path)])
+    assert again == config
+    assert again.vllm_gpu_memory_utilization == options.get("vllm_gpu_memory_utilization")
+
+
+def test_a_run_that_recorded_the_former_default_has_equal_options():
+    config = RLOOConfig(**OWN)
+    before = {**config.to_dict(), "vllm_gpu_memory_utilization": 0.3}
+    assert changed_options(before, config) == []
+    assert RLOOConfig(**before).vllm_gpu_memory_utilization == 0.3

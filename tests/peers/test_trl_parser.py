@@ -1,13 +1,19 @@
 """TRL's own scripts, as they stand, with our options and our trainer in the place of TRL's."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from rloo import RLOOConfig, RLOOTrainer
+from rloo.config.vllm_options import SEPARATE_GPUS, SHARED_GPU
 from rloo.data.tasks import load_task_rows
+from rloo.engines.vllm.server_process import SWITCHES, ServerConfig
 
 pytestmark = [
     pytest.mark.peers,
@@ -74,3 +80,56 @@ def test_options_of_an_adapter_are_those_of_model_config():
     rows, arguments, model = parser.parse_args_and_config(flags)
     assert (rows.dataset_name, arguments.beta, model.lora_r) == ("rows", 0.1, 3)
     assert (arguments.lora_r, arguments.preset) == (16, "trl")
+
+
+# In the place of vLLM: prints how it was started.
+TELLS = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
+
+
+def test_trls_command_starts_vllms_own_server_as_the_page_describes(tmp_path):
+    """The process that `trl vllm-serve` becomes has the arguments that `rloo vllm-serve` passes,
+    except those that the page lists."""
+    import trl
+
+    page = PAGE.read_text(encoding="utf-8")
+    (version,) = re.findall(r"`trl vllm-serve` of TRL (\d+\.\d+) starts vLLM's server", page)
+    assert trl.__version__.startswith(f"{version}.")
+    ours = ServerConfig("m", "bfloat16", lora_rank=8, tells=True, transfers=True).guarded()
+    folder = tmp_path / "vllm" / "entrypoints" / "cli"
+    folder.mkdir(parents=True)
+    (folder / "main.py").write_text(TELLS)
+    (tmp_path / "vllm" / "__init__.py").write_text("")
+    known = tmp_path / "vllm-0.32.0.dist-info"
+    known.mkdir()
+    (known / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (known / "top_level.txt").write_text("vllm\n")
+    trls = str(Path(sys.executable).parent / "trl")
+    flags = ["--model", "m", "--dtype", "bfloat16", "--enable-lora", "--max-lora-rank", "8"]
+    done = subprocess.run(
+        [trls, "vllm-serve", *flags], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "it now only runs vLLM's own server" in done.stderr
+    command, environment = json.loads(done.stdout)
+    assert command[:2] == ["serve", "m"]
+
+    def arguments(words) -> dict[str, str]:
+        found, name = {}, ""
+        for word in words:
+            name, value = (word, "") if word.startswith("--") else (name, word)
+            found[name] = value
+        return found
+
+    theirs = arguments(command[2:])
+    mine = arguments(ours.command("0.0.0.0")[3:])
+    missing = {name for name in mine if theirs.get(name) != mine[name]} - {"--model-impl"}
+    assert missing == {
+        "--middleware", "--generation-config", "--max-loras", "--max-cpu-loras"
+    }  # fmt: skip
+    switches = {name for name, value in SWITCHES.items() if environment.get(name) != value}
+    assert switches == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING"}
+    for name in ("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "--middleware", "0.0.0.0"):
+        assert name in page
+    assert float(theirs["--gpu-memory-utilization"]) == SEPARATE_GPUS
+    assert trl.RLOOConfig.vllm_gpu_memory_utilization == SHARED_GPU

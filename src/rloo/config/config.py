@@ -34,6 +34,9 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "output_dir": (
         None, "rloo_output", "TRL resolves null to trainer_output; ours says what made it",
     ),
+    "vllm_gpu_memory_utilization": (
+        0.3, None, "a server on separate GPUs would use a third of their memory",
+    ),
     "vllm_enable_sleep_mode": (
         False, None, "servers on the trainer's own GPU would keep the memory that it needs",
     ),

@@ -116,7 +116,8 @@ COMMANDS = {
     ),
     "vllm-serve": CommandHelp(
         _OPTIONS,
-        "start a vLLM server for a run with these options, and print the server's command line",
+        "start a vLLM server for a run with these options, which need no rollout_engine; print the "
+        "server's address, whether it requires a key (VLLM_API_KEY), and its command line",
         ("rloo vllm-serve examples/gsm8k.yaml --vllm_server_port 8000 --use_peft true",),
     ),
     "worker": CommandHelp(

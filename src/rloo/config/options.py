@@ -454,8 +454,9 @@ class TrainingOptions(MappingsAsValues):
         "Time in seconds that a vLLM server may take to start.", expert=True)
     vllm_tensor_parallel_size: int = VLLM.from_trl(1,
         "Number of GPUs per server (tensor parallelism).")
-    vllm_gpu_memory_utilization: float = VLLM.from_trl(0.3,
-        "Share of a GPU's memory that a server uses.")
+    vllm_gpu_memory_utilization: float | None = VLLM.from_trl(None,
+        "Share of a GPU's memory that a server reserves; null: 0.3 on the trainer's GPU and on a "
+        "CPU, 0.9 on separate GPUs.")
     vllm_max_model_length: int | None = VLLM.from_trl(None,
         "Maximum number of tokens of prompt and completion together on a server; null: the model's "
         "maximum.", expert=True)

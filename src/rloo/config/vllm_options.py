@@ -8,6 +8,11 @@ from typing import Any
 
 from rloo.config.options import TrainingOptions
 
+# The default of `vllm_gpu_memory_utilization`, the share of a GPU's memory that a server reserves.
+# On the trainer's GPU: TRL's default for `vllm_mode colocate`. On separate GPUs: the default of
+# `trl vllm-serve` (vLLM 0.32 itself: 0.92).
+SHARED_GPU, SEPARATE_GPUS = 0.3, 0.9
+
 
 def servers_dtype(options: TrainingOptions) -> str:
     """The dtype in which servers compute: `rollout_dtype`, or the trainer's dtype."""
@@ -19,6 +24,31 @@ def tolerance_of(options: TrainingOptions) -> float:
     """The mean difference of log-probs at which a server's weights count as wrong, in nats."""
     in_float32 = servers_dtype(options) == "float32" and not (options.bf16 or options.fp16)
     return options.engine_options.tolerance or (1e-3 if in_float32 else 0.2)
+
+
+def has_separate_gpus(options: TrainingOptions) -> bool:
+    """Whether the servers of a run have other GPUs than the trainer: servers that the user starts,
+    and servers that the run starts on `engine_kwargs.devices`."""
+    return options.rollout_engine == "vllm_server" or options.engine_options.devices is not None
+
+
+def memory_share(options: TrainingOptions, *, separate: bool) -> float:
+    """The share of a GPU's memory that a server reserves: `vllm_gpu_memory_utilization`, or the
+    default for servers on `separate` GPUs, or for other servers. On a CPU, vLLM reserves this share
+    of the host memory, which the server shares with the trainer."""
+    share = options.vllm_gpu_memory_utilization
+    return (SEPARATE_GPUS if separate else SHARED_GPU) if share is None else share
+
+
+def longest_completion(options: TrainingOptions) -> int:
+    """The maximum number of tokens of a completion, in training and in evaluation."""
+    return max(options.max_completion_length, options.eval_options.max_completion_length or 0)
+
+
+def longest_sequence(options: TrainingOptions) -> int:
+    """The number of tokens of the longest allowed prompt (1 without a limit) with its longest
+    completion."""
+    return (options.max_prompt_length or 1) + longest_completion(options)
 
 
 def engine_of(options: TrainingOptions) -> dict[str, Any]:

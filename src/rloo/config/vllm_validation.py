@@ -7,6 +7,7 @@ from typing import Any
 
 from rloo.config.engine_spec import engine_spec
 from rloo.config.options import TrainingOptions
+from rloo.config.vllm_options import longest_completion, longest_sequence
 
 # The range of temperatures that vLLM does not change.
 COLDEST, HOTTEST = 0.01, 2.0
@@ -99,11 +100,23 @@ def _in_use(config: TrainingOptions) -> Iterator[str]:
             f"engine_kwargs.devices are {len(devices)} and vllm_tensor_parallel_size is {size}; "
             "every server takes as many (engine_kwargs.devices)"
         )
+    yield from _lengths(config)
+
+
+def _lengths(config: TrainingOptions) -> Iterator[str]:
+    """Faults of a server's context length."""
     limit, longest = config.vllm_max_model_length, config.max_completion_length
     if limit is not None and limit <= longest:
         yield (
             f"vllm_max_model_length is {limit} and max_completion_length {longest}; at least 1 "
             "token must be left for the prompt (vllm_max_model_length)"
+        )
+    elif limit is not None and limit < longest_sequence(config):
+        yield (
+            f"vllm_max_model_length is {limit}, and the longest prompt and completion have "
+            f"{config.max_prompt_length or 1} + {longest_completion(config)} tokens; a server must "
+            "hold one completion of full length (vllm_max_model_length, max_prompt_length, "
+            "max_completion_length)"
         )
 
 

@@ -17,6 +17,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig, log_metrics, save_m
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.accelerator_config import read_accelerator_config
 from rloo.config.config import RLOOConfig
+from rloo.config.vllm_options import has_separate_gpus, memory_share
 from rloo.data.images import images_of
 from rloo.distributed import World
 from rloo.model.policy import Policy
@@ -82,6 +83,8 @@ class TRLTrainerAttributes:
     def __getattr__(self, name: str) -> Any:
         if name in OPTIONS and "args" in vars(self):
             value = getattr(self.args, name)
+            if name == "vllm_gpu_memory_utilization":
+                return memory_share(self.args, separate=has_separate_gpus(self.args))
             return {} if name == "chat_template_kwargs" and value is None else value
         hint = f"; use {SEAM_OF[name]}" if name in SEAM_OF else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
+from rloo.addons.launch import local_backend
 from rloo.addons.launch.cluster import Cluster
-from rloo.addons.launch.local_backend import environment_of
 from rloo.addons.launch.roles import check_again, make_job
 from rloo.addons.launch.slurm_backend import FOLDER, TEMPLATE, script
 from rloo.cli import main
@@ -297,13 +297,16 @@ def test_launched_servers_listen_here_or_ask_for_the_jobs_key():
     recipe = ["--model", "countdown", "--dataset", "countdown", "--rollout_engine", "vllm"]
     job = make_job(Cluster(gpus_per_node=2, engine_gpus=1), recipe)
     (server,) = job.others
-    environment = environment_of(job, server, 0)
+    environment = local_backend.environment_of(job, server, 0)
     command = " ".join(job.command(server, environment["ADDRESS"], environment["PORT"]))
     assert "--vllm_server_host 127.0.0.1 --vllm_server_port 10001" in command
     cluster = Cluster(backend="slurm", nodes=1, gpus_per_node=2, engine_gpus=1)
     text = script(make_job(cluster, recipe, FOLDER))
     (key,) = [line for line in text.splitlines() if line.startswith(f"export {KEY}=")]
     assert text.index(key) < text.index("vllm-serve")
+    by_hand = local_backend.script(job).splitlines()
+    first = next(n for n, line in enumerate(by_hand) if "vllm-serve" in line)
+    assert by_hand.index(key) < first
     for given, length in (("", 32), ("mine", 4)):
         told = subprocess.check_output(
             ["bash", "-c", f'{key}; printf %s "${KEY}"'], env={**os.environ, KEY: given}, text=True

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from rloo.config.config import RLOOConfig
+from rloo.engines.vllm.from_options import address_of
+from rloo.engines.vllm.serve_command import options_of_server
 from rloo.engines.vllm.server_plugin.rloo_guard import WEIGHTS, RouteGuard
 from rloo.engines.vllm.server_process import KEY, require_key
 
@@ -111,9 +115,13 @@ def served(tmp_path, *arguments, **variables):
 @pytest.mark.slow
 def test_the_command_serves_this_machine_alone(tmp_path):
     done = served(tmp_path)
-    line, told = done.stdout.splitlines()
+    access, line, told = done.stdout.splitlines()
     arguments, environment, guard = json.loads(told)
     assert arguments[arguments.index("--host") + 1] == "127.0.0.1" and "--host 127.0.0.1" in line
+    assert access.startswith("the server listens on 127.0.0.1, port 8000 (vllm_server_host, ")
+    assert f"{KEY} is not set, so requests need no key" in access
+    share = arguments[arguments.index("--gpu-memory-utilization") + 1]
+    assert share == ("0.9" if torch.cuda.is_available() else "0.3")
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", KEY: None} and guard == "RouteGuard"
 
 
@@ -122,12 +130,79 @@ def test_the_command_serves_others_with_a_key_that_it_does_not_print(tmp_path):
     refused = served(tmp_path, "--vllm_server_host", "0.0.0.0")
     assert refused.returncode == 2 and f"{KEY} is not set" in refused.stderr
     done = served(tmp_path, "--vllm_server_host", "0.0.0.0", **{KEY: "top-secret"})
-    line, told = done.stdout.splitlines()
+    access, line, told = done.stdout.splitlines()
     arguments, environment, _ = json.loads(told)
+    assert access == (
+        "the server listens on 0.0.0.0, port 8000 (vllm_server_host, vllm_server_port); requests "
+        f"need the key in {KEY}, which the run must have, too"
+    )
     assert (
         arguments[arguments.index("--host") + 1] == "0.0.0.0" and environment[KEY] == "top-secret"
     )
-    assert "top-secret" not in line + json.dumps(arguments)
+    assert "top-secret" not in access + line + json.dumps(arguments)
+
+
+URL = {"vllm_server_base_url": ["http://node7:9000"]}
+
+
+@pytest.mark.parametrize(
+    ("options", "named", "address"),
+    [
+        ({}, False, ("127.0.0.1", 8000)),
+        ({"vllm_server_port": 8001}, False, ("127.0.0.1", 8001)),
+        ({}, True, ("0.0.0.0", 8000)),
+        ({"vllm_server_host": "node8"}, False, ("node8", 8000)),
+        (URL, False, ("node7", 9000)),
+        ({**URL, "vllm_server_host": "node8"}, False, ("node8", 8000)),
+        ({"vllm_server_base_url": ["http://[fd00::7]:9000"]}, False, ("fd00::7", 9000)),
+        ({"vllm_server_base_url": ["https://node7:443"]}, False, ("127.0.0.1", 8000)),
+        ({"vllm_server_base_url": ["http://a:1", "http://b:2"]}, False, ("127.0.0.1", 8000)),
+    ],
+)
+def test_the_command_listens_where_the_run_looks(options, named, address):
+    config = RLOOConfig(
+        rollout_engine="vllm" if not URL.keys() & options.keys() else "vllm_server", **options
+    )
+    assert address_of(config, named=named) == address
+
+
+@pytest.mark.parametrize(
+    ("options", "engine"),
+    [
+        ("engine_kwargs: {serve_args: [--enforce-eager]}", "vllm"),
+        ("rollout_engine: native\nmax_steps: 2", "vllm"),
+        ("rollout_engine: vllm_server", "vllm"),
+        ("vllm_server_base_url: http://node7:9000", "vllm_server"),
+        ("engine_kwargs: {weights_dir: w}\nvllm_server_base_url: http://node7:9000", "vllm_server"),
+        ("engine_kwargs: {devices: ['1']}", "vllm"),
+        ("use_vllm: true\nvllm_mode: server", "vllm_server"),
+        ("max_staleness: 1\nasync_kwargs: {partial_rollouts: true}", "vllm"),
+    ],
+)
+def test_the_command_needs_no_rollout_engine(tmp_path, options, engine):
+    (tmp_path / "run.yaml").write_text(f"model: m\ndataset: d.jsonl\nreward: math\n{options}\n")
+    config = options_of_server([str(tmp_path / "run.yaml")])
+    assert (config.rollout_engine, config.model) == (engine, "m")
+    assert config.vllm_server_base_url == (
+        ["http://node7:9000"]
+        if "node7" in options
+        else ["http://127.0.0.1:8000"]
+        if "use_vllm" in options
+        else None
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fact"),
+    [
+        (["--top_p", "0.9"], "top_p is 0.9 and rollout_engine is vllm"),
+        (["--betaa", "1"], "unknown option --betaa"),
+        (["--vllm_max_model_length", "512"], "at least 1 token must be left"),
+    ],
+)
+def test_the_command_refuses_what_no_run_samples(arguments, fact):
+    with pytest.raises(ValueError, match=fact):
+        options_of_server(["--model", "m", *arguments])
 
 
 def test_the_guard_needs_nothing_but_the_standard_library(tmp_path):

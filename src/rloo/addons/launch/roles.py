@@ -11,8 +11,12 @@ from rloo.addons.launch.local_ranks import this_program
 from rloo.config.config import RLOOConfig
 from rloo.config.engine_spec import engine_spec
 from rloo.config.parsing import given_names, parse_command_line
+from rloo.engines.vllm.server_process import KEY
 
 RLOO = "python -m rloo"
+# The line of a script that creates the key of vLLM servers, if the user has set none. The key stops
+# others from loading weights into a server.
+KEY_LINE = f'export {KEY}="${{{KEY}:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")}}"'
 # Options of ranks that a scheduler restarts: resume from the newest checkpoint.
 AGAIN = ("--resume_from_checkpoint", "auto")
 

@@ -9,10 +9,9 @@ import subprocess
 from pathlib import Path
 from string import Template
 
-from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
+from rloo.addons.launch.roles import AGAIN, KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.slurm_options import directive, directives, split_option, unsafe
 from rloo.distributed.standard_streams import say
-from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import LOGS
 
 TEMPLATE = Path(__file__).parent / "job.sbatch"
@@ -223,8 +222,7 @@ def _beside(job: LaunchJob, role: Role) -> str:
             "PORT=$((MASTER_PORT + 1 + SLURM_LOCALID)); "
         )
         lines = [
-            # The key stops others on the network from loading weights into a server.
-            f'export {KEY}="${{{KEY}:-$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")}}"',
+            KEY_LINE,
             "export ADDRESSES=",  # a container has no scontrol
             "servers=()",
             f'for node in "${{nodes[@]:{role.first}:{role.nodes}}}"; do',

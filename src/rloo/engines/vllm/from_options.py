@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from transformers import AutoConfig
 
 from rloo.config.config import RLOOConfig
-from rloo.config.vllm_options import servers_dtype, tolerance_of
+from rloo.config.vllm_options import (
+    has_separate_gpus,
+    longest_sequence,
+    memory_share,
+    servers_dtype,
+    tolerance_of,
+)
 from rloo.data.tasks import resolve_model
 from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.nccl import unavailable_reason
-from rloo.engines.vllm.server_process import HERE, ServerConfig, guarded_environment, require_key
+from rloo.engines.vllm.server_memory import num_parameters, require_room, smallest_gpu, visible_gpus
+from rloo.engines.vllm.server_process import (
+    HERE,
+    KEY,
+    ServerConfig,
+    guarded_environment,
+    require_key,
+)
 from rloo.engines.vllm.vllm_engine import VLLMSettings
 from rloo.model.export import PolicyExport, tied_outputs
 from rloo.model.policy import Policy
+from rloo.model.quantization import count_parameters
 
 
 def serving_of(
@@ -28,14 +44,16 @@ def serving_of(
     *,
     tied: bool = False,
     sleeps: bool = False,
+    separate: bool = False,
 ) -> ServerConfig:
-    """The `ServerConfig` of a server of `model` for a run with these options."""
+    """The `ServerConfig` of a server of `model` for a run with these options. `separate`: whether
+    the server has other GPUs than the trainer."""
     return ServerConfig(
         model,
         dtype=servers_dtype(config),
         max_model_length=config.vllm_max_model_length,
         tensor_parallel_size=config.vllm_tensor_parallel_size,
-        gpu_memory_utilization=config.vllm_gpu_memory_utilization,
+        gpu_memory_utilization=memory_share(config, separate=separate),
         model_impl=config.vllm_model_impl,
         lora_rank=lora_rank,
         sleeps=sleeps,
@@ -56,26 +74,33 @@ def exported(policy: Policy) -> PolicyExport:
     )
 
 
-def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
-    """The `ServerConfig` of a server that `rloo vllm-serve` starts with the model `name`. Raises
-    OSError if the model's configuration cannot be loaded."""
+def serving_alone(config: RLOOConfig, name: str, gpus: Sequence[int] | None = None) -> ServerConfig:
+    """The `ServerConfig` of a server that `rloo vllm-serve` starts with the model `name`, on `gpus`
+    that no trainer uses: their memory in bytes (None: `visible_gpus`). Raises OSError if the
+    model's configuration cannot be loaded, and ValueError if the GPUs have no room for the KV cache
+    of one completion."""
     model = resolve_model(name)
     known = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
-    tied = known.get_text_config().tie_word_embeddings and not torch.cuda.is_available()
+    gpus = visible_gpus() if gpus is None else gpus
+    tied = known.get_text_config().tie_word_embeddings and not gpus
     rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
-    return serving_of(config, model, rank, tied=tied, sleeps=sleeps)
+    serving = serving_of(config, model, rank, tied=tied, sleeps=sleeps, separate=bool(gpus))
+    memory = smallest_gpu(gpus, serving.tensor_parallel_size)
+    if memory is not None:
+        parameters = num_parameters(known, trust_remote_code=config.trust_remote_code)
+        require_room(serving, known, parameters, memory, longest_sequence(config))
+    return serving
 
 
 def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
-    """Print the command line of a server of `model`, then replace this process by it. The server
-    listens on `vllm_server_host` if the user has `named` this option or its value is not the
-    default, otherwise on the loopback address. Raises ValueError if other machines could reach the
-    server without a key."""
-    host = config.vllm_server_host
-    host = host if named or host != RLOOConfig().vllm_server_host else HERE
+    """Print the address, the key's source and the command line of a server of `model`, then
+    replace this process by the server. Raises ValueError if other machines could reach the server
+    without a key."""
+    host, port = address_of(config, named=named)
     require_key(host)
-    serving, port = serving_alone(config, model).guarded(), config.vllm_server_port
+    serving = serving_alone(config, model).guarded()
     environment = guarded_environment()
+    say(access_note(host, port))
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     command = serving.command(host, port)
     say(f"{settings} {shlex.join(command)}")
@@ -84,24 +109,52 @@ def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
     os.execvp(command[0], command)
 
 
+def address_of(config: RLOOConfig, *, named: bool) -> tuple[str, int]:
+    """The host and port on which `rloo vllm-serve` listens: `vllm_server_host` and
+    `vllm_server_port` if the user has `named` the host or its value is not the default. Otherwise
+    those of `vllm_server_base_url` if it is one URL with a port, else the loopback address."""
+    host, port = config.vllm_server_host, config.vllm_server_port
+    if named or host != RLOOConfig().vllm_server_host:
+        return host, port
+    urls = [urlsplit(url) for url in config.vllm_server_base_url or ()]
+    if len(urls) == 1 and urls[0].scheme == "http" and urls[0].hostname and urls[0].port:
+        return urls[0].hostname, urls[0].port
+    return HERE, port
+
+
+def access_note(host: str, port: int) -> str:
+    """A sentence with the address of a server, and the key that its requests need."""
+    where = f"the server listens on {host}, port {port} (vllm_server_host, vllm_server_port)"
+    if os.environ.get(KEY):
+        return f"{where}; requests need the key in {KEY}, which the run must have, too"
+    return (
+        f"{where}, for every user of this machine: {KEY} is not set, so requests need no key "
+        f"(export {KEY}=$(openssl rand -hex 16), for the server and for the run)"
+    )
+
+
 def must_untie(policy: Policy) -> bool:
     """Whether servers must treat a tied matrix as two matrices: on a CPU, vLLM packs it only
     once."""
     return policy.device.type == "cpu" and bool(tied_outputs(policy.model))
 
 
-def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyExport]:
-    """The `VLLMSettings` of a run, and the export of its policy for the servers."""
+def settings_of(
+    policy: Policy, log_folder: Path, gpus: Sequence[int] | None = None
+) -> tuple[VLLMSettings, PolicyExport]:
+    """The `VLLMSettings` of a run, and the export of its policy for the servers. `gpus`: the memory
+    of each GPU in bytes (None: `visible_gpus`). Raises ValueError if a server that the run starts
+    has no room for the KV cache of one completion."""
     config, source = policy.config, exported(policy)
     size, given = config.vllm_tensor_parallel_size, config.engine_options.devices
     devices: list[str | None] = [None]
     if given is not None:
         devices = [",".join(given[at : at + size]) for at in range(0, len(given), size)]
     model = config.model or "MODEL"
-    sleeps = config.vllm_enable_sleep_mode
+    sleeps, on_gpu = config.vllm_enable_sleep_mode, policy.device.type == "cuda"
     if sleeps is None:
-        shares = config.rollout_engine == "vllm" and config.engine_options.devices is None
-        sleeps = shares and policy.device.type == "cuda" and not config.max_staleness
+        shares = on_gpu and not has_separate_gpus(config)
+        sleeps = shares and not config.max_staleness
     rank = source.adapter_rank
     if config.async_options.partial_rollouts and rank is not None:
         raise ValueError(
@@ -113,9 +166,15 @@ def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyE
     reason = _why_by_files(policy, rank) if transfers else None
     if reason is not None and config.engine_options.weight_transfer == "nccl":
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
-    serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps)
+    separate = on_gpu and has_separate_gpus(config)
+    serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps, separate=separate)
     serving = replace(serving, transfers=transfers and reason is None)
-    longest = max(config.max_completion_length, config.eval_options.max_completion_length or 0)
+    if config.rollout_engine == "vllm" and on_gpu:
+        gpus, needed = visible_gpus() if gpus is None else gpus, longest_sequence(config)
+        parameters = count_parameters(policy.model)
+        for one in devices:
+            memory = smallest_gpu(gpus, size, one)
+            require_room(serving, policy.model.config, parameters, memory, needed)
     elsewhere = config.rollout_engine == "vllm_server" or config.engine_options.weights_dir
     weights = weights_folder(config) if elsewhere else None
     settings = VLLMSettings(
@@ -126,7 +185,7 @@ def settings_of(policy: Policy, log_folder: Path) -> tuple[VLLMSettings, PolicyE
         start_deadline=config.vllm_server_timeout,
         restarts=config.engine_options.restarts,
         tolerance=tolerance_of(config),
-        needed=longest + (config.max_prompt_length or 1),
+        needed=longest_sequence(config),
         partial=config.async_options.partial_rollouts,
         # Level 2 drops the weights, and vLLM then also loses its adapters.
         sleep_level=(2 if rank is None else 1) if sleeps else None,
@@ -141,7 +200,7 @@ def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:
     config = policy.config
     if lora_rank is not None:
         return "an adapter travels as the files that vLLM loads"
-    if config.rollout_engine == "vllm" and config.engine_options.devices is None:
+    if not has_separate_gpus(config):
         return "the servers have the trainer's own GPU (engine_kwargs.devices)"
     return unavailable_reason(policy.device)
 

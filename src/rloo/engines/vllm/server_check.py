@@ -102,7 +102,10 @@ async def _require_routes(client: VLLMClient, wanted: ServerConfig, refuse: Any)
     if not isinstance(paths, Mapping):
         raise refuse("is no server of vLLM: it has no /openapi.json")
     if "/init_communicator/" in paths:
-        raise refuse("is TRL's server (trl vllm-serve), which speaks another protocol than vLLM's")
+        raise refuse(
+            "is TRL's server (trl vllm-serve) of an earlier version, which speaks another protocol "
+            "than vLLM's"
+        )
     if ROUTE not in paths:
         raise refuse(f"has no route {ROUTE}: it is no server of vLLM")
     needs = ("/collective_rpc", "/pause", "/resume", "/weight_info", "/server_info")

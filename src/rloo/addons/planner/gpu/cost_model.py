@@ -12,12 +12,13 @@ import numpy as np
 
 from rloo.addons.planner.gpu.gpu_specs import GPU, IN_A_MACHINE
 from rloo.addons.planner.gpu.model_shapes import ModelShape
+from rloo.config.vllm_options import SEPARATE_GPUS
 
 # Bytes per parameter: in training (float32 weights and gradients, two AdamW moments), of the
 # weights, and of an engine's copy.
 TRAINED, WEIGHTS, ENGINE = 16, 4, 2
-# Usable share of memory: vLLM's default --gpu-memory-utilization, also used for training.
-USABLE = 0.9
+# Usable share of memory: the share that servers on separate GPUs reserve, also used for training.
+USABLE = SEPARATE_GPUS
 # Seconds of the shortest all-reduce over NVLink: an assumption, as in `gpu_specs`.
 _ALL_REDUCE = 15e-6
 # Bytes of a token's activations per hidden unit, in a recomputed layer (Korthikanti et al., arXiv
