@@ -92,7 +92,7 @@ def _meet_oneself() -> None:
 
 
 def _count_exchanges(meter: Meter) -> None:
-    """Record the bytes and the number of exchanges of each kind."""
+    """Record the bytes that this process receives, and the number of exchanges, of each kind."""
     from rloo.distributed.process_group import Collectives
 
     sum_gradients = Collectives.all_reduce_gradients

@@ -7,7 +7,7 @@ from rloo.algorithm.rank_rollout import RewardScorer, all_gather_by_key, generat
 from rloo.distributed import World
 from rloo.rewards import RewardSet
 from rloo.types import Completion, EngineCapabilities, Prompt, Sampling
-from support.process_groups import make_worlds, of_each
+from support.process_groups import gloo_worlds, make_worlds, of_each
 from support.text import make_tokenizer
 
 LONG = 5000
@@ -17,7 +17,9 @@ PROMPTS = [Prompt(i, [i], "a") for i in range(2)]
 class Engine:
     """Its completions are long, and no two are the same."""
 
-    capabilities = EngineCapabilities("long", False, False, exact_noise=True, filters=True)
+    def __init__(self, central: bool = False) -> None:
+        known = {"exact_noise": True, "filters": True, "central": central}
+        self.capabilities = EngineCapabilities("long", False, False, **known)
 
     def sample(self, prompts, numbers, sampling, noise):
         return [
@@ -29,19 +31,24 @@ class Engine:
         ]
 
 
-def sampled(world: World) -> list[list[Completion]]:
-    return generate_on_ranks(Engine(), PROMPTS, 2, Sampling(LONG, (0,)), 0, world)
+def sampled(world: World, central: bool = False) -> list[list[Completion]]:
+    return generate_on_ranks(Engine(central), PROMPTS, 2, Sampling(LONG, (0,)), 0, world)
 
 
-@pytest.mark.parametrize("size", (1, 2, 3, 5))
-def test_every_process_has_every_completion_to_the_last_token(size):
+@pytest.mark.parametrize("central", (False, True))
+@pytest.mark.parametrize("size", (2, 3, 4, 5, 8))
+def test_every_process_has_every_completion_to_the_last_token(size, central):
+    """And receives the completions of the others, but none of them twice."""
     alone = sampled(make_worlds(1)[1][0])
-    lines, worlds = make_worlds(size)
-    for rank, groups in enumerate(of_each(size, lambda rank: sampled(worlds[rank]))):
-        assert groups == alone
-        assert [c.token_ids[-1] for group in groups for c in group] == [0, 1, 100, 101]
-        # 8 bytes a token: its number and one log-prob, as float32 since nothing is lost by it.
-        assert 4 * LONG * 8 < lines.received[rank] < 4 * LONG * 8 + 5000 * size
+    with gloo_worlds(size) as (_, worlds):
+        for rank, groups in enumerate(of_each(size, lambda rank: sampled(worlds[rank], central))):
+            assert groups == alone
+            assert [c.token_ids[-1] for group in groups for c in group] == [0, 1, 100, 101]
+            own = (4 if rank == 0 else 0) if central else len(worlds[rank].share(4))
+            # 8 bytes a token: its number and one log-prob, as float32 since nothing is lost by it.
+            needed = (4 - own) * LONG * 8
+            received = worlds[rank].collectives.received
+            assert needed < received < 1.1 * needed + 2000 * size
 
 
 def test_every_process_scores_its_groups_and_has_the_texts_and_rewards_of_all():

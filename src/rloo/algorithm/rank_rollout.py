@@ -104,8 +104,9 @@ def all_gather_completions(
                 "same rows in the same order (train_dataset, eval_dataset, shuffle_dataset)"
             )
     begun = require_alike([began for _, began, _, _ in parts], own, prompts, world)
-    by_rank = [unpack(packed) for *_, packed in parts]
-    by_rank[world.rank] = own
+    by_rank = [
+        own if rank == world.rank else unpack(packed) for rank, (*_, packed) in enumerate(parts)
+    ]
     if any(stays for _, _, stays, _ in parts):
         by_rank = [[_of_rank(c, rank) for c in some] for rank, some in enumerate(by_rank)]
     flat = iter([completion for some in by_rank for completion in some])

@@ -1,11 +1,13 @@
 """Process groups of torch.distributed: functions that create, test and destroy groups without
-waiting for a hanging collective. Also the buckets of an all-reduce."""
+waiting for a hanging collective. Also the buckets of an all-reduce, and the padding of an
+all-gather."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # The largest number of gradient elements in one all-reduce.
 BUCKET = 1 << 24
+# The bytes of padding that a rank may receive in every exchange. They cost less than a collective.
+FREE_PADDING = 1 << 12
 # The seconds within which NCCL must abort a hanging collective at the end of the process.
 PATIENCE = 3.0
 # Abandoned collectives, which may still be pending, each with its group.
@@ -131,3 +135,22 @@ def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         bucket.append(parameter)
     if bucket:
         yield bucket
+
+
+def common_length(lengths: Sequence[int]) -> int:
+    """The number of bytes that all ranks exchange in one all-gather, if the ranks' parts have these
+    lengths. Shorter parts are padded; the rest of a longer part is broadcast. A larger number needs
+    fewer broadcasts. The result is the largest length with which no rank receives more than a tenth
+    of its bytes as padding, or `FREE_PADDING` if that is more."""
+    total = sum(lengths)
+
+    def is_too_long(common: int) -> bool:
+        padding = [max(0, common - length) for length in lengths]
+        added = sum(padding)
+        return any(
+            added - own > max((total - length) / 10, FREE_PADDING)
+            for own, length in zip(padding, lengths, strict=True)
+        )
+
+    ordered = sorted(lengths)
+    return ordered[bisect_left(ordered, True, key=is_too_long) - 1]

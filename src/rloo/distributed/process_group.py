@@ -19,11 +19,19 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rloo.distributed.group_setup import ProcessGroups, abandon, buckets, destroy_groups, in_thread
+from rloo.distributed.group_setup import (
+    ProcessGroups,
+    abandon,
+    buckets,
+    common_length,
+    destroy_groups,
+    in_thread,
+)
 from rloo.distributed.pytree import decode, encode
 from rloo.distributed.signal_numbers import IgnoredSignals, Signals
 
@@ -53,10 +61,10 @@ class Collectives:
     seconds, and as soon as another process has failed.
 
     `where` returns the current phase of this process, for error messages of other ranks. `signals`
-    are the stop signals of this process. `seconds` counts the time spent waiting and `received` the
-    bytes gathered; callers reset both. `left_behind` is true after an error inside `in_step`. After
-    a failed run the ranks' collectives no longer match, so `make_group` creates a new group for the
-    next run.
+    are the stop signals of this process. `seconds` counts the time spent waiting. `received` counts
+    the bytes that `all_gather_object` receives from other processes, with padding. Callers reset
+    both. `left_behind` is true after an error inside `in_step`. After a failed run the ranks'
+    collectives no longer match, so `make_group` creates a new group for the next run.
     """
 
     def __init__(
@@ -83,17 +91,30 @@ class Collectives:
 
     def all_gather_object(self, value: T) -> list[T]:
         """The value of every process, in the order of ranks; see `flatten` for possible values."""
-        mine = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        data = encode(value)
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self._size)]
-        self._all_gather(sizes, torch.tensor([len(mine)]))
+        self._wait(dist.all_gather, sizes, torch.tensor([len(data)]))
         lengths = [int(size) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        parts = [torch.empty_like(padded) for _ in range(self._size)]
-        self._all_gather(parts, padded)
-        self.received += sum(lengths)
-        values = [decode(bytes(p[:n].numpy())) for p, n in zip(parts, lengths, strict=True)]
-        return [*values[: self._rank], value, *values[self._rank + 1 :]]
+        common = common_length(lengths)
+        parts = [torch.empty(max(length, common), dtype=torch.uint8) for length in lengths]
+        mine = parts[self._rank]
+        mine[len(data) :] = 0
+        mine.numpy()[: len(data)] = np.frombuffer(data, np.uint8)
+        del data
+        self._wait(dist.all_gather, [part[:common] for part in parts], mine[:common])
+        for rank, part in enumerate(parts):
+            if len(part) > common:
+                self._wait(partial(dist.broadcast, part[common:], group_src=rank))
+            if rank != self._rank:
+                self.received += part.nbytes + sizes[rank].nbytes
+        del part, mine
+        values = []
+        for rank, length in enumerate(lengths):
+            part = parts.pop(0)
+            data = b"" if rank == self._rank else bytes(part[:length].numpy())
+            del part  # memory for one copy, not two, while `decode` makes another
+            values.append(value if rank == self._rank else decode(data))
+        return values
 
     def all_reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """See `World.all_reduce_gradients`."""
@@ -213,9 +234,6 @@ class Collectives:
 
     def _key(self, name: str) -> str:
         return f"{name} of run {self._runs}"
-
-    def _all_gather(self, parts: list[Tensor], mine: Tensor) -> None:
-        self._wait(dist.all_gather, parts, mine)
 
     def _wait(self, collective: Callable[..., Any], *arguments: Any) -> None:
         if self._broken is not None:

@@ -59,10 +59,10 @@ def unpack_episodes(
 
 def unpack(packed: dict[str, Any]) -> list[Completion]:
     """The inverse of `pack`."""
-    lengths, tokens = packed["length"].tolist(), _array_of("i", packed["token"])
-    policy = _array_of("d", packed["policy"].double())
+    # Each completion is copied separately: copies of all values would take more memory.
+    lengths, tokens, policy = packed["length"].tolist(), packed["token"], packed["policy"]
     same = packed["behavior"] is None
-    behavior = policy if same else _array_of("d", packed["behavior"].double())
+    behavior = policy if same else packed["behavior"]
     versions = packed["versions"] or [()] * len(lengths)
     completions, end = [], 0
     episodes = unpack_episodes(packed, len(lengths))
@@ -70,10 +70,11 @@ def unpack(packed: dict[str, Any]) -> list[Completion]:
     for length, stopped, of, (trained, episode) in rows:
         part, end = slice(end, end + length), end + length
         finish: FinishReason = "stop" if stopped else "length"
-        logprobs = policy[part]
+        logprobs = _array_of("d", policy[part])
         completions.append(
             Completion(
-                tokens[part], finish, logprobs, logprobs if same else behavior[part],
+                _array_of("i", tokens[part]), finish, logprobs,
+                logprobs if same else _array_of("d", behavior[part]),
                 weight_versions=of, trained=trained, episode=episode,
             )
         )  # fmt: skip
@@ -104,11 +105,12 @@ def _join(kind: str, parts: Sequence[Sequence[Any]]) -> Tensor:
     whole = array(kind)
     for part in parts:
         whole.extend(part)
-    return torch.from_numpy(np.array(whole))
+    return torch.from_numpy(np.asarray(whole))
 
 
 def _array_of(kind: str, values: Tensor) -> array[Any]:
-    return array(kind, values.numpy().tobytes())
+    # A slice has memory for its values only, other arrays for more.
+    return array(kind, values.numpy().astype(kind).tobytes())[:]
 
 
 def _floats(parts: Sequence[Sequence[float]]) -> Tensor:

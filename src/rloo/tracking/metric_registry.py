@@ -270,7 +270,7 @@ UPDATE = (
     Metric("rank/wait_time", "s", "Seconds that the main process waited for other processes.",
         better="lower", ranks="main", note="Only with several processes."),
     Metric("rank/gathered_bytes", "bytes",
-        "Bytes that the main process gathered from all processes.",
+        "Bytes that the main process received from the other processes, with padding.",
         ranks="main", note="Gradients do not count. Only with several processes."),
 )  # fmt: skip
 
