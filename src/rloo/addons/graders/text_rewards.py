@@ -24,9 +24,9 @@ _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 def make_exact_match(
     *, strip: bool = True, casefold: bool = False
 ) -> Callable[..., list[float | None]]:
-    """1.0 if the completion, or the content of its `<answer>` tags, equals the column `answer` (or
-    one item of a list), else 0.0; None if `answer` is None. `strip` ignores white space at the
-    beginning and end of both texts. `casefold` ignores case."""
+    """Make a reward function: 1.0 if the completion, or the content of its `<answer>` tags, equals
+    the column `answer` (or one item of a list), else 0.0; None if `answer` is None. `strip` ignores
+    white space at the beginning and end of both texts. `casefold` ignores case."""
 
     def normalise(text: str) -> str:
         text = text.strip() if strip else text
@@ -52,7 +52,7 @@ def make_exact_match(
 def make_format(
     *, pattern: str = THINK_ANSWER, max_characters: int = 20_000
 ) -> Callable[..., list[float]]:
-    """1.0 if the complete completion matches the regular expression, else 0.0.
+    """Make a reward function: 1.0 if the complete completion matches `pattern`, else 0.0.
 
     A dot also matches a line break. The default pattern is one `<think>...</think>` followed by one
     `<answer>...</answer>`, neither of them blank. A completion of more than `max_characters` scores
@@ -76,8 +76,8 @@ def make_format(
 
 
 def tag_count_reward(completions: Sequence[Text]) -> list[float]:
-    """0.25 for each of the four tags of a thought and an answer that occurs exactly once with its
-    line breaks. This is open-r1's `tag_count`."""
+    """For each completion, 0.25 for each of the four tags of a thought and an answer that occurs
+    exactly once with its line breaks. This is open-r1's `tag_count`."""
     texts = map(text_of, completions)
     return [sum(text.count(tag) == 1 for tag in _TAGS) / len(_TAGS) for text in texts]
 
@@ -86,8 +86,8 @@ tag_count_reward.seeks = "".join(_TAGS)  # type: ignore[attr-defined]
 
 
 def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[float]]:
-    """1.0 for a length of `target_min..target_max` tokens. Outside this range the reward decreases
-    linearly, to 0.0 at 0 tokens and at twice `target_max`."""
+    """Make a reward function: 1.0 for a length of `target_min..target_max` tokens. Outside this
+    range the reward decreases linearly, to 0.0 at 0 tokens and at twice `target_max`."""
     if not 0 <= target_min <= target_max or target_max == 0:
         raise ValueError(
             f"target_min is {target_min} and target_max {target_max}; the band needs "
@@ -106,9 +106,9 @@ def make_length(*, target_min: int = 0, target_max: int) -> Callable[..., list[f
 
 
 def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., list[float]]:
-    """0.0 up to `max_tokens - cache_tokens` tokens; above, it decreases linearly to -1.0 at
-    `max_tokens`. This is DAPO's soft overlong punishment (Yu et al. 2025, arXiv 2503.14476,
-    equation 13)."""
+    """Make a reward function: 0.0 up to `max_tokens - cache_tokens` tokens. Above that length, the
+    reward decreases linearly to -1.0 at `max_tokens`. This is DAPO's soft overlong punishment (Yu
+    et al. 2025, arXiv 2503.14476, equation 13)."""
     if not 0 < cache_tokens <= max_tokens:
         raise ValueError(
             f"cache_tokens is {cache_tokens} and max_tokens {max_tokens}; the penalty needs "
@@ -125,10 +125,10 @@ def make_soft_overlong(*, max_tokens: int, cache_tokens: int) -> Callable[..., l
 def make_repetition(
     *, ngram: int = 3, max_penalty: float = 1.0, words: bool = False
 ) -> Callable[..., list[float]]:
-    """-`max_penalty` times the share of n-grams that occurred earlier in the completion; 0.0 if all
-    n-grams are distinct, or if the completion has fewer than `ngram` units. Units are tokens, or
-    with `words` the lower-case words between white space (Yeo et al. 2025, arXiv 2502.03373,
-    appendix C.2)."""
+    """Make a reward function: -`max_penalty` times the share of n-grams that occurred earlier in
+    the completion; 0.0 if all n-grams are distinct, or if the completion has fewer than `ngram`
+    units. Units are tokens, or with `words` the lower-case words between white space (Yeo et al.
+    2025, arXiv 2502.03373, appendix C.2)."""
     if ngram < 1 or max_penalty < 0:
         raise ValueError(
             f"ngram is {ngram} and max_penalty {max_penalty}; they need to be at least 1 and at "

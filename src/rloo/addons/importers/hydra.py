@@ -28,8 +28,9 @@ def is_yaml(word: str) -> bool:
 
 
 def read_overrides(words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Parse a command line. Returns (settings by `[+[+]]key=value`, `--section.key value` and
-    `~key` (None), values of `--name value`, other words)."""
+    """Parse a command line. Returns three parts: the settings written as `[+[+]]key=value`,
+    `--section.key value` or `~key` (value None); the values of flags `--name value`; the other
+    words."""
     values: dict[str, Any] = {}
     flags: dict[str, str] = {}
     others: list[str] = []

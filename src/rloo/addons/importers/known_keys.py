@@ -1,6 +1,6 @@
 """The keys in the largest sections of the other systems. An unlisted key of such a section is
-misspelt, or is a key of a fork or another version. The section's reason for having no counterpart
-does not apply to an unlisted key."""
+misspelt, or is a key of a fork or another version. The reason why a section has no counterpart does
+not apply to an unlisted key of the section."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def program_of(line: str) -> str | None:
 
 
 def started_with(before: Sequence[str]) -> dict[str, Any]:
-    """Launcher flags before the program, named by launcher and flag."""
+    """The launcher flags among the words `before` the program. A name consists of launcher and
+    flag, a value is a text."""
     flags: dict[str, Any] = {}
     starter, name = "", None
     for word in before[:-1]:

@@ -93,7 +93,7 @@ class SettingsReader:
         return count
 
     def expect(self, key: str, same: Any, reason: str) -> None:
-        """Take `key` if its value is `same`, which has no effect; else leave `key` with
+        """Take `key` if its value is `same`, the value without effect. Otherwise leave `key` with
         `reason`."""
         self._read.add(key)
         if key not in self.values:
@@ -176,12 +176,13 @@ class SettingsReader:
 
 
 def greedy(source: SettingsReader, key: str) -> None:
-    """Add the note that every evaluation in rloo is run with sampling and greedily."""
+    """Add the note that every evaluation in rloo uses both sampling and greedy decoding."""
     source.notes.append(f"evaluation is sampled and greedy, both ({key} 0)")
 
 
 def one_of(source: SettingsReader, key: str, ours: str, files: list[str]) -> str:
-    """The folder, if `files` are all its data files, or else the first file, with a note."""
+    """The only file of `files`. If there are several, their folder, if it has no other data files,
+    or else the first file, with a note."""
     folders = {os.path.dirname(file) for file in files}
     folder = folders.pop() if len(folders) == 1 else ""
     if len(files) == 1:
@@ -210,8 +211,8 @@ def _is_known(value: Any) -> bool:
 def read_batches(
     source: SettingsReader, prompts: int, completions_per_step: int, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], int]:
-    """(options, optimizer steps per rollout over all passes) for rollouts of `prompts`, with
-    `completions_per_step` in each optimizer step."""
+    """(options of the batch sizes, optimizer steps per rollout over all passes) for rollouts of
+    `prompts` prompts and optimizer steps of `completions_per_step` completions."""
     size = options["num_generations"]
     for name, number in (("a prompt's", size), ("an optimizer step's", completions_per_step)):
         if number < 1:
@@ -232,8 +233,8 @@ def read_batches(
 
 
 def steps_between(what: str, rollouts: int | None, each: int) -> dict[str, Any]:
-    """Our strategy and steps for an action in every `rollouts` rollouts of `each` optimizer
-    steps."""
+    """Our options `..._strategy` and `..._steps` for the action `what`, which occurs once in
+    `rollouts` rollouts. A rollout has `each` optimizer steps."""
     if rollouts is None or rollouts <= 0:
         return {f"{what}_strategy": "no"}
     return {f"{what}_strategy": "steps", f"{what}_steps": rollouts * each}

@@ -52,8 +52,8 @@ def by_completion(source: SettingsReader, read: dict[str, Any]) -> None:
 def in_our_form(
     source: SettingsReader, read: dict[str, Any], options: dict[str, Any]
 ) -> dict[str, Any]:
-    """The options with the estimator's arguments in a mapping. If only the preset areal allows the
-    KL, the options include that preset."""
+    """The options with the estimator's arguments in a mapping. If only the preset areal allows this
+    KL estimator at its placement, the options include that preset."""
     arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
     in_loss, k1 = read["kl_placement"] == "loss", read["kl_estimator"] == "k1"
     if not read["beta"] or in_loss != k1 or read.get("use_bias_correction_kl"):

@@ -1,4 +1,4 @@
-"""Learning rate schedules and betas, which have equal names in several systems."""
+"""Converts learning rate schedules and Adam's betas, which have equal names in several systems."""
 
 from __future__ import annotations
 

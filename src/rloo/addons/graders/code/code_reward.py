@@ -78,7 +78,8 @@ def make_code(
 
 
 class CodeReward:
-    """Runs the program at the end of a completion in a sandbox and scores it with tests.
+    """A reward function that runs the program at the end of each completion in a sandbox and scores
+    the program with tests.
 
     The program is the last fenced block of Python that defines the names which the tests use. With
     `command`, blocks of any language count. Without such a block, the program is the complete text.

@@ -63,7 +63,7 @@ _ASK_PYTHON = (
 
 
 class IsolationUnavailable(RuntimeError):
-    """Untrusted code cannot be contained on this machine. The message has the reason."""
+    """Raised if untrusted code cannot be contained on this machine. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from rloo.distributed.worker_pool import wait_result
 
 
 def library_of(modules: Sequence[str], reward: str) -> AllowedModules:
-    """Modules as this interpreter imports them, and the folders that they need. Raises ValueError
-    if a module is not installed, or not readable for the user that runs programs."""
+    """The `AllowedModules` for `modules`: their names, and the folders from which programs import
+    them and the packages that they need. Raises ValueError if a module is not installed, or not
+    readable for the user that runs programs."""
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     for module in reversed(modules):
@@ -46,8 +47,8 @@ def is_open_to_all(folder: str) -> bool:
 
 
 def fault_of(staff: SandboxPool, request: dict[str, Any], expected: str) -> str | None:
-    """A description of the fault if a program's output is not `expected`, or None. A fault also
-    closes the pool."""
+    """Run the program of `request`. Returns a description of the fault if the program's output is
+    not `expected`, else None. A fault also closes the pool."""
     answer = wait_result(staff.submit(request))
     if answer.get("output") == expected:
         return None

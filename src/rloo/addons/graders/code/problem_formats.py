@@ -29,13 +29,14 @@ _PLAIN_PICKLE = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE
 
 
 class UnreadableRow(ValueError):
-    """The tests of a row do not have the published format that its columns imply."""
+    """Raised if the tests of a row do not have the published format that the row's columns
+    imply."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemFormat:
-    """A format, identified by `columns` (and one of `some`, if any). `read` makes a row's
-    request."""
+    """A format of rows. Rows of the format have all `columns` and, if `some` is not empty, one of
+    `some`. `read` converts a row to a request."""
 
     name: str
     columns: tuple[str, ...]

@@ -228,8 +228,8 @@ def unavailable_reason(wall: str) -> str | None:
 
 
 def choose_isolation(asked: str | None = None) -> str:
-    """The requested sandbox `asked`, or else the first that works. Raises ValueError if none
-    works."""
+    """The kind of sandbox to use: `asked`, or without it the first kind that works. Raises
+    ValueError if none works."""
     reasons = {}
     for wall in (asked,) if asked else isolation.ISOLATION_BACKENDS:
         if (reason := unavailable_reason(wall)) is None:

@@ -11,7 +11,7 @@ _INTERVALS = frozenset({"(]", "[)", "[]"})
 
 
 class UnparsableExpression(ValueError):
-    """The text cannot be parsed."""
+    """Raised if a text cannot be parsed."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ def gsm8k_reward(
     answer: Sequence[Any],
     prompts: Sequence[Text] | None = None,
 ) -> list[float | None]:
-    r"""1.0 if the completion's final number equals the reference, else 0.0.
+    r"""For each completion, 1.0 if its final number equals the reference, else 0.0.
 
     The final number is the answer that `rloo.addons.graders.math.answer_extraction` finds: in
     `<answer>` tags, in the last `\boxed{}` or on the line of the last `####`, in the sentence after
@@ -57,7 +57,8 @@ def _is_right(text: str, wanted: Number, reference: str, question: str) -> bool:
 
 
 def gsm8k_format_reward(completions: Sequence[Text]) -> list[float]:
-    """1.0 if the last line is `#### <number>` and contains the only `####`, else 0.0."""
+    """For each completion, 1.0 if the last line is `#### <number>` and contains the only `####`,
+    else 0.0."""
     return [float(_ends_with_answer(text_of(completion))) for completion in completions]
 
 

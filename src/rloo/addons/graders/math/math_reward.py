@@ -45,18 +45,19 @@ def make_math(*, seconds: float = 5.0) -> MathReward:
 
 
 class MathReward:
-    r"""1.0 if the answer equals the column `answer` (or else `solution`), otherwise 0.0.
+    r"""A reward function: 1.0 if the answer equals the column `answer` (or else `solution`),
+    otherwise 0.0.
 
     The answer is the last `\boxed{...}`, of at most 1,000 characters. Without a box it is the last
     LaTeX formula or the last number, whichever ends later, in the last 1,000 characters.
 
     The answer must be a number or a closed form of the reference's kind (docs/rewards.md). Two
     numbers are compared exactly. For other forms math-verify decides, in `os.cpu_count()` parallel
-    judges (at most 8). Each judge has `seconds` of CPU time per call, plus 0.1 s per answer. On a
-    busy machine, the wall-clock limit of a call is ten times this time, but at most 120 s more than
-    it. An expression has 0.25 s of a judge's CPU time. If this is too short, and time is left after
-    all others, it has a second try of 0.5 s. An expression that takes longer or needs too much
-    memory scores 0.
+    judges (at most 8). Each judge has `seconds` of CPU time per call, plus 0.1 s per answer. The
+    wall-clock limit of a call, for a busy machine, is ten times this CPU time, but at most this CPU
+    time plus 120 s. An expression has 0.25 s of a judge's CPU time. If this is too short, and time
+    is left after all others, it has a second try of 0.5 s. An expression that takes longer or needs
+    too much memory scores 0.
 
     The reward is None if the reference is None or unreadable. It is also None if the judge of the
     answer was killed or stopped, or if the time of the call was over before the answer's turn. The

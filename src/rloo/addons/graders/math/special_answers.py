@@ -1,4 +1,4 @@
-"""Answers that are no expressions: words, dates and times, choices, numbers in another base,
+"""Reads answers that are no expressions: words, dates and times, choices, numbers in another base,
 remainders. The arguments of all functions are texts in normal form."""
 
 from __future__ import annotations

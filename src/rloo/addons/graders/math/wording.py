@@ -1,4 +1,4 @@
-"""The meaning of words: of a question's words, and of the words next to a number.
+"""Interprets words: the words of a question, and the words next to a number.
 
 Any noun may be a unit. The words that change a number or an answer are listed in this module: they
 negate, hedge, condition, compare, compute or multiply.

@@ -66,10 +66,11 @@ class Curriculum:
     prompt.
 
     The probability of a task and level is proportional to weight / open levels of the task * max(4
-    p (1 - p), 0.05), where p is its pass rate. The prompts of a task and level are used in passes,
-    each in a random order. A draw is a function of (seed, number of earlier draws, pass rates), so
-    every process and a resumed run make the same draws. A completion passes if its first reward is
-    at least `threshold`. Completions without a score do not count.
+    p (1 - p), 0.05), where p is the pass rate of the task and level. The prompts of a task and
+    level are drawn in a random order. When all have been drawn, they are drawn again in a new
+    random order. A draw is a function of (seed, number of earlier draws, pass rates), so every
+    process and a resumed run make the same draws. A completion passes if its first reward is at
+    least `threshold`. Completions without a score do not count.
     """
 
     cells: Sequence[TaskLevel]

@@ -26,7 +26,7 @@ _FEATURES = Features(
 
 
 class TaskLevel(NamedTuple):
-    """A task at a level; None for the task's default options."""
+    """A task and its level. The level is None for the task's default options."""
 
     task: str
     level: int | None

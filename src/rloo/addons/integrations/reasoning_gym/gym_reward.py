@@ -93,8 +93,8 @@ def make_gym(
 
 
 class GymReward:
-    """The score of the answer by the scorer of the row's task: from 0 to 1, possibly a partial
-    score. The reward needs the column `entry`, which rows of `gym:NAME` have.
+    """A reward function: the score that the scorer of the row's task gives to the answer, from 0 to
+    1, possibly a partial score. The reward needs the column `entry`, which rows of `gym:NAME` have.
 
     The answer is the content of the last `<answer>...</answer>`, or else the complete completion.
 
@@ -197,8 +197,8 @@ def answer_of(text: str) -> str:
 
 
 def library_here() -> AllowedModules:
-    """reasoning-gym as this interpreter imports it, with the folders that it needs. Raises
-    ValueError if it is not installed."""
+    """The `AllowedModules` for reasoning-gym, with the folders that it needs. Raises ValueError if
+    it is not installed."""
     if find_spec(_MODULE) is None:
         raise ValueError(f"the reward 'gym' needs reasoning-gym; {install('gym')} (reward)")
     return library_of([_MODULE], "gym")

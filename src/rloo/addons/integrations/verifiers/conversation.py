@@ -23,7 +23,7 @@ Schemas = Sequence[Mapping[str, Any]] | None
 
 
 class ContextOverflow(ValueError):
-    """A prompt, or the messages to the model, are too long for a further turn."""
+    """Raised if a prompt, or the messages to the model, are too long for a further turn."""
 
 
 @dataclass(slots=True)

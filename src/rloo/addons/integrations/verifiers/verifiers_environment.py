@@ -36,7 +36,7 @@ REWARD = "verifiers_reward"
 
 
 class VerifiersEnvironment:
-    """A `rollout_func` in which the environment runs a rollout for each prompt, all
+    """A `rollout_func`. The environment runs one rollout for each prompt; all rollouts run
     concurrently."""
 
     def __init__(self, environment: Any) -> None:
@@ -139,8 +139,8 @@ def _waiting(asked: queue.SimpleQueue[_Asked], over: Future[Any]) -> list[_Asked
 
 
 class EngineClient(Client):  # type: ignore[misc, unused-ignore]
-    """The client with which an environment requests the model's turns in its rollouts, which have
-    numbers. Messages and tools are plain dicts. A response is a `Response` of `verifiers`."""
+    """The client with which an environment requests the model's turns. Each of its rollouts has a
+    number. Messages and tools are plain dicts. A response is a `Response` of `verifiers`."""
 
     def __init__(
         self, speech: IncrementalRenderer, asked: queue.SimpleQueue[_Asked], numbers: Sequence[int]

@@ -18,10 +18,11 @@ _OF_A_WHOLE = Fraction(1, 10**6)
 
 
 def same_output(found: str, wanted: str, rule: dict[str, Any]) -> bool:
-    """Whether two outputs are equal, line by line. White space at the end of lines and of the text
-    is ignored. Numbers may be written differently. If the expected number has a decimal point, the
-    printed number may differ by `tolerance` (relative, and absolute below 1). With `tokens`, white
-    space within lines and empty lines are ignored too."""
+    """Whether two outputs are equal, line by line. `tolerance` and `tokens` are items of `rule`.
+    White space at the end of lines and of the text is ignored. Numbers may be written differently.
+    If the expected number has a decimal point, the printed number may differ by `tolerance`
+    (relative, and absolute below 1). With `tokens`, white space within lines and empty lines are
+    ignored too."""
     tolerance, tokens = rule.get("tolerance", 1e-6), rule.get("tokens", False)
     one, other = _lines(found, tokens), _lines(wanted, tokens)
     if len(one) != len(other):
@@ -67,9 +68,10 @@ def _close(one: Fraction, other: Fraction, tolerance: float) -> bool:
 
 
 def same_value(found: Any, wanted: Any, rule: dict[str, Any]) -> bool:
-    """Whether two plain values are equal. Tuples equal lists, and floats may differ from the
-    expected ones by `tolerance`. With `json`, dictionary keys are compared as JSON text. With
-    `unwrap`, a value also equals an expected list that has only this value."""
+    """Whether two plain values are equal. `tolerance`, `json` and `unwrap` are items of `rule`.
+    Tuples equal lists, and floats may differ from the expected ones by `tolerance`. With `json`,
+    dictionary keys are compared as JSON text. With `unwrap`, a value also equals an expected list
+    that has only this value."""
     tolerance = rule.get("tolerance", 1e-6)
     found, wanted = codec.as_lists(found), codec.as_lists(wanted)
     if rule.get("json"):

@@ -1,8 +1,8 @@
 """The main loop of a sandbox worker: a new fork answers each request.
 
 The worker never reads a request. A fork of the worker, the clerk, reads it. Before reading, the
-clerk forks the stage process, the parent of programs. Therefore no program descends from a process
-that knew expected results, of this request or of an earlier one.
+clerk forks the stage process, the parent of programs. Therefore no program inherits expected
+results in its memory, neither of this request nor of an earlier one.
 """
 
 from __future__ import annotations

@@ -31,19 +31,20 @@ _INPUT = builtins.input
 
 
 class ProgramExited(BaseException):
-    """The program's process has ended, or was killed because of its time limit or invalid data."""
+    """Raised if the program's process has ended, or was killed because of its time limit or invalid
+    data."""
 
 
 class NotSendable(TypeError):
-    """A test passes a value that cannot be sent to a program."""
+    """Raised if a test passes a value that cannot be sent to a program."""
 
 
 class RemoteProgram:
     """A process that has executed the program's definitions and answers calls."""
 
     def __init__(self, stage: SandboxedProcess, asked: dict[str, Any]) -> None:
-        """`asked` has the `source` and other options of `program.begin`. Raises ProgramExited if
-        the program fails or takes too long."""
+        """Start the program. `asked` is the request to `program.begin`, without `mode`. Raises
+        ProgramExited if the program fails or takes too long."""
         self._stage = stage
         # Whether instances of subclasses of built-in types arrive as proxies, not as plain values.
         self._objects = bool(asked.get("objects"))
@@ -79,8 +80,8 @@ class RemoteProgram:
         return self._calls < 0
 
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
-        """The result of an operation in the program. Raises ProgramExited and the program's
-        exceptions."""
+        """Perform the operation `what` in the program's process and return its result. Raises
+        ProgramExited and the program's exceptions."""
         if self.ended:
             raise ProgramExited
         try:
@@ -157,9 +158,9 @@ class RemoteProgram:
             return base(f"{kinds[:1]}: {text}")
 
     def error_class(self, kinds: list[str]) -> type[Exception]:
-        """The class for an exception of the program, whose class names are `kinds` in resolution
-        order. The first built-in one among them is the base; earlier names become subclasses of the
-        base. Raises ValueError for an invalid name."""
+        """The class that represents an exception of the program. `kinds` are the names of the
+        exception's classes in method resolution order. The first built-in class among them is the
+        base; earlier names become subclasses of the base. Raises ValueError for an invalid name."""
         own: list[str] = []
         base: type[Exception] = Exception
         for name in kinds:

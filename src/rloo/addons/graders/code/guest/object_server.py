@@ -1,4 +1,5 @@
-"""Answers the calls of tests in the program's process. Objects of the program have numbers.
+"""Answers the calls of tests in the program's process. A message represents an object of the
+program by a number.
 
 The messages of this process are as untrusted as the program.
 """
@@ -84,7 +85,8 @@ def _state(thing: Any) -> dict[str, Any]:
 
 
 class ObjectServer:
-    """Executes a program in `names` and performs operations on its objects."""
+    """Executes a program, with `names` as its global variables, and performs the operations that
+    tests request on its objects."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self._names = names

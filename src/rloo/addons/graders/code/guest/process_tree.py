@@ -22,18 +22,19 @@ _CHUNK = 1 << 16
 
 
 class SandboxFailed(BaseException):
-    """The sandbox itself failed; the program is not to blame."""
+    """Raised if the sandbox itself failed; the program is not to blame."""
 
 
 class ProgramTimeOver(BaseException):
-    """The program's total time is over, or its processes together exceeded a limit. The program is
-    not started again."""
+    """Raised if the program's total time is over, or its processes together exceeded a limit. The
+    program is not started again."""
 
 
 def kill_all(outsider: int) -> None:
-    """Kill every descendant of this process, which has restricted its signals. Linux signals all of
-    them in one step, so no new fork survives. If a process outside could be signalled, raises
-    SandboxFailed before any kill."""
+    """Kill every descendant of this process. The process must have restricted its signals. Linux
+    signals all descendants in one step, so no new fork survives. If a process outside the sandbox
+    (`outsider`, the parent or process 1) could be signalled, raises SandboxFailed before any
+    kill."""
     refused = False
     for pid in {outsider, os.getppid(), 1}:
         try:
@@ -54,7 +55,8 @@ def kill_all(outsider: int) -> None:
 
 
 class SandboxedProcess:
-    """Starts a program, exchanges data with the program, and ends the program."""
+    """A program in its sandbox: starts the program, exchanges data with it, and ends all its
+    processes."""
 
     def __init__(self, wall: dict[str, Any], limits: dict[str, Any], channel: int) -> None:
         self._wall, self.limits, self._worker = wall, limits, os.getppid()
@@ -85,8 +87,8 @@ class SandboxedProcess:
         self._control.settimeout(_PATIENCE)
 
     def start(self, request: dict[str, Any], files: list[int]) -> None:
-        """Start a process for `request` (see `program.begin`) with these files. The files are
-        closed in this process. Raises ProgramTimeOver if the program must not run any more."""
+        """Start a process for `request` with `files` (see `program.begin`). The files are closed in
+        this process. Raises ProgramTimeOver if the program must not run any more."""
         try:
             if self._over is not None:
                 raise ProgramTimeOver(self._over)

@@ -119,8 +119,8 @@ def methods(tree: ast.Module) -> set[str]:
 
 
 def implied(source: str, *, always: bool) -> dict[str, Any]:
-    """The names that a program uses without an import, as LeetCode allows. They are provided with
-    `always`, or if the program has a class Solution."""
+    """The library objects that a program uses without an import, by name; LeetCode allows this. The
+    result is empty unless `always` is true or the program has a class Solution."""
     tree = parse(source)
     if tree is None or not (always or "Solution" in definitions(tree)):
         return {}
@@ -141,8 +141,8 @@ def implied(source: str, *, always: bool) -> dict[str, Any]:
 
 
 def choose(request: dict[str, Any], wanted: Iterable[str] = ()) -> str:
-    """The program text of a request: its `program`, or one of its `blocks`. A text that continues
-    the Python of `prompt` gets that text before it."""
+    """The program text of a request: its `program`, or one of its `blocks`. If the text continues
+    the Python code of the request's `prompt`, that code is put before the text."""
     if "command" in request:
         blocks = request.get("blocks") or [("", request.get("program", ""))]
         return str(blocks[-1][1])

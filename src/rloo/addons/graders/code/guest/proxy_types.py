@@ -128,7 +128,7 @@ class Proxy:
 
 
 class CoroutineProxy(Proxy):
-    """A coroutine of the program. At the first step, the program runs the coroutine to
+    """A proxy for a coroutine of the program. At the first step, the program runs the coroutine to
     completion."""
 
     def send(self, _: Any = None) -> Any:
@@ -232,8 +232,8 @@ setattr(Proxy, "__doc__", property(lambda self: self._program.ask("getattr", sel
 
 
 class ExtendedProxy(Proxy):
-    """An instance of a subclass of a built-in type. In operations with values of the tests, its
-    plain value is used and the judge computes the result."""
+    """A proxy for an instance of a subclass of a built-in type. In operations with values of the
+    tests, the judge computes the result from the instance's plain value."""
 
     def _plain(self) -> Any:
         found = self._program.ask("plain", self)

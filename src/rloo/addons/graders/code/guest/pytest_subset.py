@@ -1,5 +1,5 @@
-"""A subset of pytest for the judge, since the sandbox has no pytest: what tests of functions
-use."""
+"""A subset of pytest for the judge, since the sandbox has no pytest: the names and fixtures that
+tests of functions use."""
 
 from __future__ import annotations
 

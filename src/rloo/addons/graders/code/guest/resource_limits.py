@@ -23,7 +23,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def wall_seconds(seconds: float) -> float:
-    """The wall-clock limit for a program with this time limit, in seconds."""
+    """The wall-clock limit, in seconds, of a program whose time limit is `seconds`."""
     return _PATIENCE * seconds + _MORE
 
 
@@ -156,8 +156,9 @@ def _process(pid: int, fields: list[str]) -> ProcessUsage:
 def too_much(
     family: ProcessFamily, limits: dict[str, Any], folder: str | None, socket_bytes: int
 ) -> str | None:
-    """A description of the limit that a program exceeds, or None. `folder` has the program's files
-    unless a file system with a size limit has them. A socket buffers at most `socket_bytes`."""
+    """A description of the limit that a program exceeds, or None. `folder` is the folder of the
+    program's files; None if they are in a file system with a size limit. A socket buffers at most
+    `socket_bytes`."""
     living = [process for process in family.members if process.state not in "ZX"]
     kernel = _in_the_kernel(living, socket_bytes, limits["memory"])
     if kernel is None:

@@ -88,9 +88,9 @@ _NUMBER, _ARCH, _FIRST, _SECOND, _FOURTH = 0, 4, 16, 24, 40  # offsets in struct
 
 
 def program(machine: str, *, shared_user: bool) -> bytes:
-    """The filter as `struct sock_filter[]`, 8 bytes per instruction. `shared_user` means that only
-    Landlock hides files of the same user. Raises ValueError for a machine with unknown call
-    numbers."""
+    """The filter as `struct sock_filter[]`, 8 bytes per instruction. `shared_user` means that the
+    program's user has other files, which only Landlock hides. Raises ValueError for a machine with
+    unknown call numbers."""
     if machine not in MACHINES:
         known = " and ".join(MACHINES)
         raise ValueError(f"the numbers of system calls are known for {known}, not for {machine}")

@@ -89,8 +89,8 @@ def landlock_version() -> int:
 
 
 def restrict_signals(folder: str) -> None:
-    """Allow this process and its children to send signals only to one another. Under `folder`,
-    moving files between folders stays allowed, which every Landlock ruleset forbids by default."""
+    """Allow this process and its children to send signals only to one another. Every Landlock
+    ruleset forbids moving files between folders by default; under `folder` it stays allowed."""
     _restrict(struct.pack("QQQ", _MOVE, 0, _SIGNALS), {folder: _MOVE})
 
 

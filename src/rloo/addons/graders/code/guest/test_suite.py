@@ -30,7 +30,7 @@ _DEFINES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast
 
 
 class TestsUnusable(Exception):
-    """The tests cannot run. This is not an error of the program."""
+    """Raised if the tests cannot run. This is not an error of the program."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class TestSuite:
         return [name for name in self.asked.values() if name not in known] + [entry] * bool(entry)
 
     def names_in(self, text: str) -> tuple[dict[str, Any], list[str]]:
-        """The meaning of the tests' names for a program with this text: (library objects, which do
-        not depend on the running program; names to request from the program)."""
+        """The meaning of the tests' names for a program with this text, as a pair: the library
+        objects by name, which do not depend on the running program; the names to request from the
+        program."""
         tree = program_source.parse(text)
         found = {} if tree is None else program_source.definitions(tree)
         methods = set() if tree is None else program_source.methods(tree)
