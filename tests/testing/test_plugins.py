@@ -117,7 +117,7 @@ def test_every_part_of_the_example_is_used_by_commands(tmp_path):
     done = run([sys.executable, "-m", "rloo", "steps", "run"], example, tmp_path)
     assert done.stdout.startswith("2 steps, reward "), done.stderr
     done = run([sys.executable, "-m", "rloo", "steps", "--help"], example, tmp_path)
-    assert "Print how many steps" in done.stdout
+    assert "Print the number of steps" in done.stdout
     done = run([sys.executable, "-m", "rloo", "steps"], example, tmp_path)
     assert done.returncode == 2
     assert done.stderr == "rloo: steps takes the folder of a run (its output_dir)\n"
