@@ -72,7 +72,7 @@ class MissingAddon(ValueError):
 
 
 def names(group: str) -> list[str]:
-    """Return the names in a group: first of this package, then of other packages."""
+    """Return the names in a group: first those of this package, then those of other packages."""
     return list(dict.fromkeys([*BUILT_IN[group], *REGISTERED[group], *_given(group)]))
 
 
@@ -107,7 +107,7 @@ def load(group: str, name: str) -> Any:
 
 
 def find(group: str, name: str) -> Any:
-    """As `load`, but return None if the add-on is not installed."""
+    """Return the object as `load` does, or None if the add-on is not installed."""
     try:
         return load(group, name)
     except MissingAddon:

@@ -28,8 +28,8 @@ def check_reward(
     **columns: Sequence[Any],
 ) -> list[float | None]:
     """Score these completions and return the scores. A reward must return one number or None for
-    each completion, return equal scores in a second call, score each completion alone as among
-    others, and not change its arguments."""
+    each completion, return equal scores in a second call, and not change its arguments. The score
+    of a completion must not depend on the other completions of the call."""
     given = {"prompts": list(prompts), "completions": list(completions), **columns}
     found = _scores(reward, given)
     _require(
@@ -184,7 +184,8 @@ def check_estimator(estimator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def check_observer(make: Callable[..., Any], folder: Path) -> Any:
-    """Call all methods of an observer with a small run in `folder`, and return the observer."""
+    """Create an observer with `make`, call all of its methods with a small run in `folder`, and
+    return the observer."""
     from rloo.config.config import RLOOConfig
     from rloo.tracking.finding import Finding
     from rloo.tracking.jsonl import ALARMS, COMPLETIONS, EVALUATIONS, GROUPS, METRICS

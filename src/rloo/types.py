@@ -27,12 +27,12 @@ class Prompt:
     """One row of the dataset, tokenised.
 
     `id` is the row's number in its dataset. `epoch` is the number of the pass over the dataset; the
-    noise depends on it, so a row that occurs twice in one rollout gets different completions.
-    `content` is the prompt as reward functions receive it, `columns` are all other columns.
-    `pixels()` computes the tensors that a forward pass needs for the prompt's images, by argument
-    name; it is None for a prompt without images. The last `offset` tokens are the start of a
-    completion that is continued: they count in the length of the completion and in its noise
-    positions.
+    random draws of sampling depend on it, so a row that occurs twice in one rollout gets different
+    completions. `content` is the prompt as reward functions receive it, `columns` are all other
+    columns. `pixels()` computes the tensors that a forward pass needs for the prompt's images, by
+    argument name; it is None for a prompt without images. The last `offset` tokens are the start of
+    a completion that is continued: they count in the length of the completion and in the positions
+    of its tokens.
     """
 
     id: int
@@ -160,7 +160,7 @@ class Group:
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A completion to train on. `key` is (group, index in the group). `reward` is NaN if the
-    completion has no reward that counts.
+    completion has no score, or if its group has too few scores for the estimator.
 
     `place` is the index among all completions of the rollout, scored or not, and determines the
     optimizer step. `trained` is True for each token that the policy trains on, and False for input
@@ -258,7 +258,8 @@ class EngineCapabilities:
 
     The other fields are the memory of a completion during sampling: per prompt token, per new
     token, and per row. Completions that are sampled at the same time take at most `cache_bytes`
-    (None: no limit). During sampling, `cast_bytes` more hold weights in another dtype.
+    (None: no limit). During sampling, a copy of weights in another dtype takes another `cast_bytes`
+    bytes.
     """
 
     name: str
@@ -348,7 +349,7 @@ class RolloutGenerator(Protocol):
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset so far."""
+        """The number of passes over the dataset so far."""
 
     def next(self) -> Rollout:
         """Return the next rollout; blocks until it is complete."""

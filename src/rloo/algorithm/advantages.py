@@ -52,8 +52,8 @@ class Advantages:
         return self.from_update or bool(self.by_completion[key].any())
 
     def of_batch(self, batch: MicroBatch, now: Tensor) -> Tensor:
-        """Return a batch's advantages, (N,) or (T,), with device and dtype of its log-probs
-        `now`."""
+        """Return a batch's advantages, (N,) or (T,), on the device and in the dtype of `now`, its
+        log-probs."""
         values = torch.cat([self.by_completion[key] for key in batch.keys])
         return send(values, now.device).to(now.dtype)
 

@@ -38,7 +38,8 @@ class AsyncEngine(Engine, Protocol):
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """As `sample`, but return futures at once. Only the main process calls it."""
+        """Start to sample as `sample` does, and return at once, with one future per prompt. Only
+        the main process calls this method."""
 
     def cancel_pending(self) -> None:
         """Cancel pending requests."""
@@ -70,9 +71,8 @@ class _PendingRollout:
 class AsyncRolloutGenerator(RankRollout):
     """Generates rollouts with an engine in another process. The engine's weights are at most
     `max_staleness` rollouts older than the weights that are trained. Reward functions run in worker
-    processes, the `scorers` of the main process. If worker processes are impossible, `why_here` is
-    the reason. Reward functions then run in this process, just before their rollout is trained
-    on."""
+    processes, the `scorers` of the main process. If worker processes cannot call the functions,
+    `why_here` is the reason. Then this process scores each rollout, just before training on it."""
 
     why_here: str | None = None
     scorers: RewardWorkerPool | None = None
@@ -103,12 +103,12 @@ class AsyncRolloutGenerator(RankRollout):
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset, counting trained rollouts only."""
+        """The number of passes over the dataset, counting only rollouts that were trained on."""
         return self._epoch
 
     def describe(self) -> dict[str, Any]:
-        """As `SyncRolloutGenerator.describe`, plus `max_staleness` and which processes compute
-        rewards."""
+        """Return the facts of `SyncRolloutGenerator.describe`, with `max_staleness` and the
+        processes that compute rewards."""
         told = SyncRolloutGenerator.describe(self) | {"max_staleness": self.config.max_staleness}
         if self.scorers is not None:
             return told | {"rewards_in": f"{self.scorers.size} processes"}
@@ -303,8 +303,8 @@ def _then(
 
 def make_rollouts(config: RLOOConfig, world: World, *parts: Any) -> SyncRolloutGenerator:
     """Return the rollout generator that the options select. `parts` are the fields of
-    `SyncRolloutGenerator` after `config`, in order. With `samples_beside`, the generator is
-    asynchronous."""
+    `SyncRolloutGenerator` after `config`, in order. The generator is asynchronous if other
+    processes sample (`config.samples_beside`)."""
     if config.samples_beside:
         return AsyncRolloutGenerator(config, *parts, world=world)
     if world.collectives is None:

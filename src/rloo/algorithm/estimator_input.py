@@ -55,7 +55,8 @@ class EstimatorInput:
         return reward_to_go(self.penalty_T, self.sequence_T, self.num_completions)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Return values per token from values per completion; values per token are unchanged."""
+        """Return one value per token. If `values` has one value per completion, each token gets the
+        value of its completion."""
         # If the sizes are equal, every completion is a single token.
         return values if len(values) == len(self.sequence_T) else values[self.sequence_T]
 

@@ -33,8 +33,8 @@ class LoadedEstimator:
 
     @property
     def compute(self) -> Estimator:
-        """The function from returns to advantages, (N,) or (T,). For a user's function, it raises
-        ValueError if the function fails or its result is invalid."""
+        """The function that computes advantages, (N,) or (T,). A function from outside this package
+        is checked: ValueError is raised if it fails or its result is invalid."""
         built_in = self.name in plugins.BUILT_IN["estimators"]
         return self.function if built_in else self._compute_checked
 

@@ -30,14 +30,16 @@ def batch_scope(function: E) -> E:
 
 
 def rloo(returns: EstimatorInput) -> Tensor:
-    """Each return minus the mean of the other returns of its group: REINFORCE Leave-One-Out
-    (Ahmadian et al. 2024, arXiv 2402.14740, equations 5 to 9). This is the default estimator."""
+    """Return the advantages (N,): each completion's return (reward minus KL penalty) minus the mean
+    of the other returns of its group. This is the default estimator, REINFORCE Leave-One-Out
+    (Ahmadian et al. 2024, arXiv 2402.14740, equations 5 to 9)."""
     return leave_one_out(returns.return_N, returns.group_N)
 
 
 def grpo(returns: EstimatorInput, epsilon: float = 1e-4) -> Tensor:
-    """Each return minus the mean of all returns of its group, divided by their standard deviation:
-    GRPO (Shao et al. 2024, arXiv 2402.03300, equation 3)."""
+    """Return the advantages (N,): each completion's return minus the mean of all returns of its
+    group, divided by the standard deviation of these returns. This is GRPO (Shao et al. 2024, arXiv
+    2402.03300, equation 3)."""
     above_N = subtract_baseline(returns.return_N, returns.group_N, mean_leave1out=False)
     return above_N * inverse_std(
         returns.return_N, returns.group_N, std_level="group", epsilon=epsilon
@@ -54,8 +56,8 @@ def reinforce_pp(returns: EstimatorInput, epsilon: float = 1e-8) -> Tensor:
 
 
 def composed(returns: EstimatorInput, form: EstimatorConfig = PAPER) -> Tensor:
-    """An estimator that is composed of options and `estimator_kwargs`: baseline, standard
-    deviation, clipping, normalisation and KL placement. Returns (N,), or (T,) if the tokens of a
+    """Return the advantages with the baseline, standard deviation, clipping, normalisation and KL
+    placement that `form` (options and `estimator_kwargs`) sets: (N,), or (T,) if the tokens of a
     completion have different advantages. With default options it equals `rloo`."""
     if form.mask_truncated_completions and not form.kl_of_truncated:
         free_T = returns.truncated_N[returns.sequence_T]

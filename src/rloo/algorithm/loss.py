@@ -134,7 +134,7 @@ def importance_weights(
 @dataclass(frozen=True, slots=True)
 class PolicyLossConfig:
     """The form of the clipped surrogate: the level of the ratio, its clip range, and the
-    aggregation of terms. `of` lists the options."""
+    aggregation of terms. `of` reads it from the options."""
 
     ratio_level: RatioLevel = "sequence"
     aggregation: Aggregation = "sequence"
@@ -199,8 +199,8 @@ def policy_loss(
     per token; the ratio of each token is the geometric mean over its completion (GSPO, arXiv
     2507.18071). "token" has one ratio and one term per token (AReaL, ms-swift, verl). Before the
     first update, all three levels have the same gradient. `delta` bounds the ratio if the advantage
-    is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the terms of tokens, or their
-    mean the term of a completion. `aggregate` sums the terms.
+    is negative (dual clip, arXiv 1912.09729). `weights_T` multiply the terms of tokens; with level
+    "sequence", the mean weight of a completion multiplies its term. `aggregate` sums the terms.
     """
     sequence_T, size = completions
     level, aggregation = form.ratio_level, form.aggregation

@@ -40,8 +40,8 @@ class LossContext:
 
     def watched(self, truncated_N: Tensor) -> Tensor:
         """Return the mask, bool (N,), of the completions that the metrics kl and entropy include.
-        Only truncated completions are left out, if they are masked and have no KL penalty (as in
-        TRL)."""
+        The metrics leave out a truncated completion if it is masked and has no KL penalty (as in
+        TRL), and include all others."""
         pay = (self.config.estimator_kwargs or {}).get("kl_of_truncated", True)
         return ~truncated_N | (pay or not self.config.mask_truncated_completions)
 

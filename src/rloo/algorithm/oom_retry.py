@@ -1,5 +1,5 @@
-"""Out-of-memory handling: the token budget of a micro-batch is lowered before the first sample, or
-once during training."""
+"""Out-of-memory handling: the token budget of a micro-batch is lowered before sampling starts, and
+at most once during training."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def arguments_of(
     names: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[Text], list[Text], list[list[int]], dict[str, list[Any]]]:
-    """Return the arguments of `RewardSet.call` for some groups, with the columns `names`, except
-    the trainer's state."""
+    """Return the arguments of `RewardSet.call` for some groups: prompts, completions, token ids,
+    and columns. `names` are the dataset columns to include. The trainer's state is not included."""
     repeated = [prompt for prompt, completions in groups for _ in completions]
     flat = [completion for _, completions in groups for completion in completions]
     ids = [list(c.token_ids) for c in flat]  # reward functions take lists, as in TRL
@@ -102,7 +102,8 @@ def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
 def begun_prompts(
     prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]]
 ) -> list[Prompt]:
-    """Return the prompts with which their episodes started."""
+    """Return each prompt in the form with which its episodes started: an environment may extend
+    it."""
     return [_begun(*both) for both in zip(prompts, sampled, strict=True)]
 
 

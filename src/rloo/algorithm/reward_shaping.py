@@ -20,9 +20,9 @@ def make_training_samples(
     rollout: Rollout, config: RLOOConfig, past: KLController | None = None
 ) -> list[Sample]:
     """Return the training samples of a rollout, with shaped rewards. They are the scored
-    completions of groups that have enough scores for the estimator. A preset that counts all
-    completions adds the other completions, with the reward NaN. `past` is needed for a mean or
-    deviation over earlier rollouts."""
+    completions of groups that have enough scores for the estimator. If the preset counts all
+    completions, the other completions are included with the reward NaN. `past` is needed for a mean
+    or deviation over earlier rollouts."""
     smallest = load_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0

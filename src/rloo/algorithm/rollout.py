@@ -45,7 +45,7 @@ class SyncRolloutGenerator:
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset so far."""
+        """The number of passes over the dataset so far."""
         return self.prompts.epoch
 
     def describe(self) -> dict[str, Any]:

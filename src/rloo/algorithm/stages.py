@@ -47,7 +47,7 @@ def update_stage(
 
 
 def before_reduce(world: World, batches: BatchSizes, stop: StopSignals, credit: Advantages) -> None:
-    """Run between the last backward pass and the all-reduce of the gradients. In the first of
+    """Prepare the all-reduce of the gradients, after the last backward pass. In the first of
     several steps on a rollout, gather the log-probs and advantages of all ranks, which the later
     steps need. From here on, signals are deferred."""
     if batches.steps_per_rollout > 1 and not credit.is_shared:

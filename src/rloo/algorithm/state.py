@@ -109,7 +109,8 @@ class ActiveRollout:
 
     @classmethod
     def of_state(cls, saved: dict[str, Any], position: dict[str, Any]) -> ActiveRollout:
-        """The inverse of `state_dict`; `position` is the dataset position after the rollout."""
+        """Return the active rollout that `state_dict` saved. `position` is the dataset position
+        after the rollout."""
         rollout = Rollout([], {}, 0, saved["version"], position, saved["epoch"])
         known, old = dict(saved["known"]), dict(saved["old_logprobs"])
         credit = Advantages(known, old, saved["stats"], is_shared=True)

@@ -70,8 +70,9 @@ def record(
 def finish_step(
     parts: TrainerComponents, state: TrainState, stats: dict[str, float] | None = None
 ) -> None:
-    """Log a step's metrics, call `on_step_end` of the callbacks, and note their requests. If a
-    callback ended the run here, the resumed run calls this function again with `stats` None."""
+    """Log a step's metrics, call `on_step_end` of the callbacks, and record the callbacks'
+    requests. If a callback ended the run here, the resumed run calls this function again with
+    `stats` None."""
     state.step_open = True
     parts.monitor.log(stats)
     note_pending_work(state)
@@ -79,8 +80,8 @@ def finish_step(
 
 
 def note_pending_work(state: TrainState) -> None:
-    """Note the callbacks' requests before the next event. Raises ValueError for an impossible
-    request."""
+    """Record in `state` that callbacks requested an evaluation or a checkpoint, before the next
+    event is sent. Raises ValueError if a callback requested the end of an epoch."""
     control = state.control
     state.evaluation_pending |= control.should_evaluate and state.evaluated_at != state.step
     state.save_pending |= control.should_save

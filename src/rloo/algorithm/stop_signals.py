@@ -33,7 +33,7 @@ class Stopped(SystemExit):
 
 
 class ForcedInterrupt(KeyboardInterrupt):
-    """A second Ctrl-C, which is never deferred. Incomplete state must not be saved."""
+    """Raised for a second Ctrl-C, which is never deferred. Incomplete state must not be saved."""
 
 
 class StopSignals:

@@ -91,7 +91,7 @@ def _ends(values: Sequence[Any]) -> list[Any]:
 
 def pieces(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the text that each token adds, special tokens included. If a character consists of
-    several tokens, the last token has its text."""
+    several tokens, the last of them has the character and the others have an empty text."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:
         return [str(tokenizer.decode([token])) for token in token_ids]

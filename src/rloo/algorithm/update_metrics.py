@@ -83,8 +83,8 @@ def add_micro_batch(
 
 
 def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, float]:
-    """Return the largest number of tokens of a rank, divided by the mean over ranks. Empty for one
-    rank."""
+    """Return the metric `rank/imbalance`: the number of input tokens of the rank with most tokens,
+    divided by the mean over ranks. Empty for one rank."""
     tokens = [count_input_tokens(samples, packed) if samples else 0 for samples in dealt]
     if len(tokens) == 1 or not any(tokens):
         return {}
@@ -94,7 +94,8 @@ def imbalance(dealt: Sequence[Sequence[Sample]], *, packed: bool) -> dict[str, f
 def averages(
     tally: Mapping[str, float], samples: Sequence[Sample], config: RLOOConfig
 ) -> dict[str, float]:
-    """Return the metrics of a step on `samples`, from the sums over the computed samples."""
+    """Return the metrics of a step on `samples`. `tally` has the sums over the samples for which
+    the step computed a forward pass."""
     by_token = config.importance_sampling_level == "token"
     ratios = sum(s.num_trained for s in samples) if by_token else len(samples)
     # A sample that is not computed has an advantage of 0, so its ratio is not clipped.

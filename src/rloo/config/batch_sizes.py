@@ -9,9 +9,10 @@ from rloo.config.options import DEFAULT_BATCH, TrainingOptions
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """Numbers over all processes. A rollout is TRL's generation batch: the completions that are
-    sampled together for `steps_per_rollout` optimizer steps. It has `parts_per_rollout` parts of
-    `completions_per_step` completions. Each part is used for `num_iterations` steps."""
+    """The numbers of prompts and completions, summed over all processes. A rollout is TRL's
+    generation batch: the completions that are sampled together for `steps_per_rollout` optimizer
+    steps. It has `parts_per_rollout` parts of `completions_per_step` completions. Each part is used
+    for `num_iterations` steps."""
 
     completions_per_step: int
     completions_per_rollout: int
@@ -25,7 +26,8 @@ class BatchSizes:
 
     @property
     def steps_per_rollout(self) -> int:
-        """num_iterations * steps_per_generation / gradient_accumulation_steps."""
+        """The number of optimizer steps on one rollout: num_iterations * steps_per_generation /
+        gradient_accumulation_steps."""
         return self.num_iterations * self.parts_per_rollout
 
 

@@ -88,9 +88,9 @@ class RLOOConfig(TRLCompatibleOptions):
         own["_checked"] = self._values()
 
     def with_asked(self) -> RLOOConfig | None:
-        """A fixed copy with the run length (`LENGTH`) that was assigned since the trainer copied
-        these options or since the last call. None if no length was assigned. Raises the errors of
-        `require_unchanged`."""
+        """A fixed copy in which the options of the run length (`LENGTH`) have the values that a
+        script assigned since the trainer copied these options, or since the last call of this
+        method. None if no such option was assigned. Raises the errors of `require_unchanged`."""
         changed = self.require_unchanged()
         if "_taken" in vars(self):
             vars(self)["_taken"].asked.clear()
@@ -220,5 +220,6 @@ def in_one_process(config: RLOOConfig) -> RLOOConfig:
 
 
 def resolve_interval(steps: float, total_steps: int) -> int:
-    """Optimizer steps between two events: `steps`, or if below 1 that share of `total_steps`."""
+    """The number of optimizer steps between two events. If `steps` is below 1, it is a share of
+    `total_steps`."""
     return int(steps) if steps >= 1 else max(1, math.ceil(steps * total_steps))

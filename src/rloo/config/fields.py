@@ -35,7 +35,7 @@ TIERS = {
 
 
 class ConfigErrors(ValueError):
-    """All faults of an input, one text per fault."""
+    """Raised with all faults of an input, one text per fault."""
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults
@@ -43,7 +43,7 @@ class ConfigErrors(ValueError):
 
 
 def config_errors(error: Exception) -> list[str]:
-    """The faults in an error, one text per fault."""
+    """The faults that an error reports, one text per fault."""
     return error.faults if isinstance(error, ConfigErrors) else [str(error)]
 
 
@@ -64,22 +64,22 @@ class OptionGroup:
         basic: bool = False,
         expert: bool = False,
     ) -> Any:
-        """A field that TRL, Unsloth and ms-swift have under this name. Most are from
-        transformers."""
+        """Declare an option that TRL, Unsloth and ms-swift have under the same name. Most such
+        options are from transformers."""
         return option_field(default, self.about(help, SHARED, basic, expert), shown=not secret)
 
     def from_trl(self, default: Any, help: str, *, expert: bool = False) -> Any:
-        """A field that TRL's RLOOConfig (and thus Unsloth) has under this name."""
+        """Declare an option that TRL's RLOOConfig (and thus Unsloth) has under the same name."""
         return option_field(default, self.about(help, ("TRL", "Unsloth"), expert=expert))
 
     def from_ms_swift(
         self, default: Any, help: str, *, basic: bool = False, expert: bool = False
     ) -> Any:
-        """A field that ms-swift has under this name, but not TRL's RLOOConfig."""
+        """Declare an option that ms-swift has under the same name, but TRL's RLOOConfig has not."""
         return option_field(default, self.about(help, ("ms-swift",), basic, expert))
 
     def rloo(self, default: Any, help: str, *, basic: bool = False, expert: bool = False) -> Any:
-        """A field that none of these systems has under this name."""
+        """Declare an option that TRL, Unsloth and ms-swift do not have under the same name."""
         return option_field(default, self.about(help, (), basic, expert))
 
     def about(
@@ -103,12 +103,14 @@ def option_field(default: Any, about: dict[str, Any], shown: bool = True) -> Any
 
 
 def default_of(option: Field[Any]) -> Any:
-    """The declared default of an option. Options may still be derived from others."""
+    """The default with which an option is declared. The value in a run may be derived from other
+    options."""
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean X?` for the most similar known name; empty if no name is similar."""
+    """The hint `; did you mean X?` with the most similar known name, or an empty string if no known
+    name is similar."""
     alike = get_close_matches(name, list(known), n=3, cutoff=0.6)
     if "_" in name:  # a word or most letters must be equal
         nearer, words = get_close_matches(name, alike, n=3, cutoff=0.75), set(name.split("_"))

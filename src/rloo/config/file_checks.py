@@ -41,7 +41,7 @@ def check_file(path: str | Path, knob: str, *, most: int | None = None) -> None:
 @contextmanager
 def reading(what: str, knob: str) -> Iterator[None]:
     """Convert any exception in the block to a one-line ValueError. The error names the input,
-    `what`, and its option, `knob`. Only for calls that read files."""
+    `what`, and its option, `knob`. The block must only read files."""
     try:
         yield
     except Exception as error:  # on a damaged file a library may raise any exception
@@ -86,8 +86,8 @@ def load_pretrained(
     allow_missing: bool = False,
     **options: Any,
 ) -> Any:
-    """`auto_class.from_pretrained(name, **options)` with every weight from the files. Error
-    messages call the model `what` and name the options `knob`.
+    """The model `auto_class.from_pretrained(name, **options)`, with every weight read from files.
+    Error messages call the model `what` and name the options `knob`.
 
     Raises ValueError for weights that are missing, of another shape, unexpected, or saved as
     integers, and names them. With `allow_missing`, missing weights and weights of another shape are
@@ -172,9 +172,9 @@ def context_of(config: Any) -> int | None:
 
 
 def largest_of_layers(config: Any, option: str) -> Any:
-    """An option of a text model's configuration, or None. If layers have different values, the
-    largest value: transformers then has no value for the model (heads of Gemma 4), or a list
-    (intermediate size of Gemma 3n)."""
+    """The value of `option` in a text model's configuration, or None. If layers have different
+    values, the result is the largest. (transformers then has no value for the model, as for the
+    heads of Gemma 4, or a list, as for the intermediate size of Gemma 3n.)"""
     if option in (getattr(config, "per_layer_attributes", None) or ()):
         values: Any = [getattr(layer, option, None) for layer in config.per_layer_config]
     else:

@@ -193,12 +193,12 @@ KWARGS: dict[str, type[Any]] = {
 
 @cache
 def key_types(option: str) -> dict[str, Any]:
-    """The keys of a mapping, with their annotations."""
+    """The keys of the mapping `option`, each with the annotation of its type."""
     return typing.get_type_hints(KWARGS[option])
 
 
 def keys_of(option: str) -> dict[str, Field[Any]]:
-    """The keys of a mapping, as fields with defaults and help."""
+    """The keys of the mapping `option`, each with its field, which has the default and the help."""
     return {key.name: key for key in fields(KWARGS[option])}
 
 
@@ -224,8 +224,9 @@ def read_kwargs(option: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def without_defaults(
     option: str, given: Mapping[str, Any], usual: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """`given` without keys that have their default, so that equal options are equal mappings; None
-    if empty. A key stays if a preset has another value for the key (`usual`)."""
+    """`given` without the keys whose value is the default, so that equal options are equal
+    mappings. None if no key remains. `usual` are the entries of a preset: a key stays if its value
+    there differs."""
     defaults = {name: default_of(key) for name, key in keys_of(option).items()}
     return {
         name: value

@@ -8,9 +8,9 @@ from typing import Any
 
 
 def install(extra: str) -> str:
-    """The shell command that installs the libraries of an extra. The command has the libraries'
-    names: rloo is installed from its sources, and on an index the name may belong to another
-    package."""
+    """The shell command that installs the libraries of an extra. The command names the libraries
+    and not `rloo[extra]`: rloo is installed from its sources, and in a package index the name may
+    belong to another package."""
     try:
         known = requires("rloo") or []
     except PackageNotFoundError:  # rloo runs from its sources

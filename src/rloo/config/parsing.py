@@ -36,7 +36,7 @@ PATH_OPTIONS = ("model", "dataset", "eval_dataset", "resume_from_checkpoint", *F
 
 
 def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOConfig:
-    """`[config.yaml] [--option value | --option=value | --switch | option=value] ...`
+    """Read `[config.yaml] [--option value | --option=value | --switch | option=value] ...`.
 
     Dashes and underscores in option names are equivalent; aliases and dotted names are accepted. A
     list is several values, or the option several times. A mapping, or a list of mappings, is YAML
@@ -106,7 +106,7 @@ def _under(values: dict[str, Any], line: dict[str, Any], given: dict[str, Any]) 
 
 
 def given_names(arguments: list[str]) -> set[str]:
-    """Our names of the options on a command line, with `config` for a configuration file."""
+    """Our names of the options on a command line, and `config` if it has a configuration file."""
     path, given, _ = _split(arguments)
     return {our_name(name) for name in given} | ({"config"} if path else set())
 
@@ -136,7 +136,8 @@ def _resolved(given: dict[str, Any], lines: dict[str, str], faults: list[str]) -
 
 
 def read_config_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """As `read_yaml`. Each option that is a mapping is a single value."""
+    """The values in a configuration file, and the line of each, as `read_yaml` returns them. An
+    option that is a mapping is a single value."""
     return read_yaml(path, known_names().__contains__)
 
 

@@ -31,7 +31,8 @@ class LossForm:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A preset: the `options` that it sets, and the `arguments` of the estimator composed."""
+    """A preset: the `options` that it sets, and the `arguments` of the estimator named
+    `composed`."""
 
     formula: str
     source: str
@@ -191,8 +192,8 @@ def preset_options(name: str | None) -> dict[str, Any]:
 
 def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values`, merged over the options of their preset. `kl_kwargs` and `estimator_kwargs` are
-    merged by key. The preset's `estimator_kwargs` are dropped if the estimator is not composed.
-    Raises ValueError for an unknown preset.
+    merged by key. The preset's `estimator_kwargs` are dropped if `values` name another estimator
+    than `composed`. Raises ValueError for an unknown preset.
     """
     preset = preset_options(values.get("preset"))
     given = values.get("estimator_kwargs")
@@ -208,8 +209,8 @@ def loss_form(name: str | None) -> LossForm:
 
 
 def parts_of(options: Mapping[str, Any], form: LossForm) -> dict[str, Any]:
-    """The parts of an objective by name: `options` (the options in BASE), the estimator's
-    arguments, and `all_completions` of the loss form."""
+    """The parts of an objective by name: the `options` of BASE, with the entries of mappings as
+    separate parts, and `all_completions` of the loss form."""
     parts = dict(options)
     defaults = ARGUMENTS if parts["estimator"] == "composed" else {}
     arguments = defaults | (parts.pop("estimator_kwargs") or {})
@@ -265,8 +266,8 @@ def _advantage(config: TrainingOptions) -> str:
 
 
 def describe_preset(name: str) -> list[str]:
-    """A description of a preset: its formula, its differences from the paper, and the differences
-    of all other presets from this preset."""
+    """The lines that describe the preset `name`: its formula, its source, its differences from the
+    paper, and, for each other preset, how that preset differs from `name`."""
     preset, ours = PRESETS[name], preset_parts(name)
     lines = [f"preset {name}: {preset.formula}", f"source: {preset.source}"]
     lines += [f"warning: {preset.warning}"] if preset.warning else []

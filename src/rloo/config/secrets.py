@@ -24,9 +24,9 @@ HIDDEN = "(not shown)"
 
 
 def hide(value: Any) -> Any:
-    """A value of JSON types without secrets. A secret from an environment variable is replaced by
-    the variable's name (`$HF_TOKEN`). Other secrets are detected by their form and replaced by
-    `(not shown)`."""
+    """`value`, of JSON types, with all secrets replaced. A secret from an environment variable is
+    replaced by the variable's name (`$HF_TOKEN`). Other secrets are detected by their form and
+    replaced by `(not shown)`."""
     return _hide(value, _known()) if isinstance(value, (str, dict, list, tuple)) else value
 
 

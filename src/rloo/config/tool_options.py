@@ -23,7 +23,7 @@ def refuse_in_vain(options: TrainingOptions) -> None:
 
 def check_tools(options: TrainingOptions, *, own: bool = False) -> None:
     """Raise ValueError for the first option that cannot be combined with tools in this version.
-    With `own`: with a rollout_func."""
+    With `own`, the options are checked for a run with a rollout_func."""
     for fault in _faults(options, own):
         raise ValueError(f"{fault} ({'rollout_func' if own else 'tools'})")
 

@@ -23,7 +23,8 @@ from rloo.distributed.signal_numbers import STOP_SIGNALS
 
 
 class NotAllowed(RuntimeError):
-    """A user's function, named in the message, tried to end the run or to change its state."""
+    """Raised if a user's function tried to end the run or to change its state. The message names
+    the function."""
 
 
 @contextmanager

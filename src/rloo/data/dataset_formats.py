@@ -109,8 +109,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def holds_messages(value: Any) -> bool:
-    """Return whether a value contains turns of a conversation in any form. As text, such a value
-    would be Python's repr of the turns, with the answer."""
+    """Return whether a value contains turns of a conversation in any form. Such a value cannot be
+    filled into a template: the text would be Python's repr of the turns, with the answer."""
     if isinstance(value, dict):
         return any(map(holds_messages, value.values()))
     if isinstance(value, (list, tuple)):
@@ -180,7 +180,7 @@ def with_reference(
     detected. `path` is a column, or a column and keys (`reward_model.ground_truth`).
 
     Without a path, the path of a published format is used if a reward reads references and the rows
-    have no column for them. `reads(name)` is whether a reward has a parameter `name`. Raises
+    have no column for them. `reads(name)` returns whether a reward has a parameter `name`. Raises
     ValueError for a path that does not exist.
     """
     if path is not None:

@@ -150,7 +150,8 @@ class ImageReader:
         return with_images(content, images)
 
     def pixels(self, content: Text) -> Callable[[], dict[str, Tensor]] | None:
-        """Return a function that computes the model inputs for the images in `content`, if any."""
+        """Return a function that computes the model inputs for the images in `content`. None if
+        `content` has no images."""
         if self.process is None or isinstance(content, str) or not images_of(content):
             return None
         process = self.process
@@ -158,7 +159,8 @@ class ImageReader:
 
 
 def image_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the dataset's image column, if any. Raises ValueError if the dataset has two."""
+    """Return the name of the dataset's image column, in a tuple, which is empty if there is none.
+    Raises ValueError if the dataset has two."""
     found = tuple(name for name in COLUMNS if name in names)
     if len(found) > 1:
         raise ValueError(

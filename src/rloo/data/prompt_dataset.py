@@ -201,7 +201,7 @@ class PromptDataset:
         return [self._prompt(number) for number in self._numbers[:limit]]
 
     def shared_with(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return the items of `prompts` without images whose tokens equal a prompt of this
+        """Return those of `prompts` that have no images and the same tokens as a prompt of this
         dataset."""
         theirs = {tuple(p.token_ids): p for p in prompts if p.pixels is None}
         found = {ids for number in self._numbers if (ids := tuple(self._tokens[number])) in theirs}

@@ -106,8 +106,8 @@ def _encode(messages: Text, processing_class: ProcessingClass, kwargs: dict[str,
 def apply_chat_template(
     messages: list[Message], processing_class: ProcessingClass, kwargs: dict[str, Any]
 ) -> Mapping[str, Any]:
-    """Apply the chat template of a tokenizer (returns lists), or of a processor, which also reads
-    the images in the messages (returns a batch of one, as tensors)."""
+    """Return the model inputs of a conversation, by the chat template. A tokenizer returns lists. A
+    processor also reads the images in the messages, and returns a batch of one as tensors."""
     if not messages:
         raise ValueError("the prompt is an empty list of messages; it needs at least 1")
     processes = isinstance(processing_class, ProcessorMixin)

@@ -18,9 +18,10 @@ Beginnings = dict[int, Beginning]
 
 
 def beginnings_of(completions: Sequence[Completion], prompts: Sequence[Prompt]) -> Beginnings:
-    """The beginnings of the episodes in `completions`, without episodes that could not begin. The
-    beginning of a prompt is the beginning of its first episode; in one process all episodes of a
-    prompt begin alike."""
+    """The beginning of the episodes of each prompt, by `noise_id`: the hash of the initial state,
+    and the prompt of the episodes if it differs from the row's. Episodes that could not begin are
+    ignored. The first of the others is used, since in one process all episodes of a prompt begin
+    alike."""
     rows = {prompt.noise_id: prompt for prompt in prompts}
     found: Beginnings = {}
     for begun, start, _ in _begun(completions):
@@ -38,9 +39,9 @@ def require_alike(
     prompts: Sequence[Prompt],
     world: World,
 ) -> dict[int, Prompt]:
-    """The prompts with which the episodes began, by `noise_id`. `parts` are the beginnings that
-    each process found, `own` the completions of this process. Raises ValueError in all processes if
-    episodes of a prompt began differently."""
+    """The prompts with which the episodes began, by `noise_id`. `parts` are the results of
+    `beginnings_of` in each process, `own` the completions of this process. Raises ValueError in all
+    processes if episodes of a prompt began differently."""
     first: dict[int, tuple[int, Beginning]] = {}
     for rank, part in enumerate(parts):
         for key, found in part.items():

@@ -82,7 +82,8 @@ class EnvironmentPool:
             self._named(number, name)
 
     def name_of(self, prompt: Prompt) -> str | None:
-        """The name of a row's environment. Raises ValueError for an unknown name."""
+        """The name of a row's environment, or None if one factory serves all rows. Raises
+        ValueError for an unknown name."""
         return self._named(prompt.id, prompt.columns.get("environment"))
 
     def _named(self, number: int, name: Any) -> str | None:
@@ -100,9 +101,9 @@ class EnvironmentPool:
     def acquire(
         self, prompts: Sequence[Prompt], counts: Sequence[int], noise: int, seconds: float
     ) -> Iterator[list[list[EnvironmentSlot]]]:
-        """Yield `counts` environments for each prompt, reset with the prompt's row and seed. The
-        environments return to the pool afterwards. Raises ValueError if environments of one prompt
-        begin in different states."""
+        """Yield for each prompt as many environments as its entry in `counts`, reset with the
+        prompt's row and seed. The environments return to the pool afterwards. Raises ValueError if
+        environments of one prompt begin in different states."""
         names = [self.name_of(prompt) for prompt in prompts]
         leases: list[list[EnvironmentSlot]] = [[] for _ in prompts]
         try:

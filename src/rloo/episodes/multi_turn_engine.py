@@ -53,9 +53,9 @@ class EpisodeSetup:
 
 
 class MultiTurnEngine:
-    """Samples episodes with the engine `inner`. The keys of `casts` are names of environments. The
-    key is None if one environment serves all rows, or if there is no environment. See
-    `rloo.types.Engine`."""
+    """Samples episodes with the engine `inner`. `casts` has the tools and the renderer for each
+    name of an environment. The name is None if one environment serves all rows, or if there is no
+    environment. See `rloo.types.Engine`."""
 
     def __init__(
         self,

@@ -39,8 +39,9 @@ class ToolRequest:
 
 
 class ToolSet:
-    """Functions by name, and the `methods` of environments like `example`. A reply of more than
-    `characters` characters is cut to its start and its end."""
+    """The tools that a model can call by name: functions, and the `methods` of an environment
+    (`example` is an environment of this class). A reply of more than `characters` characters is cut
+    to its start and its end."""
 
     def __init__(
         self,

@@ -1,6 +1,7 @@
-"""Checks by the reward functions, before the first sample, of a dataset's references and of a
-tokenizer. A function's `check_row(row)` returns the row's reference if the function cannot read it.
-A function's `seeks` is the text that the function searches for in completions."""
+"""Checks before the first sample: whether the reward functions can read a dataset's references, and
+whether decoded completions can contain the text that the functions search for. A function's
+`check_row(row)` returns the row's reference if the function cannot read it. A function's `seeks` is
+the text that it searches for in completions."""
 
 from __future__ import annotations
 

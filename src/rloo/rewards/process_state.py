@@ -1,4 +1,4 @@
-"""The state of the process that a reward function must not change."""
+"""The parts of the process's state that a reward function must not change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "STACK")
 
 
 def list_states() -> list[State]:
-    """Return all states; torch's if torch is imported, and those of signals in the main thread."""
+    """Return the parts of the state. Those of torch are included if torch is imported, those of
+    signals only in the main thread."""
     states: list[State] = [
         ("the working directory", _read_folder, os.chdir),
         ("the mask of new files' modes", _read_mask, os.umask),
@@ -49,7 +50,8 @@ def list_states() -> list[State]:
 @contextmanager
 def inference_mode_kept() -> Iterator[None]:
     """At the end of this block, leave an inference mode that was entered in the block and not left.
-    torch can do this only by leaving an enclosing inference mode."""
+    The block runs inside an inference mode, since torch can leave the inner mode only together with
+    an enclosing one."""
     torch: Any = sys.modules.get("torch")
     if not hasattr(torch, "set_num_threads"):
         yield

@@ -37,9 +37,9 @@ from rloo.types import Text
 
 @dataclass(frozen=True, slots=True)
 class RawScores:
-    """The rewards and logs of one call of each function, by name. The rewards are None if the call
-    failed and `on_error` is `missing`. There are `count` completions, of which the functions
-    received `seen` (None: all)."""
+    """The rewards and logs of one call of each function, by the function's name. The rewards are
+    None if the call failed and `on_error` is `missing`. There are `count` completions, of which the
+    functions received `seen` (None: all)."""
 
     count: int
     by_function: dict[str, list[float | None] | None]
@@ -47,8 +47,8 @@ class RawScores:
     seen: int | None = None
 
     def among(self, places: Sequence[int], count: int) -> RawScores:
-        """Spread the scores over `count` completions. `places` are the indices of the scored
-        completions; other completions get None."""
+        """Return these scores as the scores of `count` completions. `places` are the indices of the
+        completions with scores; other completions get None."""
 
         def spread(values: list[Any]) -> list[Any]:
             known = dict(zip(places, values, strict=True))
@@ -69,9 +69,10 @@ class RawScores:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The rewards of N completions; every list has N entries. `totals` are weighted sums over the
-    functions that returned a number; None if no function returned a number. `extras` are the
-    columns logged with `log_extra`, `metrics` the means of values logged with `log_metric`."""
+    """The rewards of N completions; every list has N entries. An entry of `totals` is the weighted
+    sum over the functions that returned a number for the completion; None if no function did.
+    `extras` are the columns logged with `log_extra`, `metrics` the means of values logged with
+    `log_metric`."""
 
     totals: list[float | None]
     by_function: dict[str, list[float | None]]

@@ -60,10 +60,10 @@ class RewardWorkerPool:
     def submit(
         self, seed: int, make: Callable[[], Sequence[Any]], state: bytes = b""
     ) -> Future[tuple[list[Text], RawScores]]:
-        """Score the completions that `make` returns. `make` returns the arguments of
-        `RewardSet.call` without the trainer's state. `state` is the trainer's state, pickled by
-        `written`. `seed` seeds the global random generators. Returns a future of the completions'
-        texts and raw scores."""
+        """Score the completions that `make` returns. `make` returns them as the arguments of
+        `RewardSet.call`, without the trainer's state. `state` is the trainer's state, pickled by
+        the function `written`. `seed` seeds the global random generators. Returns a future of the
+        completions' texts and raw scores."""
 
         def job(worker: Worker) -> tuple[list[Text], RawScores]:
             arguments = tuple(make())  # in this thread, since `make` takes time

@@ -43,8 +43,8 @@ def blame(name: str, seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def keep_state(names: str) -> Iterator[None]:
-    """Restore the process state that a block changes, and then raise NotAllowed. In the block,
-    os._exit raises SystemExit."""
+    """At the end of this block, restore the process state that the block changed, and raise
+    NotAllowed if it changed any. In the block, os._exit raises SystemExit."""
     exit_now, process = os._exit, os.getpid()
 
     def refuse(status: int) -> None:

@@ -45,8 +45,8 @@ def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any
 
 @contextmanager
 def process_ends_after(seconds: float | None) -> Iterator[None]:
-    """End the process, with the traceback of every thread, if the block runs up to 5 s past its
-    deadline (None or 0: never)."""
+    """Print the traceback of every thread and end the process if the block does not end within
+    `seconds` and a grace period of at most 5 s (None or 0: never)."""
     if not seconds:
         yield
         return

@@ -1,4 +1,5 @@
-"""`rloo check-estimator`: the bias and the variance of an estimator, by enumeration."""
+"""`rloo check-estimator`: the bias and the variance of an estimator, by enumeration of all
+rollouts."""
 
 from __future__ import annotations
 

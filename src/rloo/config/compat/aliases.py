@@ -132,7 +132,8 @@ def our_name(name: str) -> str:
 
 
 def suggest_option(name: str, known: Iterable[str]) -> str:
-    """The hint of `suggest`. For a short name, the hint names its option."""
+    """The hint of `suggest`. If `name` is a common short name (`lr`), the hint names the option
+    that it stands for."""
     return f"; did you mean {SHORT[name]}?" if name in SHORT else suggest(name, known)
 
 

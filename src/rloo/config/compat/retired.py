@@ -80,9 +80,9 @@ _THEIRS = {name: place for names in ELSEWHERE.values() for name, place in names.
 
 @dataclass(frozen=True)
 class RetiredOption:
-    """The replacement of an option: `key` of the mapping `option`, or the value `key` in the list
-    `offload`. If `option` is empty, there is no replacement. `kind` and `default` are the type and
-    the default of the old option."""
+    """A retired option. Its replacement is `key` of the mapping `option`, or the value `key` in the
+    list `offload`. If `option` is empty, there is no replacement. `kind` and `default` are the type
+    and the default of the old option."""
 
     option: str
     key: str
@@ -90,7 +90,7 @@ class RetiredOption:
     default: Any
 
     def written(self, value: Any) -> str:
-        """The new form of `value`."""
+        """The text that sets `value` in the new form."""
         if self.option == "offload":
             return f"offload: [{self.key}]" if value else "offload without it"
         return f"{self.option}: {{{self.key}: {json.dumps(value)}}}"
@@ -127,8 +127,8 @@ def place_of(name: str) -> str:
 
 
 def place_of_entry(name: str) -> str:
-    """The new name of an entry of an old mapping (`gym_config.gcd.max_value`). Other names
-    unchanged."""
+    """The new name of an entry of an old mapping (`gym_config.gcd.max_value`). Other names are
+    returned unchanged."""
     old, dot, entry = name.partition(".")
     return f"{_KEYS[old]}.{entry}" if dot and old in _KEYS else name
 
@@ -223,8 +223,9 @@ _PLACERS: dict[str, Callable[..., None]] = {"offload": _as_word, "": _nowhere}
 def over_file(
     line: Mapping[str, Any], file: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options `line` of a command line, merged with the options of a `file`. An old name in
-    `given` sets only one entry of a mapping or list; the file's other entries are kept."""
+    """The options `line` of a command line, merged with the options of a `file`. `given` are the
+    options as the user wrote them. An old name among them sets only one entry of a mapping or list;
+    the file's other entries are kept."""
     merged = dict(line)
     for name in given:
         old = _retired().get(name)

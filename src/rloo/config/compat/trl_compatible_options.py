@@ -153,8 +153,8 @@ def own_fields(kind: type[TRLCompatibleOptions]) -> frozenset[str]:
 
 
 def is_own(name: str) -> bool:
-    """Whether an attribute that a script sets is unlike every option. Then it belongs to the script
-    and is not a misspelt option."""
+    """Whether the name of an attribute that a script sets is similar to no option's name. Such an
+    attribute belongs to the script and is not a misspelt option."""
     return not get_close_matches(name, known_names(), n=1, cutoff=0.8)
 
 
