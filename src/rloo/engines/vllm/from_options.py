@@ -67,8 +67,8 @@ def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
 
 
 def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
-    """Print the command line of a server of `model`, then replace this process by it. The server
-    listens on `vllm_server_host` if the user has `named` this option or its value is not the
+    """Print the command line of a server of `model`, then replace this process by the server. The
+    server listens on `vllm_server_host` if the user has `named` this option or its value is not the
     default, otherwise on the loopback address. Raises ValueError if other machines could reach the
     server without a key."""
     host = config.vllm_server_host
@@ -85,8 +85,8 @@ def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
 
 
 def must_untie(policy: Policy) -> bool:
-    """Whether servers must treat a tied matrix as two matrices: on a CPU, vLLM packs it only
-    once."""
+    """Whether servers must treat a tied matrix as two matrices: on a CPU, vLLM packs the output
+    matrix only once, so later versions of a tied matrix would have no effect."""
     return policy.device.type == "cpu" and bool(tied_outputs(policy.model))
 
 
