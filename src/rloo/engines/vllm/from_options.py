@@ -67,8 +67,8 @@ def serving_alone(config: RLOOConfig, name: str) -> ServerConfig:
 
 
 def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
-    """Print the command line of a server of `model`, then replace this process by the server. The
-    server listens on `vllm_server_host` if the user has `named` this option or its value is not the
+    """Print the command line of a server of `model`, then replace this process by it. The server
+    listens on `vllm_server_host` if the user has `named` this option or its value is not the
     default, otherwise on the loopback address. Raises ValueError if other machines could reach the
     server without a key."""
     host = config.vllm_server_host
