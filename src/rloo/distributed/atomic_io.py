@@ -56,8 +56,8 @@ def atomic_directory(directory: Path, name: str) -> Iterator[Path]:
 
 
 def open_as_usual(files: Iterable[Path]) -> None:
-    """Set the mode of files with mode 600, which safetensors writes, to the mode of new files under
-    this process's umask."""
+    """Change the mode of files that have mode 600, as safetensors writes them, to the mode that new
+    files get under this process's umask."""
     before = os.umask(0o077)  # the umask can only be read by setting it
     os.umask(before)
     for file in files:

@@ -47,10 +47,10 @@ class ChildProcess:
 
     `environment` replaces this process's environment. Output is appended to the file `log`, or goes
     to this process's streams. `quiet` discards standard output. Standard input is empty unless
-    `shares_input`. The child inherits the descriptor `channel`. The number of the descriptor is the
-    command's last argument, before the number of a lifeline. Signals in `unblocked` are delivered
-    to the child even if this thread blocks them. The child runs as `user`. Raises OSError if the
-    program cannot be started.
+    `shares_input`. The child inherits the descriptor `channel`, and its number is added to the
+    command as an argument. With `tie="lifeline"`, the number of a second descriptor follows.
+    Signals in `unblocked` are delivered to the child even if this thread blocks them. The child
+    runs as `user`. Raises OSError if the program cannot be started.
     """
 
     command: Sequence[str]
@@ -126,14 +126,15 @@ class ChildProcess:
         return self._process.wait()
 
     def wait(self, seconds: float) -> int | None:
-        """The exit status, or None if the process still runs after `seconds`."""
+        """Wait for the end of the process and return its exit status, or None if it still runs
+        after `seconds`."""
         with suppress(subprocess.TimeoutExpired):
             return self._process.wait(seconds)
         return None
 
     def reap(self) -> int | None:
-        """The exit status if the process has ended. If the process failed, the rest of its group is
-        killed first, before the pid can be reused."""
+        """The exit status if the process has ended, otherwise None. If the process failed, the rest
+        of its group is killed first, before the pid can be reused."""
         seen = self._seen_status()
         if seen is None:
             return None

@@ -14,7 +14,7 @@ _held: dict[int, tuple[int, int]] = {}
 
 
 class LockUnavailable(OSError):
-    """The file system does not support locks."""
+    """Raised if the file system does not support locks."""
 
 
 class FileLock:

@@ -93,8 +93,8 @@ def connect_alone(device: torch.device) -> None:
 
 
 def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
-    """See `World.mesh`. The mesh has a separate group, since collectives in other groups may be
-    abandoned."""
+    """Return the mesh of all processes (see `World.mesh`). The mesh has a separate group, since
+    collectives in other groups may be abandoned."""
     from torch.distributed.device_mesh import DeviceMesh
 
     group = dist.new_group(timeout=timedelta(seconds=timeout))

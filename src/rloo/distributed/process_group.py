@@ -49,11 +49,11 @@ _NUMBERS = itertools.count()
 
 
 class RankError(ConnectionError):
-    """Another process of the run has failed, is gone, or did not arrive in time."""
+    """Raised if another process of the run has failed, is gone, or did not arrive in time."""
 
 
 class AllOutOfMemory(torch.OutOfMemoryError):
-    """A process ran out of memory. All processes raise this error."""
+    """Raised in all processes if one of them has run out of memory."""
 
 
 class Collectives:

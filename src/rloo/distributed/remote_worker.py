@@ -25,7 +25,7 @@ _CONNECT_SECONDS = 10.0
 
 def work(kind: str, folder: Path, *, patience: float) -> int:
     """Serve the run in `folder` until the run is over. Returns the number of connections. Raises
-    TimeoutError if no run of this folder listens for `patience` seconds."""
+    TimeoutError if no connection to a run of this folder is possible for `patience` seconds."""
     before = _read(folder / FILE).get("secret")  # the secret of an earlier run that is over
     served, deadline = 0, time.monotonic() + patience
     while time.monotonic() < deadline:

@@ -18,9 +18,9 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The sharding of a tensor of `shape`. Process `rank` of `group` has `piece`, the elements from
-    `rank * step` on. `piece` is a view of the local shard. The last pieces may be shorter, or
-    empty."""
+    """The sharding of a tensor of `shape`. Process `rank` of `group` has `piece`: the elements of
+    the flattened tensor from `rank * step` on. `piece` is a view of the local shard. The last
+    pieces may be shorter, or empty."""
 
     piece: Tensor
     step: int
@@ -126,8 +126,8 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Shard full tensors by rows if the parameters of `model` are. Every process has all
-    tensors."""
+    """Shard full tensors by rows if the parameters of `model` are sharded by rows. Every process
+    has all tensors."""
     rows = (p for p in model.parameters() if hasattr(p, "device_mesh"))
     like = next(rows, None)
     return (

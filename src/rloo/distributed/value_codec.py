@@ -38,16 +38,16 @@ CHANGING = (list, dict, set, deque)
 
 
 class NotSerializable(TypeError):
-    """A value that cannot be sent."""
+    """Raised for a value that cannot be sent."""
 
 
 class Codec:
-    """Encodes and decodes values. `tags` maps each kind of value that JSON does not have to its
-    tag. The default has all of `KINDS`.
+    """Encodes and decodes values. `tags` maps the kinds of values that do not exist in JSON to
+    their tags. The default has all of `KINDS`.
 
     With `plain_objects`, dictionaries whose keys are strings become JSON objects. With `exact`, a
-    subclass of a number or a string is not a plain value. The keys of dictionaries are then written
-    as in JSON; a key that is a tuple is written as a list.
+    subclass of a number or a string is not a plain value. Also with `exact`, the keys of
+    dictionaries are written as in JSON; a key that is a tuple is written as a list.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Codec:
 
 
 def path_of(place: Place) -> str:
-    """A place as `/key/key`; empty for the outermost value."""
+    """The path of a place, such as `/key/key`; empty for the outermost value."""
     return "" if place is None else f"{path_of(place[0])}/{place[1]}"
 
 

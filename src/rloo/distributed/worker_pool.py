@@ -24,8 +24,8 @@ TRIES = 3
 
 
 def wait_result(future: Future[T]) -> T:
-    """The result of a future, all of whose calls have deadlines. An exception of the future is
-    marked with `in_run`."""
+    """Wait for a future and return its result. The wait has no deadline, so the calls that the
+    future depends on must have deadlines. An exception of the future is marked with `in_run`."""
     while not wait_for([future], _TURN_SECONDS).done:
         pass
     try:
@@ -52,7 +52,7 @@ def chain_future(told: Future[T], other: Future[S], take: Callable[[S], T]) -> N
 
 class WorkerPool:
     """Workers that run jobs in the order of submission. Each worker runs one job at a time. `make`
-    returns a worker when there are jobs, and a new worker when one is lost. The job of a lost
+    is called for a worker when there are jobs, and again when a worker is lost. The job of a lost
     worker is retried on any free worker, as often as `submit` allows. The workers end with `close`
     or with this process."""
 

@@ -26,9 +26,9 @@ _PROGRAM = (
 
 
 class WorkerDied(OSError):
-    """A worker has died, or was killed because it did not answer in time. `status` is the worker's
-    exit status, negative for a signal. It is None if this process killed the worker, or if the
-    status is unknown."""
+    """Raised if a worker has died, or was killed because it did not answer in time. `status` is the
+    worker's exit status, negative for a signal. It is None if this process killed the worker, or if
+    the status is unknown."""
 
     def __init__(self, name: str, fact: str, status: int | None = None) -> None:
         super().__init__(f"the process {name} {fact}")
@@ -75,8 +75,9 @@ class Worker(ABC):
         """The exit status of a process that has closed its connection: see `WorkerDied`."""
 
     def call(self, message: bytes, seconds: float | None = None) -> bytes:
-        """Return the answer to a message. Raises WorkerDied, also if the call takes longer than
-        `seconds` (None: no limit). Also raises the error that the call raised in the worker."""
+        """Return the answer to a message. Raises WorkerDied if the worker ends, or does not answer
+        within `seconds` (None: no limit). Also raises the error that the call raised in the
+        worker."""
         late = threading.Event()
 
         def give_up() -> None:

@@ -24,8 +24,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class World:
     """Process `rank` of `size`, which computes on `device`. `collectives` connect this process to
-    the others. `device_groups` exist if weights are sharded. Workers that are started outside of
-    the run connect to the `worker_registry` of the main process.
+    the others. `device_groups` is the mesh of all processes if weights are sharded. Workers that
+    are started outside of the run connect to the `worker_registry` of the main process.
 
     Every method but `share` and `fail` is a collective: all processes call it at the same point,
     with values of the same form, and get the same result. A single process gets its own value. A

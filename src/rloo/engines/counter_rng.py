@@ -21,8 +21,8 @@ _SECOND_MULTIPLIER = _signed(0x94D049BB133111EB)
 
 
 def noise_key(seed: int, purpose: str, step: int) -> int:
-    """The 64-bit number for the argument `noise` of `Engine.sample`. `purpose` separates training
-    and evaluation, which share noise in no step."""
+    """The 64-bit number for the argument `noise` of `Engine.sample`. `purpose` distinguishes
+    training from evaluation, so that they never share noise."""
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 

@@ -21,8 +21,8 @@ from rloo.types import Engine, Weights
 class EngineInputs:
     """The inputs of an engine. `weights` returns the weights that `load` will get (default: the
     model's parameters). `precision` is the dtype of the model's autocast. `dtype` is the dtype of
-    the fused decoder's matrix products (default: the model's). `no_copy` is a reason against the
-    copy of the weights that the fused decoder makes. Within the context `whole()` this process has
+    the fused decoder's matrix products (default: the model's). `no_copy` is the reason why the
+    fused decoder must not copy the weights, or None. Within the context `whole()` this process has
     all weights; outside, the weights may be sharded. `tell` receives messages for the user during
     sampling. `policy` (a `Policy`, with the run's options as `config`) and `log_folder` (for the
     output of other processes) are for engines that run in other processes."""

@@ -34,8 +34,8 @@ class EngineWorkerConfig:
 
 
 def engine_worker_config(model: PreTrainedModel, **values: Any) -> EngineWorkerConfig:
-    """The `EngineWorkerConfig` for a model of this class. Raises ValueError for a class that
-    another process cannot import."""
+    """The `EngineWorkerConfig` for the class of `model`, with the settings `values`. Raises
+    ValueError for a class that another process cannot import."""
     kind = type(model)
     if kind.__module__ == "__main__" or kind.__module__.startswith("transformers_modules"):
         raise ValueError(

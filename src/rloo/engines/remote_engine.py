@@ -49,8 +49,8 @@ class WeightExporter(Protocol):
 class RemoteEngineConfig:
     """The `size` workers of a `RemoteEngine`: from a `worker_registry` if given, otherwise started
     by the run. `seconds` is the deadline of a call and of a worker's start. Weights are written to
-    `folder` (None: to this machine's shared memory or temporary folder). A version has `room`
-    bytes."""
+    `folder` (None: to this machine's shared memory or temporary folder). A version of the weights
+    needs `room` bytes."""
 
     size: int = 1
     worker_registry: WorkerRegistry | None = None
@@ -112,13 +112,14 @@ class RemoteEngine:
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """Sample without waiting. Return a future of the completions of each prompt."""
+        """Sample without waiting. Return one future per prompt, which gets the prompt's
+        completions."""
         return self._begin(prompts, [range(count)] * len(prompts), sampling, noise, first=False)
 
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[list[Completion]]:
-        """See `rloo.types.Engine`. It takes precedence over pending requests of `submit`."""
+        """See `rloo.types.Engine`. The call takes precedence over pending requests of `submit`."""
         if not prompts or self._crew is None:
             return []
         numbers = sample_indices(samples, prompts)

@@ -100,8 +100,8 @@ def invert_cdf(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
     The token is the first whose cumulative probability exceeds noise * total. No sort is needed:
     probabilities are cumulated in float64, first over blocks of the vocabulary and then within one
-    block. A token of probability zero is never chosen. The last token of positive probability can
-    be chosen.
+    block. A token of probability zero is never chosen. Every token of positive probability can be
+    chosen, also the last one.
     """
     size = scores.shape[-1]
     probs = scores.softmax(dim=-1)
@@ -149,7 +149,7 @@ def check_request(prompts: Sequence[Prompt], num_samples: int, sampling: Samplin
 
 
 def sample_indices(samples: NumSamples, prompts: Sequence[Prompt]) -> Sequence[range]:
-    """The numbers of the completions to sample for each prompt."""
+    """For each prompt, the range of the numbers k of the completions to sample."""
     return [range(samples)] * len(prompts) if isinstance(samples, int) else samples
 
 

@@ -1,6 +1,6 @@
 """CPU kernels in C, built with the machine's compiler at first use. They replace many small
-operations of torch (a token of the sampler), or many passes over memory (norms, gated units, the
-vocabulary's softmax). Torch computes if the kernels cannot be built or are disabled."""
+operations of torch (when a token is sampled), or many passes over memory (norms, gated units, the
+vocabulary's softmax). If the kernels cannot be built or are disabled, torch computes instead."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def in_use() -> bool:
 
 
 def unavailable_reason() -> str | None:
-    """Why the C kernels cannot be used, as the end of a sentence, or None if they can. The library
-    could not be built, or its results differ from torch's. The first call on a machine takes
-    seconds, later calls take milliseconds."""
+    """Why the C kernels cannot be used, as the end of a sentence, or None if they can. Possible
+    reasons: the library could not be built, or its results differ from torch's. The first call on a
+    machine takes seconds, later calls take milliseconds."""
     from rloo.kernels import c_build, self_test
 
     return c_build.unavailable_reason() or self_test.difference()

@@ -11,10 +11,10 @@ from rloo.kernels.ffi import AttentionShape, call
 
 
 class SpanTable(NamedTuple):
-    """`spans` of the packed row, int64 (S, 4): start and stop of the span, then start and stop of
-    the prompt to which all tokens of the span also attend (equal numbers if there is no prompt).
-    `offsets` (G + 1,) delimit the spans of each group. A group's first span is its prompt.
-    `longest` is the largest number of keys of a query."""
+    """The spans of the packed row. `spans`, int64 (S, 4), has the start and stop of each span, then
+    the start and stop of the prompt to which all tokens of the span also attend (equal numbers if
+    there is no prompt). `offsets` (G + 1,) delimit the spans of each group. A group's first span is
+    its prompt. `longest` is the largest number of keys of a query."""
 
     spans: Tensor
     offsets: Tensor

@@ -87,7 +87,8 @@ def round_up(size: int) -> int:
 
 def filled_up(token_bytes: int, size: int) -> int:
     """Bytes that a token's keys and values occupy in `DecodingRows`, including the padding of the
-    values' panels. Without padding they have `token_bytes`; heads have this `size`."""
+    values' panels. Without padding, the keys and values have `token_bytes`. A head has `size`
+    elements."""
     values = token_bytes // 2
     return token_bytes - values + values * round_up(size) // size
 
@@ -150,7 +151,7 @@ class PackedMatrix:
         return self.times(rows).add_(hidden)
 
     def gated(self, rows: Tensor) -> Tensor:
-        """SiLU of the gates' products, times the other half of the products: (T, N / 2)."""
+        """The gates' products after SiLU, times the other half of the products: (T, N / 2)."""
         return self._product(rows, rows.new_empty(len(rows), self.size // 2), _GATE)
 
     def _product(self, rows: Tensor, result: Tensor, how: int) -> Tensor:
@@ -163,7 +164,8 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Sizes of a decoder. The floors are widths times the norm's epsilon."""
+    """Sizes of a decoder. `hidden_floor` and `size_floor` are `hidden` and `size` times the norm's
+    epsilon."""
 
     hidden: int
     heads: int
@@ -257,7 +259,7 @@ class DecodingRows:
         return self._rows[: self._state.active]
 
     def keep(self, alive: Tensor) -> None:
-        """Keep only the `rows` active for which `alive` (bool) is true."""
+        """Keep active only those of `rows` for which `alive` (bool) is true."""
         left = self.rows[alive]
         self._rows[: len(left)] = left
         self._state.active = len(left)

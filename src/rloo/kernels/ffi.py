@@ -46,8 +46,8 @@ class HeadShape(ctypes.Structure):
 
 
 class AttentionShape(ctypes.Structure):
-    """Shapes of queries and keys, number of groups, most keys of a query, and factor of the
-    scores."""
+    """Shapes of queries and keys, the number of groups, the largest number of keys of a query, and
+    the factor that multiplies the scores."""
 
     _fields_ = (
         *((name, ctypes.c_long) for name in ("tokens", "heads", "key_heads", "size", "groups")),

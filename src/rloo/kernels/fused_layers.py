@@ -226,6 +226,7 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 
 @cache
 def asking(theirs: Any, ours: Any) -> type[nn.Module]:
-    """Return a subclass of both classes, named like `theirs`, in which `ours` comes first."""
+    """Return a subclass of both classes, named like `theirs`, with `ours` first in the method
+    resolution order."""
     named = {"__module__": ours.__module__, "__qualname__": theirs.__qualname__}
     return type(theirs.__name__, (ours, theirs), named)

@@ -115,7 +115,7 @@ def blocked_logprobs(
 
 @torch.no_grad()
 def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature: float) -> Tensor:
-    """Only the log-probs (T,), without gradients."""
+    """The log-probs (T,) of the targets, without gradients and without entropies."""
     weight, bias = matrix
     if rounding := cpu_matmul.rounds():
         hidden, weight, bias = operands(hidden, weight, bias)

@@ -50,7 +50,7 @@ def differentiate(
     rows: SoftmaxOutput, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
 ) -> None:
     """Overwrite `rows.kept` with the gradient of the logits. `of_logprobs` and `of_entropy` (R,)
-    are the gradients of the two outputs divided by the temperature."""
+    are the gradients of log-probs and entropies, already divided by the temperature."""
     kept, total = rows.kept, rows.total
     assert kept is not None and total is not None
     if of_entropy is None:

@@ -48,8 +48,8 @@ def computes(*tensors: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x / sqrt(mean of x^2 + epsilon) * weight for x (..., D), in the dtype that a product would
-    read (autocast's dtype if enabled)."""
+    """x / sqrt(mean of x^2 + epsilon) * weight for x (..., D), in the dtype in which a matrix
+    product reads its input (autocast's dtype if enabled)."""
     rows, how = x.reshape(-1, x.shape[-1]), (epsilon, _dtype_of(x, weight))
     result: Tensor = _Fused.apply(_rms_norm, _rms_norm_backward, how, rows, weight)
     return result.view(x.shape)

@@ -109,5 +109,5 @@ def log_softmax(
 
 def log_softmax_backward(kept: Tensor, total: Tensor, targets: Tensor, scale: Tensor) -> None:
     """Overwrite `kept`, the first output of `log_softmax`, with the gradient of the logits. `scale`
-    (R,) is the gradient of the log-probs divided by the temperature."""
+    (R,) is the gradient of the log-probs, already divided by the temperature."""
     call("log_softmax_backward", kept, total, targets, scale, *kept.shape)

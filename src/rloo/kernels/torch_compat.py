@@ -35,9 +35,9 @@ def has_cpu_flash() -> bool:
 
 
 def uses_tf32(device: torch.device) -> bool:
-    """Whether this device rounds the operands of float32 products to 10 bits. The older setting
-    `allow_tf32` sets `fp32_precision`, but does not show its value once `fp32_precision` itself was
-    set."""
+    """Whether this device rounds the operands of float32 products to 10 bits. Reads torch's setting
+    `fp32_precision`. The older setting `allow_tf32` also changes it, but does not show a value that
+    was set through `fp32_precision`."""
     setting = torch.backends.cuda.matmul.fp32_precision
     return device.type == "cuda" and setting not in ("ieee", "none")
 
@@ -52,8 +52,8 @@ def let_segments_grow() -> bool:
 
 
 def mark_varying(tensor: Tensor, *dimensions: int) -> None:
-    """Mark these sizes as dynamic for torch.compile. Otherwise torch.compile compiles a second time
-    when a size first changes."""
+    """Mark the sizes of these dimensions as dynamic for torch.compile. Otherwise torch.compile
+    compiles a second time when a size first changes."""
     mark = getattr(torch._dynamo, "maybe_mark_dynamic", None)
     if mark is not None:
         mark(tensor, dimensions)

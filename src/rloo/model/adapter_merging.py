@@ -24,8 +24,8 @@ def walk(
     prefix: str = "",
     seen: set[int] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and full tensors of `named_parameters`. `unwrap` replaces layers with an
-    adapter; other quantised layers are dequantised."""
+    """Yield the names and full tensors of `named_parameters`. A layer that has an adapter is
+    replaced by `unwrap(layer)`; other quantised layers are dequantised."""
     seen = set() if seen is None else seen
     inner = unwrap(module) if isinstance(module, layer_kinds()) else in_full(module)
     replaced = inner is not module

@@ -51,8 +51,8 @@ class AttentionOptions:
 
 
 def head_size(config: Any) -> int:
-    """The head size from a text model's configuration; the largest one if layers differ. A model
-    without attention heads counts as one head of the hidden size."""
+    """The head size from a text model's configuration; the largest one if layers differ. For a
+    model without attention heads, the head size is the hidden size."""
     heads = largest_of_layers(config, "num_attention_heads") or 1
     size: int = largest_of_layers(config, "head_dim") or config.hidden_size // heads
     return size
@@ -90,8 +90,8 @@ def attend_part(
     """Attention over a part of the keys, without sinks, and the log-sum-exp of the scores.
 
     query (B, H, Q, D); key and value (B, H, L, D); mask (B, 1, Q, L) is added to the scores.
-    Returns (B, H, Q, D) and (B, H, Q, 1). The average of two parts with the weights
-    exp(log-sum-exp) is the attention over the keys of both parts. For 16-bit inputs both results
+    Returns (B, H, Q, D) and (B, H, Q, 1). The average of the outputs of two parts, weighted by
+    exp(log-sum-exp), is the attention over the keys of both parts. For 16-bit inputs both results
     are float32.
     """
     fuses = options.softcap is None and query.shape[-1] == value.shape[-1]
@@ -192,8 +192,8 @@ def causal_mask(
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """A mask that transformers passes on unchanged. Without this mask transformers builds one with
-    tokens x tokens elements."""
+    """A placeholder mask, which transformers passes on unchanged. Without a given mask,
+    transformers builds one with tokens x tokens elements."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 

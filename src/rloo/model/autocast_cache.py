@@ -1,5 +1,5 @@
-"""Keeps the rounded copies of weights for an entire update instead of one forward pass. Autocast
-makes these copies, or `bf16_rounding` in place of autocast."""
+"""Keeps the rounded copies of weights for an entire update instead of one forward pass. The copies
+are made by autocast, or by `bf16_rounding` if it replaces autocast."""
 
 from __future__ import annotations
 

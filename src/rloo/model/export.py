@@ -171,7 +171,8 @@ def largest_rank(adapter: LoRAAdapter) -> int:
 
 
 def why_merged(adapter: LoRAAdapter) -> str | None:
-    """The setting that prevents vLLM from loading the adapter unmerged; None if there is none."""
+    """The adapter's setting that prevents vLLM from loading the adapter unmerged. None if vLLM can
+    load it."""
     config = adapter.config
     reasons = {
         "use_dora": config.use_dora,

@@ -29,9 +29,9 @@ from rloo.kernels.torch_compat import cpu_flash, cpu_flash_backward
 
 @dataclass(frozen=True)
 class CPUAttentionRanges:
-    """Token ranges of the packed row. Each range in `own` has causal self-attention; together they
-    cover the row once. Each pair in `shared` has queries and further keys: all these queries attend
-    to all these keys."""
+    """Token ranges of the packed row. The tokens of each range in `own` have causal self-attention;
+    these ranges cover the row once. Each pair in `shared` is a range of queries and a range of
+    keys: all these queries also attend to all these keys."""
 
     own: Sequence[slice]
     shared: Sequence[tuple[slice, slice]]

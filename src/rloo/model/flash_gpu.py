@@ -1,9 +1,9 @@
 """Fused attention on a GPU that also returns the log-sum-exp of the scores (the normalizer), so
-that parts of an attention can be merged. There are two kinds: over segments of packed tokens (flash
-attention, Dao 2023), and over dense rows with a mask (memory-efficient attention, Rabe and Staats
-2021).
+that parts of an attention can be merged. There are two kinds of attention: over segments of packed
+tokens (flash attention, Dao 2023), and over dense rows with a mask (memory-efficient attention,
+Rabe and Staats 2021).
 
-The functions are private functions of torch, so each is tested on the device before its first use.
+Both use private functions of torch, so each function is tested on the device before its first use.
 If a function is missing or its results are wrong, its callers compute the attention without it.
 """
 
@@ -28,9 +28,9 @@ _ALIGNED = 16
 
 
 class Segments(NamedTuple):
-    """Queries `edges_q[i]` to `edges_q[i + 1]` attend to keys `edges_k[i]` to `edges_k[i + 1]`.
-    Edges are int32 (number of segments + 1,), on the device. `most_q` and `most_k` are the lengths
-    of the longest segments. A segment may be empty."""
+    """The borders of segments: queries `edges_q[i]` to `edges_q[i + 1]` attend to keys `edges_k[i]`
+    to `edges_k[i + 1]`. Edges are int32 (number of segments + 1,), on the device. `most_q` and
+    `most_k` are the lengths of the longest segments. A segment may be empty."""
 
     edges_q: Tensor
     edges_k: Tensor
@@ -49,8 +49,8 @@ def attend_segments(
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries (T, H, D) to keys (S, H_kv, D), of one 16-bit dtype, without gradients:
     output (T, H, D) and normalizers (H, T) in float32. With `used`, int32 (number of segments,),
-    queries attend only to a segment's first `used` keys. Tensors then keep their shapes while
-    lengths change."""
+    queries attend only to a segment's first `used` keys. The shapes of tensors then stay the same
+    while lengths change."""
     output, normalizer, *_ = _attend(query, key, value, segments, scaling, seqused_k=used)
     return output, normalizer
 

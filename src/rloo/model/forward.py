@@ -100,12 +100,13 @@ class LogprobModel(nn.Module):
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """Only the log-probs (T,), without gradients."""
+        """The log-probs (T,) of the completion tokens, without gradients and without entropies."""
         return self(batch, logprobs_only=True, temperature=temperature).logprobs
 
     @torch.no_grad()
     def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:
-        """The log-probs (T,) from the logits that the model itself computes."""
+        """The log-probs (T,) of the completion tokens, from the logits that the model itself
+        computes."""
         return self(batch, by_logits=True).logprobs
 
 
@@ -195,9 +196,9 @@ def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
 def balancing_loss(
     model: PreTrainedModel, router_logits: tuple[Tensor, ...], multiplicity: Tensor
 ) -> Tensor:
-    """Number of experts x sum over experts of (share of choices) x (mean probability), for all
-    layers together. See Switch Transformers (arXiv 2101.03961), equations 4 to 6. Computed by
-    transformers' code.
+    """The balancing loss: number of experts x sum over experts of (share of choices) x (mean
+    probability), for all layers together. See Switch Transformers (arXiv 2101.03961), equations 4
+    to 6. The code of transformers computes it.
 
     `router_logits`: per layer (tokens, experts). `multiplicity` (B, W): how often each token
     counts. With perfect balance the loss equals k, the number of experts per token.

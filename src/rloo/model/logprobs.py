@@ -35,8 +35,8 @@ Head = Callable[[Tensor], Tensor]
 
 class TokenScores(NamedTuple):
     """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; the balancing
-    loss of the micro-batch, for a mixture of experts whose coefficient is not 0; and the log-probs
-    under the reference, (T,), if requested."""
+    loss of the micro-batch, if the model is a mixture of experts and the loss's coefficient is not
+    0; and the log-probs under the reference, (T,), if requested."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -129,7 +129,8 @@ def token_logprobs(
 def score_tokens(
     head: Head, hidden: Tensor, targets: Tensor, *, temperature: float, vocab_size: int
 ) -> Tensor:
-    """Only the log-probs (T,) of `token_logprobs`, without gradients, for about half the work."""
+    """The log-probs (T,) that `token_logprobs` returns, without entropies and gradients. This takes
+    about half the computation."""
     if (matrix := _matrix(head)) is not None:
         return blocked_scores(hidden, matrix, targets, temperature)
     size = rows_of(vocab_size)

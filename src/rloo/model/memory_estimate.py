@@ -52,8 +52,8 @@ Mark = Callable[[], None]
 def make_samples(
     prompt_tokens: int, completion_tokens: int, num_generations: int, num_groups: int = 1
 ) -> list[Sample]:
-    """Samples of these lengths. Their tokens are arbitrary: tokens affect neither memory nor
-    time."""
+    """Samples with prompts and completions of these lengths. Their tokens are arbitrary: tokens
+    affect neither memory nor time."""
     return [
         make_sample((group, index), prompt_tokens, completion_tokens)
         for group in range(num_groups)
@@ -70,12 +70,12 @@ def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     """Peak memory in bytes of training on `samples` as one micro-batch, in addition to weights,
     gradients, optimizer and reference.
 
-    The peak is measured at small shares of the lengths; the head's chunks are scaled by the same
-    share. Each phase (a layer's forward or backward, the vocabulary head, the reference) is
-    measured and extrapolated separately, since another phase may have the highest peak at full
-    length. If completions are short, fewer completions are measured, and a small micro-batch is
-    measured in full. The policy's gradients are discarded. Predictions are cached in
-    `policy.peaks`.
+    The peak is measured on samples with a small fraction of the lengths; the size of the head's
+    chunks is reduced by the same fraction. Each phase (a layer's forward or backward, the
+    vocabulary head, the reference) is measured and extrapolated separately, since another phase may
+    have the highest peak at full length. If completions are short, fewer completions are measured,
+    and a small micro-batch is measured in full. The policy's gradients are discarded. Predictions
+    are cached in `policy.peaks`.
     """
     shape = policy.packed, *((len(s.prompt_ids), len(s.token_ids)) for s in samples)
     if shape not in policy.peaks:
@@ -106,8 +106,9 @@ def _predicted(policy: Policy, samples: Sequence[Sample]) -> int:
 
 
 def measured_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
-    """The peak of `predicted_peak_bytes`, measured by training on `samples` in full. On CUDA,
-    raises torch.OutOfMemoryError if memory does not suffice; on a CPU the process may be killed."""
+    """The peak that `predicted_peak_bytes` predicts, measured by training on `samples` in full. On
+    CUDA, raises torch.OutOfMemoryError if memory does not suffice; on a CPU the process may be
+    killed."""
     return max(_peaks(policy, samples, CHUNK_ELEMENTS))
 
 
@@ -122,8 +123,8 @@ def process_peaks(device: torch.device) -> dict[str, int]:
 
 
 def phase_peaks(device: torch.device, work: Callable[[Mark], object]) -> list[int]:
-    """Peak bytes of each phase of `work`, above the bytes at the start. `work` gets a function, and
-    calls it between two phases."""
+    """Peak bytes of each phase of `work`, above the bytes at the start. `work` is called with a
+    function, and must call this function between two phases."""
     if device.type == "cuda":
         start, peaks = torch.cuda.memory_allocated(device), []
 
@@ -183,7 +184,8 @@ def allocations(profiler: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def peak_between(times: np.ndarray, totals: np.ndarray, start: int, end: int) -> int:
-    """The largest total of `allocations` between the times `start` and `end`, in bytes."""
+    """The largest number of allocated bytes between the times `start` and `end`. `times` and
+    `totals` are the result of `allocations`."""
     first, last = times.searchsorted([start, end])
     held = totals[first - 1] if first else 0
     return int(max(held, totals[first:last].max(initial=0)))

@@ -83,8 +83,9 @@ def deal(
     samples: Sequence[Sample], processes: int, *, whole_groups: bool, packed: bool = True
 ) -> list[list[Sample]]:
     """Return the samples of each process, with about the same number of input tokens for each. Each
-    process gets consecutive samples, so few groups are divided; with `whole_groups` none is. The
-    result depends only on the arguments. A single process gets all samples in order."""
+    process gets consecutive samples, so few groups are divided; with `whole_groups` no group is
+    divided. The result depends only on the arguments. A single process gets all samples in
+    order."""
     units = [unit for group in _by_group(samples) for unit in _units(group, whole_groups)]
     costs = [count_input_tokens(unit, packed) for unit in units]
     total, before = max(sum(costs), 1), 0.0
@@ -106,7 +107,8 @@ def exceeds(samples: Sequence[Sample], max_tokens: int, *, packed: bool = True) 
 
 
 def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int) -> Sample:
-    """A sample of these lengths; its tokens are the first of the vocabulary, repeated."""
+    """A sample with these lengths of prompt and completion. Its tokens are the first of the
+    vocabulary, repeated."""
     prompt, completion = ([i % 64 for i in range(n)] for n in (prompt_tokens, completion_tokens))
     return Sample(
         key=key,

@@ -171,7 +171,8 @@ def dtype_on_disk(name: str, revision: str = "main") -> str | None:
 
 
 def load_weights(model: PreTrainedModel, path: str | Path) -> None:
-    """Copy the weights saved in a folder into `model`, bit for bit. Both have the same class."""
+    """Copy the weights saved in the folder `path` into `model`, bit for bit. The saved model has
+    the same class."""
     dtype = next(model.parameters()).dtype
     saved = load_pretrained(type(model), path, dtype=dtype)
     own = model.state_dict(keep_vars=True)
@@ -180,7 +181,7 @@ def load_weights(model: PreTrainedModel, path: str | Path) -> None:
 
 
 def num_embedded(model: PreTrainedModel) -> int:
-    """The number of rows of the input embedding. All token ids must be smaller."""
+    """The number of rows of the input embedding. All token ids must be smaller than this number."""
     embedding: Any = model.get_input_embeddings()
     return shape_of(embedding.weight)[0]
 

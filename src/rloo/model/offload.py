@@ -38,7 +38,7 @@ def check(config: RLOOConfig, device: torch.device) -> None:
 
 
 class ParkedState:
-    """An optimizer's state that is on `device` only while `fetched`."""
+    """An optimizer's state, which is on `device` only within the context `fetched`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
@@ -104,8 +104,8 @@ def activations_on_host(weights: Iterable[Tensor], device: torch.device) -> Iter
 
 
 def keep_on_host(model: nn.Module, device: torch.device) -> None:
-    """Keep the frozen weights of the layers of `model` on the host. They are on `device` only while
-    their layer computes. Embeddings, final norm and head stay on `device`."""
+    """Keep the frozen weights of the layers of `model` on the host. A layer's weights are on
+    `device` only while this layer computes. Embeddings, final norm and head stay on `device`."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             held = [(p, _host_like(p).copy_(p.detach())) for p in layer.parameters()]

@@ -29,7 +29,8 @@ Given: TypeAlias = tuple[torch.optim.Optimizer | None, Scheduler | None]
 def make_optimizers(
     given: Given, model: PreTrainedModel, config: RLOOConfig, num_training_steps: int
 ) -> tuple[torch.optim.Optimizer, Scheduler]:
-    """Return optimizer and schedule: the user's if given, otherwise those that the options name.
+    """Return optimizer and schedule: those of the user if `given` has them, otherwise those that
+    the options name.
 
     Raises ValueError if the optimizer lacks trained parameters, or has parameters of another model
     (or of this model before its adapter was added), and if the schedule is for another optimizer.

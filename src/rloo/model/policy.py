@@ -168,9 +168,9 @@ class Policy:
     def micro_batches(
         self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
     ) -> Iterator[ScheduledMicroBatch]:
-        """Yield this process's micro-batches (see `split`) of the `dealt` samples. With sharded
-        weights all processes need the same number: a process with fewer micro-batches yields
-        additional small ones whose loss does not count."""
+        """Yield the micro-batches (see `split`) of this process's samples. `dealt` has the samples
+        of every process (see `deal`). With sharded weights all processes need the same number: a
+        process with fewer micro-batches yields additional small ones whose loss does not count."""
 
         def cut(samples: Sequence[Sample]) -> list[list[Sample]]:
             return split(samples, self.max_tokens, whole_groups=whole_groups, packed=self.packed)
@@ -194,8 +194,8 @@ class Policy:
         return scores._replace(reference=self.reference_logprobs(batch)) if reference else scores
 
     def score(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
-        """The log-probs (T,) only, without gradients. `temperature` replaces the policy's
-        temperature."""
+        """The log-probs (T,) of the completion tokens, without gradients and without entropies.
+        `temperature` replaces the policy's temperature."""
         with self._autocast():
             return self.scorer.logprobs(batch, temperature)
 

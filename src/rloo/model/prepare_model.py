@@ -35,8 +35,8 @@ TF32_TOLERANCE = LOW_PRECISION_TOLERANCE / 8
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A transformers model on its device, its adapter, whether its attention supports packed rows,
-    a hash of its weights, and notes on the changes made."""
+    """The result of `prepare`: a transformers model on its device, its adapter, whether its
+    attention supports packed rows, a hash of its weights, and notes on the changes made."""
 
     model: PreTrainedModel
     adapter: LoRAAdapter | None

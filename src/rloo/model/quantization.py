@@ -25,7 +25,8 @@ from rloo.kernels.cpu_matmul import rounds
 def quantization_of(config: RLOOConfig, given: Any = None) -> Any:
     """The BitsAndBytesConfig to load the base with, or None to load it unquantised. It comes from
     the trainer (`given`), `load_in_4bit`, `load_in_8bit`, or `model_init_kwargs`. Raises ValueError
-    for more than one of them, and for kinds that are not part of this version."""
+    if more than one of these is set, and for kinds of quantisation that this version does not
+    support."""
     named = {
         "quantization_config": given,
         "model_init_kwargs": (config.model_init_kwargs or {}).get("quantization_config"),

@@ -25,15 +25,16 @@ FOLDER = "reference"
 
 
 class ReferenceModel:
-    """The reference model of the KL penalty; this base class is used if there is none (beta is 0).
-    `model` is the reference's copy of the weights, or None."""
+    """The reference model of the KL penalty. An instance of this base class means that there is no
+    reference (beta is 0). `model` is the reference's copy of the weights, or None."""
 
     model: PreTrainedModel | None = None
     moves = False
     collected: dict[str, Tensor] | None = None
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        """The log-probs (T,), without gradients. Raises ValueError if there is no reference."""
+        """The log-probs (T,) under the reference, without gradients. Raises ValueError if there is
+        no reference."""
         raise ValueError("beta is 0; there is no reference model to compare with (beta)")
 
     def offload(self, device: torch.device) -> None:
@@ -78,8 +79,9 @@ class AdapterDisabledReference(ReferenceModel):
 
 
 class FrozenCopy(ReferenceModel):
-    """A copy of the current policy. Checkpoints contain the copy if it `moves`. `precision` is the
-    dtype of the stored matrices (see `frozen_copy`)."""
+    """A copy of the policy, made when the instance is created. Checkpoints contain the copy if
+    `moves` is true: training then updates it. `precision` is the dtype of the stored matrices (see
+    `frozen_copy`)."""
 
     model: PreTrainedModel
 
@@ -116,7 +118,7 @@ class FrozenCopy(ReferenceModel):
         self.collected = state_of(self.model) if self.moves else None
 
     def save(self, checkpoint: str | Path) -> None:
-        """Write the copy to a folder in the checkpoint, if it moves."""
+        """Write the copy to a folder in the checkpoint, if `moves` is true."""
         if self.moves:
             with quiet():
                 folder = Path(checkpoint, FOLDER)

@@ -78,10 +78,10 @@ def workload_of(prompts: Prompts, config: RLOOConfig, batches: BatchSizes) -> Wo
 
 
 def largest_micro_batch(policy: Policy, workload: Workload, max_tokens: int) -> list[Sample]:
-    """A micro-batch that fills the budget with completions of maximum length. It has the longest
-    prompt, for the longest context. All other prompts are the shortest, for the most completion
-    tokens. The last completion is cut to the budget. A single completion may exceed the budget, as
-    in training."""
+    """A micro-batch that fills the budget with completions of maximum length. The first prompt is
+    the longest of the dataset, which gives the longest context. If micro-batches are packed, all
+    other prompts have the shortest length, which gives the most completion tokens. The last
+    completion is cut to the budget. A single completion may exceed the budget, as in training."""
     if not policy.packed:
         width = workload.longest_prompt + workload.completion_tokens - 1
         rows = min(-(-max_tokens // width), workload.num_generations * workload.num_groups)
@@ -152,9 +152,9 @@ def missing_bytes(policy: Policy) -> int:
 
 
 def generous_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
-    """An upper bound of `predicted_peak_bytes`, without a measurement: several times the count of
-    Korthikanti et al. 2022 for a layer, scores for all pairs of tokens in a row, six arrays of
-    logits, and three times the weights."""
+    """An upper bound of `predicted_peak_bytes` that needs no measurement. It is the sum of several
+    times the count of Korthikanti et al. 2022 for a layer, scores for all pairs of tokens in a row,
+    six arrays of logits, and three times the weights."""
     text = policy.model.config.get_text_config()
     tokens = count_tokens(policy, samples)
     heads = largest_of_layers(text, "num_attention_heads") or 1

@@ -32,7 +32,8 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
-    """Name and shape of every parameter. Those of a checkpoint and of the model must be equal."""
+    """Name and shape of every parameter. Names and shapes of a checkpoint and of the model must be
+    equal."""
     return {name: list(shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
@@ -44,7 +45,7 @@ def probe(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def digest(parameters: Sequence[Tensor]) -> str:
-    """A SHA-256 of `probe`, which identifies the parameters' values."""
+    """A SHA-256 of the result of `probe`. The digest identifies the parameters' values."""
     return hashlib.sha256(probe(parameters).float().cpu().numpy().tobytes()).hexdigest()
 
 

@@ -106,8 +106,8 @@ class FusedDecoder:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Use these weights, named as in the model. Matrices for C and oneDNN are copied. Other
-        matrices that fit unchanged are not copied, and must not change until the next load. Sharded
-        weights are gathered one at a time. Raises KeyError for a missing weight."""
+        matrices that the decoder uses unchanged are not copied, and must not change until the next
+        load. Sharded weights are gathered one at a time. Raises KeyError for a missing weight."""
         self._layers = []
         windows = layer_windows(self._model)
         others: dict[str, Tensor] = {}

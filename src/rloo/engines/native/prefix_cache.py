@@ -68,8 +68,8 @@ class PrefixCache:
             self._begun[prompt.noise_id, k] = _PrefilledRow(number, computed, prefix)
 
     def has(self, rows: Sequence[PromptRow], sampling: Sampling) -> bool:
-        """Whether all of these rows can be resumed. The cached prefix of a row must cover at least
-        the row's tokens in the prompt cache."""
+        """Whether all of these rows can be resumed. A row can be resumed only if its cached prefix
+        is at least as long as the part of the row that is in the prompt cache."""
         if sampling.max_tokens > self._max_tokens:
             return False
         found = ((self._begun.get((prompt.noise_id, k)), prompt) for prompt, k in rows)

@@ -52,7 +52,8 @@ class ActiveRows:
         return uniforms_at(self._keys, position)
 
     def advance_in_place(self, tokens: Tensor) -> None:
-        """Do `advance` on tensors with fixed addresses. No row may have ended by a stop string."""
+        """Record the sampled tokens (R,) as `advance` does, but in tensors with fixed addresses. No
+        row may have ended by a stop string."""
         kept = self.tokens.copy_(tokens)
         self.advance(kept, None)
 

@@ -49,8 +49,8 @@ def smaller_size(size: int, alive: int) -> int:
 def can_decode(
     cache_dtype: torch.dtype | None, decoder: FusedDecoder, device: torch.device
 ) -> bool:
-    """Whether the device has attention over segments in `cache_dtype`, and no layer has a
-    window."""
+    """Whether this module can decode: the device has attention over segments in `cache_dtype`, and
+    no layer has a sliding window."""
     if cache_dtype is None or decoder.has_windows:
         return False
     return flash_gpu.has_segments(device, cache_dtype, decoder.head_size)

@@ -28,7 +28,8 @@ class LinearOp(Protocol):
         """hidden + rows @ weight.T + bias: (T, N)."""
 
     def gated(self, rows: Tensor) -> Tensor:
-        """SiLU of the first half of the columns of `times`, times the second half: (T, N / 2)."""
+        """The first half of the columns that `times` returns, after SiLU, multiplied by the second
+        half: (T, N / 2)."""
 
     @property
     def hidden_bytes(self) -> int:
@@ -79,7 +80,8 @@ class PackedLinear:
         return result if self._bias is None else result.add_(self._bias)
 
     def gated(self, rows: Tensor) -> Tensor:
-        """SiLU of the first half of the columns of `times`, times the second half: (T, N / 2)."""
+        """The first half of the columns that `times` returns, after SiLU, multiplied by the second
+        half: (T, N / 2)."""
         gate, up = self.times(rows).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 

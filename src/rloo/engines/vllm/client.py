@@ -16,8 +16,9 @@ SHOWN_CHARACTERS = 600
 
 
 class ServerError(OSError):
-    """A failed call. The error's message names the phase, the server and the failure. `status` is
-    the HTTP status, or None if there was no answer or the answer could not be read."""
+    """Raised if a call of a server has failed. The message names the phase, the server and the
+    failure. `status` is the HTTP status, or None if there was no answer or the answer could not be
+    read."""
 
     def __init__(self, phase: str, url: str, fact: str, status: int | None = None) -> None:
         super().__init__(f"{phase}: the vLLM server {url} {fact}")
@@ -57,7 +58,8 @@ class VLLMClient:
         seconds: float,
         **query: Any,
     ) -> Any:
-        """The server's answer: a JSON value if the answer is JSON, otherwise text."""
+        """Post `body` and return the server's answer: a JSON value if the answer is JSON, otherwise
+        text."""
         return await self._call("POST", path, phase, seconds, json=body, params=query or None)
 
     async def close(self) -> None:

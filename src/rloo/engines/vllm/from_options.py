@@ -134,8 +134,8 @@ def access_note(host: str, port: int) -> str:
 
 
 def must_untie(policy: Policy) -> bool:
-    """Whether servers must treat a tied matrix as two matrices: on a CPU, vLLM packs it only
-    once."""
+    """Whether servers must treat a tied matrix as two matrices: on a CPU, vLLM packs the output
+    matrix only once, so later versions of a tied matrix would have no effect."""
     return policy.device.type == "cpu" and bool(tied_outputs(policy.model))
 
 

@@ -1,6 +1,6 @@
-"""vLLM's weight transfer over NCCL, a faster way to load a version. The transfer sends the tensors
-in the version's folder, so that no tensor is gathered twice. If the transfer fails, the server
-reads the folder.
+"""vLLM's weight transfer over NCCL, which loads a version faster than reading its files does. The
+transfer sends the tensors in the version's folder, so that no tensor is gathered twice. If the
+transfer fails, the server reads the folder.
 
 vLLM's sender is used unmodified (vllm.distributed.weight_transfer of 0.26 to 0.32). The sender
 needs a GPU.
@@ -57,7 +57,7 @@ class NCCLTransfer:
         self._folder = Path()
 
     async def sent(self, folder: Path) -> None:
-        """Send a version. Raises the errors of vLLM's sender, and TimeoutError."""
+        """Send the version in `folder`. Raises the errors of vLLM's sender, and TimeoutError."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 

@@ -23,7 +23,8 @@ _ABOVE_ZERO = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """A request for the completions `numbers` of a prompt, for engines with a seed per request."""
+    """A request for the completions of a prompt that have these `numbers`. It has one seed for all
+    of them."""
 
     prompt: Prompt
     numbers: range
@@ -32,7 +33,8 @@ class CompletionRequest:
 
     @property
     def limit(self) -> int:
-        """The maximum number of new tokens. The tokens before the prompt's offset exist already."""
+        """The maximum number of new tokens: without the tokens of the completion that the prompt
+        contains already."""
         return self.sampling.max_tokens - self.prompt.offset
 
     def body(self, route: str, *, model: str | None, salt: str) -> dict[str, Any]:

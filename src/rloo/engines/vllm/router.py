@@ -16,7 +16,7 @@ _Key = tuple[bool, int]
 
 
 class NoServers(OSError):
-    """No server is left to sample with."""
+    """Raised if no server is left to sample with."""
 
 
 class LoadBalancer:
@@ -37,8 +37,8 @@ class LoadBalancer:
         self, completions: int, *, again: bool = False, near: ServerState | None = None
     ) -> ServerState:
         """Wait for a server with room for `completions`; `near` is preferred if it has room now. A
-        repeated request (`again`) is assigned before all others. Call `remove_server` afterwards.
-        Raises NoServers."""
+        repeated request (`again`) is assigned before all others. When the completions are done or
+        cancelled, call `remove_server`. Raises NoServers."""
         free = not self.holding and not self._waiting
         if near is not None and free and near.fault is None and _has_room(near, completions):
             near.busy += completions
@@ -60,7 +60,8 @@ class LoadBalancer:
             self.remove_server(member, completions)
 
     def remove_server(self, member: ServerState, completions: int) -> None:
-        """Release this number of completions of a server, which are done or cancelled."""
+        """Subtract this number of completions, which are done or cancelled, from a server's
+        load."""
         member.busy -= completions
         self.restore_server(member)
 

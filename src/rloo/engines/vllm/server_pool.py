@@ -148,7 +148,7 @@ class ServerPool:
                 await client.unload_adapter(before, seconds=seconds)
 
     async def probe(self, member: ServerState) -> LogprobProbe:
-        """Sample greedily on the probe prompt: the tokens and their log-probs."""
+        """Sample greedily after the probe prompt; return the tokens and their log-probs."""
         how = greedy(Sampling(PROBE_TOKENS, ()), PROBE_TOKENS)
         request = CompletionRequest(Prompt(0, self.prompt, ""), range(1), how, 0)
         (completion,) = await self._ask(member, request)

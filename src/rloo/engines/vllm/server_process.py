@@ -44,10 +44,10 @@ _STOP_SECONDS = 10.0
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The command line settings of a server of `model`, a folder or hub id. `lora_rank` is the rank
-    of the adapters that the server will load (None: no adapters). With `tied`, the server must
-    untie tied embeddings, on a CPU. With `tells`, answers must name the weights that sampled each
-    token. With `transfers`, weights are sent over NCCL. `arguments` are further arguments of
-    vLLM."""
+    of the adapters that the server will load (None: no adapters). With `tied`, the model has tied
+    embeddings, which the server must untie (on a CPU). With `tells`, answers must name the weights
+    that sampled each token. With `transfers`, weights are sent over NCCL. `arguments` are further
+    arguments of vLLM."""
 
     model: str
     dtype: str = "float32"
@@ -241,7 +241,8 @@ async def _ready(server: LocalServer, model: str, seconds: float) -> VLLMClient:
 
 
 async def reached(client: VLLMClient, seconds: float, say: Callable[[str], None]) -> None:
-    """Wait for a user's server, which may still be starting, as TRL's client does."""
+    """Wait until a user's server answers, since it may still be starting (as TRL's client
+    waits)."""
     try:
         await client.get("/health", phase="looking for it", seconds=LOOK_SECONDS)
     except ServerError as error:

@@ -120,7 +120,7 @@ class VLLMEngine:
     def load(self, weights: Named, version: int) -> None:
         """Publish the weights as a new version and load the version into every server, unless it is
         loaded already. Sleeping servers load it before they next sample. They load the first
-        version immediately, so that the free GPU memory afterwards is that of an update. Raises
+        version immediately, so that afterwards as much GPU memory is free as during updates. Raises
         NoServers if no server could load the version."""
         version = self._source.world.broadcast_object(version)
         if version == self.version:
@@ -334,8 +334,8 @@ class VLLMEngine:
     def submit(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
-        """Sample without waiting, in the main process. Return a future of the completions of each
-        prompt."""
+        """Sample without waiting, in the main process. Return one future per prompt, which gets the
+        prompt's completions."""
         requests = requests_of(prompts, sample_indices(count, prompts), sampling, noise)
         fleet = self._open.fleet
         assert fleet is not None, "load comes first"
