@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rloo.engines.native.static_decoding import LEAST_ROWS
 from support.gpu import pretended
 from support.gpu.phases import counted
+from support.markers import slow_but
 from support.models import make_model, make_wide
 from support.training import ROWS, make_config, make_trainer, metrics_of, weights
 
@@ -76,12 +77,7 @@ RUNS = {
 }  # fmt: skip
 
 
-FAST = ("whole", "checkpointed", "fp16", "fsdp2")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in RUNS]
-)
+@pytest.mark.parametrize("name", slow_but(["whole", "checkpointed", "fp16", "fsdp2"], RUNS))
 def test_a_run_ends_and_no_token_or_micro_batch_waits(tmp_path, name):
     config = make_config(tmp_path, use_cpu=False, **{"max_steps": 2, **RUNS[name]})
     model = make_model("qwen3")

@@ -36,8 +36,8 @@ MEASURES = {
 
 
 def summarise(out: Path, task: Task, *, steps: int | None = None) -> dict[str, Any]:
-    """The summary of a task. `missing` has the unfinished arms with the reasons. Of the finished
-    arms, only the seeds that all of them have are used."""
+    """The summary of a task. `missing` has the unfinished arms with the reasons. Only
+    the seeds that all finished arms have are used."""
     found: dict[str, tuple[dict[float, list[float]], float, dict[int, Result]]] = {}
     missing: dict[str, str] = {}
     for arm in ARMS:

@@ -444,6 +444,8 @@ class TrainingOptions(MappingsAsValues):
         "Sample with vLLM: `vllm_mode` selects `rollout_engine` vllm or vllm_server.")
     vllm_mode: Literal["colocate", "server"] = VLLM.from_trl("colocate",
         "Start vLLM servers (colocate) or use a running server (server), with `use_vllm`.")
+    # TRL's default. It only names a server to connect to: `rloo vllm-serve` listens on the loopback
+    # address unless the user sets a host.
     vllm_server_host: str = VLLM.from_trl("0.0.0.0",
         "Host of the running server, with `use_vllm` and `vllm_mode server`.")
     vllm_server_port: int = VLLM.from_trl(8000,

@@ -18,7 +18,7 @@ from rloo.distributed.sharded_tensor import is_sharded
 from rloo.engines.counter_rng import offset_keys, row_keys
 from rloo.engines.sampling import check_request, collect_completions, sample_indices
 from rloo.kernels.bf16_rounding import keeping
-from rloo.model.attention import head_size
+from rloo.model.attention import head_size, num_kv_heads
 from rloo.model.token_budget import available_bytes
 from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling
 
@@ -107,10 +107,8 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
     """Bytes of one token's keys and values over all layers (an upper estimate), in `dtype`
     (default: the model's dtype, but at least float32)."""
     config = model.config.get_text_config()
-    heads = largest_of_layers(config, "num_attention_heads") or 1
-    kv_heads = largest_of_layers(config, "num_key_value_heads") or heads
     size = max(4, model.dtype.itemsize) if dtype is None else dtype.itemsize
-    return 2 * config.num_hidden_layers * kv_heads * head_size(config) * size
+    return 2 * config.num_hidden_layers * num_kv_heads(config) * head_size(config) * size
 
 
 def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:

@@ -58,6 +58,13 @@ def head_size(config: Any) -> int:
     return size
 
 
+def num_kv_heads(config: Any) -> int:
+    """The number of key-value heads of a text model; the largest, if layers differ. At least 1."""
+    heads = largest_of_layers(config, "num_attention_heads") or 1
+    found: int = largest_of_layers(config, "num_key_value_heads") or heads
+    return found
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: AttentionOptions
 ) -> Tensor:

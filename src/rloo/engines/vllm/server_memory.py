@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rloo.config.file_checks import largest_of_layers
 from rloo.engines.vllm.server_process import ServerConfig
-from rloo.model.attention import head_size
+from rloo.model.attention import head_size, num_kv_heads
 from rloo.model.token_budget import gigabytes
 
 # Arguments of vLLM that change the memory of weights or KV cache. With any of them nothing is
@@ -65,8 +65,7 @@ def kv_cache_bytes(config: Any, tokens: int, size: int, parallel: int = 1) -> in
     if latent:  # multi-head latent attention: every GPU has the latent vector of all heads
         numbers = latent + config.qk_rope_head_dim
     else:
-        kv_heads = largest_of_layers(config, "num_key_value_heads") or heads
-        numbers = 2 * max(1, kv_heads // parallel) * head_size(config)
+        numbers = 2 * max(1, num_kv_heads(config) // parallel) * head_size(config)
     if kinds is None:
         kinds = ["sliding_attention"] * config.num_hidden_layers
     cached = len(kinds) - (getattr(config, "num_kv_shared_layers", None) or 0)

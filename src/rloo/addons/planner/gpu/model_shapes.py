@@ -93,7 +93,7 @@ def shape_of_config(name: str, config: Any) -> ModelShape:
     import transformers
 
     from rloo.config.file_checks import largest_of_layers
-    from rloo.model.attention import head_size
+    from rloo.model.attention import head_size, num_kv_heads
 
     config = config.get_text_config()
     if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
@@ -112,7 +112,7 @@ def shape_of_config(name: str, config: Any) -> ModelShape:
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         heads=heads,
-        kv_heads=largest_of_layers(config, "num_key_value_heads") or heads,
+        kv_heads=num_kv_heads(config),
         head_dim=head_size(config),
         parameters=sum(p.numel() for p in model.parameters()),
         products=matrices - (0 if tied else lookup.numel()),

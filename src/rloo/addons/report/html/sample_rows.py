@@ -9,7 +9,7 @@ from rloo.addons.report.html.downsampling import rounded
 from rloo.tracking.run_reader import RunFolder
 from rloo.tracking.sample_text import as_string
 
-# The most characters of a text without tokens. Of a longer text the head and the tail are shown,
+# The most characters of a text without tokens. A longer text is shown as its head and its tail,
 # each with half as many characters.
 CHARACTERS = 4_000
 
