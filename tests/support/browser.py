@@ -73,18 +73,32 @@ class Browser:
         return [entry["message"] for entry in self.send("se/log", type="browser")]
 
 
+def started_driver(program: str) -> tuple[subprocess.Popen[str], int]:
+    """The running chromedriver and its port.
+
+    chromedriver takes a free IPv4 port and ends if another process holds the same IPv6 port.
+    """
+    printed = ""
+    for _ in range(5):
+        driver = subprocess.Popen(
+            [program, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for line in driver.stdout:
+            if "started successfully on port" in line:
+                return driver, int(line.rstrip(".\n").rpartition(" ")[2])
+            printed += line
+        driver.wait()
+    raise RuntimeError(f"chromedriver does not start: {printed}")
+
+
 @contextmanager
 def chromium(folder: Path) -> Iterator[Browser]:
     """A browser whose profile is in `folder`; skips the test where there is none."""
     programs = shutil.which("chromium"), shutil.which("chromedriver")
     if None in programs:
         pytest.skip("no chromium and chromedriver (apt-get install chromium chromium-driver)")
-    driver = subprocess.Popen(
-        [programs[1], "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    driver, port = started_driver(programs[1])
     try:
-        said = next(line for line in driver.stdout if "started successfully on port" in line)
-        port = int(said.rstrip(".\n").rpartition(" ")[2])
         options = {"binary": programs[0], "args": [*FLAGS, f"--user-data-dir={folder}"]}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         with httpx.Client(

@@ -103,7 +103,8 @@ def check(capsys, *arguments: str) -> list[str]:
 @pytest.mark.slow
 def test_the_example_is_exact_in_every_case(capsys):
     lines = check(capsys, f"{EXAMPLE}:length_weighted")
-    assert f"{EXAMPLE}, line 18), given one group at a time" in lines[0]
+    number = EXAMPLE.read_text().split("def length_weighted")[0].count("\n") + 1
+    assert f"{EXAMPLE}, line {number}), given one group at a time" in lines[0]
     assert lines[-1] == "exact: the expected gradient is the exact one in all 24 cases"
     rows = [line.split() for line in lines if line.startswith(("binary", "graded"))]
     assert len(rows) == 24
