@@ -2,13 +2,13 @@
 in one exchange after the last backward, in the trainer's buckets while the last backward runs, and
 by torch's DistributedDataParallel.
 
-    python -m benchmarks.gradient_sums [--ranks 2] [--tokens 64 512] [--rounds 9]
+    python -m benchmarks.gradient_sums [--ranks 2] [--tokens 64 256] [--rounds 15]
 
 The model has the architecture of Qwen3 and 35 million parameters. A step has two micro-batches of
 `--tokens` tokens in each process, and ends with AdamW. Each process has one thread. In each round
 every way makes one step from the same weights, in a changing order. Seconds are those of the
-slowest process. A ratio is the median of the ratios of the rounds, with the range of the middle
-half of the rounds.
+slowest process, and CPU seconds are the sum over the processes. A ratio is the median of the ratios
+of the rounds, with the range of the middle half of the rounds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from benchmarks.gathering import start_ranks
@@ -79,8 +80,9 @@ def make_steps(world: Any) -> dict[str, Callable[[Sequence[Any]], None]]:
 
         def step(batches: Sequence[Any]) -> None:
             *others, last = batches
-            for batch in others:
-                backward(model, batch)  # as in `no_sync` of DistributedDataParallel
+            with wrapped.no_sync() if way == DDP else nullcontext():
+                for batch in others:
+                    backward(wrapped, batch)
             if way == BUCKETS:
                 with buckets.during_backward():
                     backward(model, last)
@@ -112,11 +114,11 @@ def run_rank(tokens: Sequence[int], rounds: int) -> None:
         for number in range(-1, rounds):  # the first round is a warm-up
             for way in WAYS[number % 3 :] + WAYS[: number % 3]:
                 world.all_gather_object(None)  # all processes begin at the same time
-                began = time.monotonic()
+                began, used = time.monotonic(), time.process_time()
                 steps[way]([*batches])
-                seconds = time.monotonic() - began
+                found = time.monotonic() - began, time.process_time() - used
                 if number >= 0:
-                    print(json.dumps([length, way, seconds]), flush=True)
+                    print(json.dumps([length, way, *found]), flush=True)
     world.end()
 
 
@@ -124,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table with a row for each number of tokens and each way."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gradient_sums")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args(arguments)
     if "RANK" in os.environ:
         run_rank(options.tokens, options.rounds)
@@ -133,18 +135,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command = [sys.executable, "-m", "benchmarks.gradient_sums", "--rounds", str(options.rounds)]
     command += ["--tokens", *map(str, options.tokens)]
     printed = start_ranks(options.ranks, command)
-    print("| tokens of a micro-batch | gradients are summed | s | ratio to DDP | middle half |")
-    print("|---" * 5 + "|")
+    print("| tokens of a micro-batch | gradients are summed | s | s / s of DDP ", end="")
+    print("| CPU s | CPU s / CPU s of DDP |\n" + "|---" * 6 + "|")
     for length in options.tokens:
-        seconds = {}
+        seconds, used = {}, {}
         for way in WAYS:
-            ranks = [[s for n, w, s in lines if (n, w) == (length, way)] for lines in printed]
-            seconds[way] = [max(some) for some in zip(*ranks, strict=True)]
+            ranks = [[line[2:] for line in lines if line[:2] == [length, way]] for lines in printed]
+            rounds = [[*zip(*some, strict=True)] for some in zip(*ranks, strict=True)]
+            seconds[way] = [max(times) for times, _ in rounds]
+            used[way] = [sum(times) for _, times in rounds]
         for way in WAYS:
-            ratios = [a / b for a, b in zip(seconds[way], seconds[DDP], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            cells = f"{statistics.median(seconds[way]):.2f} | {middle:.3f} | {low:.3f}..{high:.3f}"
-            print(f"| {length} | {way} | {cells} |", flush=True)
+            cells = [compare(figures[way], figures[DDP]) for figures in (seconds, used)]
+            print(f"| {length} | {way} | {' | '.join(cells)} |", flush=True)
+
+
+def compare(values: Sequence[float], others: Sequence[float]) -> str:
+    """Two cells: the median, and the ratio to the other values."""
+    ratios = [value / other for value, other in zip(values, others, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{statistics.median(values):.2f} | {middle:.3f} ({low:.3f}..{high:.3f})"
 
 
 if __name__ == "__main__":

@@ -6,8 +6,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rloo.algorithm.advantages import compute_advantages
+from rloo.algorithm.update import update
 from rloo.distributed.gradient_buckets import GradientBuckets
+from support.models import make_samples
+from support.policies import make_policy_config, make_policy_of
 from support.process_groups import gloo_worlds, of_each
+from support.terms import terms_of
 
 WIDTH = 8
 # Bytes of two weight matrices in float64: a bucket is a layer's weight, or two layers' biases.
@@ -183,3 +188,26 @@ def test_gradients_of_two_types_are_in_buckets_of_their_own_and_a_large_one_is_n
         buckets.finish()
         assert [written for _, written in groups[0].noted] == [12, 8, 18, 3]
         assert some[0].grad.data_ptr() == large
+
+
+@pytest.mark.parametrize(("reentrant", "wanted"), [(False, [0, 0, 1]), (True, [0, 0, 0])])
+def test_an_update_starts_the_sum_in_its_last_backward_unless_it_is_reentrant(reentrant, wanted):
+    config = make_policy_config(
+        gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+    )
+    with gloo_worlds(1) as (groups, worlds):
+        policy, terms = make_policy_of(config, worlds[0]), terms_of(config)
+        samples, started, backward = make_samples(3), [], policy.stepper.backward
+
+        def noting(loss, **how):
+            backward(loss, **how)
+            started.append(sum(name == "all_reduce" for name, _ in groups[0].noted))
+
+        credit = compute_advantages(samples, policy, terms)
+        policy.stepper.backward, policy.max_tokens = noting, 1
+        noting(policy.logprobs(policy.batch(samples)).logprobs.sum())  # a rehearsal of a step
+        policy.stepper.clear()
+        assert started.pop() == 0
+        update(policy, samples, credit, terms)
+        assert started == wanted
+        assert [name for name, _ in groups[0].noted].count("all_reduce") == 2
