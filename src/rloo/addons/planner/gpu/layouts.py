@@ -51,7 +51,8 @@ class Forecast:
     @property
     def training(self) -> float:
         """Seconds of training. Sharded weights are gathered ahead, so that computing and sending
-        overlap. With replicated weights, gradients are sent once, at the end."""
+        overlap. With replicated weights, gradients are sent once. That this overlaps with the last
+        backward is not counted."""
         if self.layout.divided:
             return max(self.computing, self.sending)
         return self.computing + self.sending
