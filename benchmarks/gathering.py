@@ -93,7 +93,7 @@ def start_ranks(size: int, command: Sequence[str]) -> list[list[list[Any]]]:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         environment = {**os.environ, **address, **own, "OMP_NUM_THREADS": "1"}
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    printed = [rank.communicate(timeout=600)[0] for rank in ranks]
+    printed = [rank.communicate(timeout=3600)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"a process of {size} has failed")
     return [[json.loads(line) for line in text.splitlines()] for text in printed]
