@@ -151,7 +151,8 @@ class PackedMatrix:
         return self.times(rows).add_(hidden)
 
     def gated(self, rows: Tensor) -> Tensor:
-        """The gates' products after SiLU, times the other half of the products: (T, N / 2)."""
+        """silu(gate) * up: (T, N / 2). In the unpacked order, gate is the first half of the columns
+        of rows @ weight.T + bias, and up is the second half."""
         return self._product(rows, rows.new_empty(len(rows), self.size // 2), _GATE)
 
     def _product(self, rows: Tensor, result: Tensor, how: int) -> Tensor:
