@@ -265,8 +265,8 @@ def example_template(columns: Sequence[str]) -> str:
 
 
 def reference_hint(rows: Dataset, reads: Callable[[str], bool]) -> str:
-    """Return the suffix of an error message about a missing column. It names the option `reference`
-    if a reward reads a reference and no column has one."""
+    """Return a suffix for the error message about a missing column. If a reward reads a reference
+    and no column has one, the suffix names the option `reference`. Otherwise it is empty."""
     names = rows.column_names
     if not any(map(reads, _READ)) or set(_READ) & set(names):
         return ""
