@@ -28,8 +28,8 @@ _SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 
 
 class RewardTimeout(BaseException):
-    """Raised inside a function that takes too long. This class is not an Exception, since functions
-    catch Exception."""
+    """Raised inside a function that takes too long. The base class is BaseException, since
+    functions catch Exception."""
 
 
 def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any:

@@ -38,8 +38,8 @@ Factories = Factory | str | Mapping[str, Factory | str] | None
 @dataclass(frozen=True, slots=True)
 class MultiTurnSetup:
     """The tools, environments or rollout function of a run. The keys of `tools` are names of
-    environments. The key is None if one environment serves all rows, or if there is no environment.
-    If the setup is empty, completions are single turns, and no method has an effect."""
+    environments. If one environment serves all rows, or if there is no environment, the only key is
+    None. If the setup is empty, completions are single turns, and no method has an effect."""
 
     tools: Mapping[str | None, ToolSet] = field(default_factory=dict)
     environments: EnvironmentPool | None = None
@@ -116,8 +116,8 @@ class MultiTurnSetup:
         return [*specs, *own], args
 
     def with_environment_rewards(self, rewards: RewardSet) -> RewardSet:
-        """Return `rewards`, after setting which parameters the reward functions may have in
-        addition to the dataset's columns."""
+        """Set the parameters that reward functions may have in addition to the dataset's columns
+        (`rewards.offered`). Return `rewards`."""
         if self.environments is not None:
             rewards.offered = ("environments",)
         if self.rollout_func is not None:  # a rollout_func may return any column
@@ -125,9 +125,9 @@ class MultiTurnSetup:
         return rewards
 
     def wrap_engine(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
-        """Wrap `engine` in an engine whose completions are episodes. Without tools, return
-        `engine`. Raises ValueError for an unsuitable chat template, and for combinations that do
-        not work with several processes."""
+        """Wrap `engine` in an engine whose completions are episodes. Without tools and without a
+        rollout function, return `engine`. Raises ValueError for an unsuitable chat template, and
+        for combinations that do not work with several processes."""
         if self.rollout_func is not None or self.tools:
             self._check_processes(engine, trainer)
         if self.rollout_func is not None:

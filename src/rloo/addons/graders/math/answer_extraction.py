@@ -67,6 +67,7 @@ _ANSWER_IS = re.compile(
 _FINAL = re.compile(r"\bfinal answer is\b", re.IGNORECASE)
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(?!\s)((?:[^$\\]|\\.)*?(?<!\s))\$(?!\d)|(?<!\\)\$\s([^$]+)\s\$"
+    r"|(?<!\\)\$ ?((?i:[^$\\\na-z]|\\[a-z]+|\\[^a-z]|(?<![a-z])[a-z](?![a-z]))+?) ?\$(?=[.\s]*\Z)"
     r"|\\\((.+?)\\\)|\\\[(.+?)\\\]"
     r"|\\begin\{(?:align|equation|gather)\*?\}(.+?)\\end\{(?:align|equation|gather)\*?\}",
     re.DOTALL,
