@@ -86,6 +86,11 @@ class RolloutCost:
         """The expected length of the longest among `rows` completions."""
         return float((1 - (1 - self.alive) ** rows).sum())
 
+    @cached_property
+    def longest_row(self) -> float:
+        """The expected length of the longest completion of a rollout."""
+        return self.longest_of(self.rows)
+
     def length_of_longest(self, share: float) -> float:
         """The quantile of the completion length at the probability `share`."""
         if self.ending >= 1.0 or share >= 1.0:
@@ -147,7 +152,7 @@ class RolloutCost:
             return float("inf"), float("inf")
         step = float(self.decoding(rows, self.prompt + self.completion / 2, parallel))
         through = self.sampled * step / (engines * rows) + self.prefill(engines, parallel)
-        slowest = self.longest_of(self.rows) * step / (staleness + 1)
+        slowest = self.longest_row * step / (staleness + 1)
         return max(through, slowest), step
 
     # -- training --------------------------------------------------------------------------------
@@ -167,8 +172,8 @@ class RolloutCost:
         times = self.micro_batches(trainers, divided=divided)
         variance = max(0.0, 2 * square + self.completion - self.completion**2)
         spread = variance**0.5 * self.rows / self.tokens
-        together = self.rows / trainers / (self.steps if self.packed else times)
-        fullest = slowest_share(trainers, together, spread)
+        each = self.steps / self.iterations if self.packed else times
+        fullest = slowest_share(trainers, self.rows / trainers / each, spread)
         return UpdateCost(
             shape=self.shape,
             gpu=self.gpu,

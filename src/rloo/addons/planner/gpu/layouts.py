@@ -112,12 +112,12 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
 
 def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
     """The layouts of `gpus` GPUs that are compared."""
-    for parallel in _PARALLEL:
-        if job.shape.kv_heads % parallel:
-            continue
+    sizes = [parallel for parallel in _PARALLEL if job.shape.kv_heads % parallel == 0]
+    for parallel in sizes:
         for divided in (False, True)[: 1 + (gpus > 1)]:
             if gpus % parallel == 0:
                 yield ParallelLayout(gpus, 0, parallel, divided, 0)
+    for parallel in sizes:
         most = (gpus - 1) // parallel
         for engines in sorted({max(1, round(most * n / _PARTS)) for n in range(1, _PARTS + 1)}):
             trainers = gpus - engines * parallel
