@@ -217,7 +217,7 @@ class RolloutCost:
         # The reference of an adapter is the model without it.
         frozen = shape.parameters * (self.adapter > 0 or self.reference)
         each = TRAINED * self.trained + WEIGHTS * frozen
-        inner = shape.products - shape.hidden * shape.vocabulary
+        inner = float(shape.products - shape.hidden * shape.vocabulary)
         if shape.experts:
             inner += shape.expert_parameters * (1 - shape.chosen / shape.experts)
         layer = inner / shape.layers
