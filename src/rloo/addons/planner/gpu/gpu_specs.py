@@ -12,10 +12,10 @@ IN_A_MACHINE = 8
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The maker's figures for a GPU: bytes of memory (as torch reports them; 80 GB in the name are
-    80 GiB without what the driver keeps), dense bf16 operations per second, and bytes
-    per second of the memory, of NVLink in one direction, and of the network in a usual machine with
-    eight GPUs. `attention` is the operations per second of FlashAttention-2 on the GPU."""
+    """The maker's figures for a GPU: bytes of memory (as torch reports them: a GPU of 80 GB has
+    79.2 GiB), dense bf16 operations per second, and bytes per second of the memory, of NVLink in
+    one direction, and of the network in a usual machine with eight GPUs. `attention` is the
+    operations per second of FlashAttention-2 on the GPU."""
 
     name: str
     memory: float
