@@ -18,34 +18,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 from rloo.algorithm.rank_rollout import RankRollout, RewardScorer, all_gather_completions
-from rloo.algorithm.reward_scoring import Called, arguments_of, column_names
+from rloo.algorithm.reward_scoring import Called, column_names, submit_group
 from rloo.algorithm.rollout import SyncRolloutGenerator
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.distributed.platform_info import num_processors
 from rloo.distributed.worker_pool import chain_future, wait_result
+from rloo.engines.async_engine import AsyncEngine, HoldsEnvironments
 from rloo.engines.counter_rng import noise_key
 from rloo.rewards.reward_workers import RewardWorkerPool, unavailable_reason, written
-from rloo.types import Completion, Engine, Group, Prompt, Sampling
-
-
-class AsyncEngine(Engine, Protocol):
-    """An engine that samples in the background."""
-
-    def submit(
-        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
-    ) -> list[Future[list[Completion]]]:
-        """Start to sample as `sample` does, and return at once, with one future per prompt. Only
-        the main process calls this method."""
-
-    def cancel_pending(self) -> None:
-        """Cancel pending requests."""
-
-    def busy_seconds(self) -> float:
-        """Return the seconds spent sampling so far."""
+from rloo.types import Completion, Group, Prompt
 
 
 @dataclass(slots=True)
@@ -90,7 +75,10 @@ class AsyncRolloutGenerator(RankRollout):
 
     def __post_init__(self) -> None:
         self._after, self._epoch = self.prompts.state_dict(), self.prompts.epoch
-        self.why_here = unavailable_reason(self.rewards)
+        if self.engine.capabilities.whole_groups:
+            self.why_here = "it has the data of the episodes"
+        else:
+            self.why_here = unavailable_reason(self.rewards)
         if self.why_here is None and self.world.is_main:
             some = self.config.async_options.reward_workers or min(
                 self.batches.prompts_per_rollout, num_processors(), 8
@@ -162,6 +150,8 @@ class AsyncRolloutGenerator(RankRollout):
                 self.rewards, self.tokenizer, self.world, self.trainer, begun.noise
             )
             groups, logged = judge.score(begun.prompts, sampled, called=called)
+        if isinstance(self.engine, HoldsEnvironments):
+            self.engine.release(begun.sampled)
         self._pending.popleft()
         self._after, self._epoch = begun.position, begun.epoch
         self.prompts.update(groups)
@@ -211,10 +201,13 @@ class AsyncRolloutGenerator(RankRollout):
             begun.scored.append(scored)
             seed = noise_key(begun.noise, "reward", begun.number + index)
 
-            def make(prompt: Prompt = prompt, sampled: Any = sampled) -> Any:
-                return arguments_of([(prompt, sampled.result())], names, self._decoder)
+            def begin(
+                seed: int = seed, prompt: Prompt = prompt, sampled: Any = sampled
+            ) -> Future[Called]:
+                submit = partial(scorers.submit, seed, state=state)
+                group = prompt, sampled.result()
+                return submit_group(group, names, self.rewards.names, self._decoder, submit)
 
-            begin = partial(scorers.submit, seed, make, state)
             sampled.add_done_callback(partial(_then, begin, scored))
 
     def _staleness(self, first: int, groups: Sequence[Group]) -> dict[str, float]:
