@@ -144,7 +144,7 @@ class RemoteEngine:
         joined = [_JoinedCompletions(len(some)) for some in numbers]
         rows = [*map(_WaitingRow, prompts, numbers, joined)]
         for _ in range(self._waiting.put(how, rows, self._workers.size)):
-            job = _Job(self._state, self._waiting, how)
+            job = _SampleJob(self._state, self._waiting, how)
             self._crew.submit(job, first=first).add_done_callback(job.deliver)
         return [each.future for each in joined]
 
@@ -266,7 +266,7 @@ class _WaitingRows:
             return taken
 
 
-class _Job:
+class _SampleJob:
     """Samples rows in a worker. The job takes the rows when a worker is free. A job that is
     repeated, since its worker was lost, samples the same rows."""
 

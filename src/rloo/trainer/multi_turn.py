@@ -163,9 +163,9 @@ class MultiTurnSetup:
             context_of(policy.model.config.get_text_config()),
         )
         if args.samples_beside:
-            from rloo.episodes.background_episodes import BackgroundMultiTurnEngine
+            from rloo.episodes.async_multi_turn import AsyncMultiTurnEngine
 
-            return BackgroundMultiTurnEngine(
+            return AsyncMultiTurnEngine(
                 cast("AsyncEngine", engine), casts, limits, self.environments
             )
         return MultiTurnEngine(engine, casts, limits, self.environments)

@@ -46,7 +46,7 @@ class _PlayedGroup:
     released: bool = False
 
 
-class BackgroundMultiTurnEngine(MultiTurnEngine):
+class AsyncMultiTurnEngine(MultiTurnEngine):
     """A `MultiTurnEngine` that also plays episodes in the background. Tools and environments run in
     threads of the main process. `inner` is an `AsyncEngine`. The environments of a submitted group
     stay in use until `release`, since reward functions may call them."""

@@ -2,24 +2,30 @@
 
 import itertools
 import threading
-import time
 from concurrent.futures import CancelledError
+from typing import ClassVar
 
 import pytest
 
-from rloo.episodes.background_episodes import BackgroundMultiTurnEngine
+from rloo.episodes.async_multi_turn import AsyncMultiTurnEngine
 from rloo.episodes.environments import EnvironmentPool, environment_tools
 from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup
 from rloo.episodes.tools import ToolSet
 from rloo.types import Prompt, Sampling
 from support.episodes import CALL, END, ThreeTokens, ToldInBackground
+from support.launched_runs import wait_until
 
 CONTENT = [{"role": "user", "content": "x"}]
 SAMPLING = Sampling(12, (END,))
 
 
 class Asked:
-    """Counts its calls."""
+    """Counts its calls, and the environments."""
+
+    made: ClassVar[list["Asked"]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
 
     def reset(self, seed: int) -> None:
         """Begin."""
@@ -51,7 +57,7 @@ def make(tool=ask, factory=None, say=say):
         methods = environment_tools(stage.examples[None])
         tools = ToolSet([], characters=100, example=stage.examples[None], methods=methods)
     cast = {None: EpisodeSetup(tools, ThreeTokens())}
-    return BackgroundMultiTurnEngine(inner, cast, EpisodeLimits(), stage), inner
+    return AsyncMultiTurnEngine(inner, cast, EpisodeLimits(), stage), inner
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -139,24 +145,42 @@ def test_tools_that_wait_do_not_wait_for_each_other():
 
 
 def test_environments_are_in_use_until_their_rewards_are_known():
+    Asked.made.clear()
     engine, inner = make(factory=Asked)
-    (first,) = engine.submit(prompts(1), 2, SAMPLING, 0)
+
+    def begin(noise: int):
+        before = len(inner.waiting)
+        (future,) = engine.submit(prompts(1), 2, SAMPLING, noise)
+        inner.wait_for(before + 2)
+        return future
+
+    first = begin(0)
     inner.finish_until(first)
     held = [c.episode.environment for c in first.result()]
-    (second,) = engine.submit(prompts(1), 2, SAMPLING, 1)
-    inner.wait_for(2)
-    assert [environment.asked for environment in held] == [1, 2]
-    assert not {id(e) for e in held} & {id(e) for e in engine._stage._free[None]}
+    begin(1)
+    assert [environment.asked for environment in held] == [1, 2] and len(Asked.made) == 4
     engine.release([first])
-    assert {id(e) for e in held} <= {id(e) for e in engine._stage._free[None]}
+    begin(2)
+    assert len(Asked.made) == 4 and [environment.asked for environment in held] == [0, 0]
+
+
+def test_environments_of_cancelled_groups_serve_others():
+    Asked.made.clear()
+    engine, inner = make(factory=Asked)
+    threads = threading.active_count()
+    futures = [
+        *engine.submit(prompts(1), 2, SAMPLING, 0),
+        *engine.submit(prompts(1), 2, SAMPLING, 1),
+    ]
+    inner.wait_for(4)
     engine.cancel_pending()
-    with pytest.raises((RuntimeError, CancelledError)):
-        second.result(10)
-    for _ in range(100):
-        if len(engine._stage._free[None]) == 4:
-            break
-        time.sleep(0.05)
-    assert len({id(e) for e in engine._stage._free[None]}) == 4
+    for future in futures:
+        with pytest.raises((RuntimeError, CancelledError)):
+            future.result(10)
+    wait_until(lambda: threading.active_count() <= threads)
+    assert len(Asked.made) == 4
+    engine.sample(prompts(2), 2, SAMPLING, 2)
+    assert len(Asked.made) == 4
 
 
 def test_an_error_of_the_engine_is_the_groups_error():
