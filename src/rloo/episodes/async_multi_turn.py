@@ -130,9 +130,13 @@ class AsyncMultiTurnEngine(MultiTurnEngine):
         own = [range(episode.number, episode.number + 1) for episode in going]
         turns = self._background.submit(rows, own, group.sampling, group.noise)
         for episode, turn in zip(going, turns, strict=True):
-            # A callback runs in the engine's thread, which must not wait for tools.
-            then = partial(self._continue, group, episode)
-            turn.add_done_callback(lambda done, then=then: _in_thread(partial(then, done)))
+            turn.add_done_callback(partial(self._continue_in_thread, group, episode))
+
+    def _continue_in_thread(
+        self, group: _PlayedGroup, episode: EpisodeInProgress, turn: Future[list[Completion]]
+    ) -> None:
+        # The engine's thread, which calls this method, must not wait for tools.
+        _in_thread(partial(self._continue, group, episode, turn))
 
     def _continue(
         self, group: _PlayedGroup, episode: EpisodeInProgress, turn: Future[list[Completion]]
