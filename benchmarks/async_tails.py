@@ -1,8 +1,8 @@
 """The rate of asynchronous training with long tails: turns of lognormal length (sigma 1), and tools
 that sleep. The generator of rollouts and the episodes are those of a run. The engine is simulated:
-it has SLOTS slots, and a turn occupies a slot for its length. Training sleeps.
+a turn occupies one of its slots for its length. Training sleeps.
 
-    python -m benchmarks.async_tails [--steps 16] [--turn 0.05]
+    python -m benchmarks.async_tails [--steps 16] [--turn 0.05] [--slots 16]
 
 The bound of a step is the longer one of training and of the time in which all slots are busy with
 the turns of a rollout. Training takes as long as a rollout, unless `--training` gives a share.
@@ -32,18 +32,18 @@ from rloo.episodes.renderer import ParsedTurn, ToolCall
 from rloo.episodes.tools import ToolSet
 from rloo.types import Completion, EngineCapabilities, Message, Prompt, Sampling
 
-PROMPTS, SAMPLES, SLOTS, SIGMA, WARM_UP = 16, 8, 16, 1.0, 4
+PROMPTS, SAMPLES, SIGMA, WARM_UP = 16, 8, 1.0, 4
 END, CALL, ANSWER = 2, 5, 6
 
 
 class SlotEngine:
-    """Samples at most SLOTS turns at once, each for a random time of mean `seconds`."""
+    """Samples at most `slots` turns at once, each for a random time of mean `seconds`."""
 
     capabilities = EngineCapabilities("slots", True, False, True, True, central=True)
 
-    def __init__(self, seconds: float, *, calls: bool) -> None:
+    def __init__(self, seconds: float, slots: int, *, calls: bool) -> None:
         self.version, self.used, self._seconds, self._calls = -1, 0.0, seconds, calls
-        self._waiting: deque[Any] = deque()
+        self._slots, self._waiting = slots, deque[Any]()
         self._running: list[Any] = []
         self._changed, self._number = threading.Condition(), 0
         threading.Thread(target=self._work, daemon=True).start()
@@ -82,7 +82,7 @@ class SlotEngine:
                 while self._running and self._running[0][0] <= now:
                     over.append(heapq.heappop(self._running))
                 freed = deque(end for end, *_ in over)
-                while self._waiting and len(self._running) < SLOTS:
+                while self._waiting and len(self._running) < self._slots:
                     # A turn begins when a slot got free, also if this thread was late.
                     start = freed.popleft() if freed else now
                     length, *turn = self._waiting.popleft()
@@ -111,7 +111,7 @@ class SlotEngine:
 
     def busy_seconds(self) -> float:
         """The seconds in which all slots were busy."""
-        return self.used / SLOTS
+        return self.used / self._slots
 
     def stats(self) -> dict[str, float]:
         """No metrics."""
@@ -165,10 +165,12 @@ class Lengths:
         return [float(n % 3) for n, _ in enumerate(completion_ids)]
 
 
-def measure(staleness: int, turn: float, tool: float, share: float, steps: int) -> float:
+def measure(
+    staleness: int, slots: int, turn: float, tool: float, share: float, steps: int
+) -> float:
     """The rate over its bound, after WARM_UP rollouts."""
     turns = 2 if tool else 1
-    full = turns * PROMPTS * SAMPLES * turn / SLOTS
+    full = turns * PROMPTS * SAMPLES * turn / slots
     with tempfile.TemporaryDirectory() as folder:
         config = RLOOConfig(
             folder, model="countdown", dataset="countdown", bf16=False, num_prompts=PROMPTS,
@@ -177,8 +179,8 @@ def measure(staleness: int, turn: float, tool: float, share: float, steps: int) 
         )  # fmt: skip
         made = RLOOTrainer(args=config, reward_funcs=Lengths()).make_parts()[0].rollouts
         assert isinstance(made, AsyncRolloutGenerator)
-        slots = SlotEngine(turn, calls=tool > 0)
-        engine: Any = slots
+        inner = SlotEngine(turn, slots, calls=tool > 0)
+        engine: Any = inner
         if tool:
             draws = random.Random(0)
 
@@ -188,12 +190,12 @@ def measure(staleness: int, turn: float, tool: float, share: float, steps: int) 
                 return "done"
 
             setup = EpisodeSetup(ToolSet([wait], characters=100), Letters())  # type: ignore[arg-type]
-            engine = AsyncMultiTurnEngine(slots, {None: setup}, EpisodeLimits())
+            engine = AsyncMultiTurnEngine(inner, {None: setup}, EpisodeLimits())
         rollouts = replace(made, engine=engine, prompts=Rows())  # type: ignore[arg-type]
         began, used, trained = 0.0, 0.0, 0.0
         for step in range(WARM_UP + steps):
             if step == WARM_UP:
-                began, used, trained = time.monotonic(), slots.used, 0.0
+                began, used, trained = time.monotonic(), inner.used, 0.0
             engine.load(None, step)
             rollouts.next()
             before = time.monotonic()
@@ -201,7 +203,7 @@ def measure(staleness: int, turn: float, tool: float, share: float, steps: int) 
             trained += time.monotonic() - before
         seconds = time.monotonic() - began
         made.close()
-    return max(trained, (slots.used - used) / SLOTS) / seconds
+    return max(trained, (inner.used - used) / slots) / seconds
 
 
 def main() -> None:
@@ -211,13 +213,22 @@ def main() -> None:
     parser.add_argument("--turn", type=float, default=0.05, help="mean seconds of a turn")
     parser.add_argument("--training", type=float, default=1.0, help="share of a rollout's time")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
+    parser.add_argument("--tools", type=float, nargs="+", default=[0.0, 4.0], help="in turns")
+    parser.add_argument("--slots", type=int, default=16)
     options = parser.parse_args()
     names = [f"S {staleness}" for staleness in options.staleness]
     print("| turns | mean seconds of a tool | " + " | ".join(names) + " |")
     print("|" + "---|" * (2 + len(names)))
-    for tool in (0.0, 4.0):
+    for tool in options.tools:
         rates = [
-            measure(staleness, options.turn, tool * options.turn, options.training, options.steps)
+            measure(
+                staleness,
+                options.slots,
+                options.turn,
+                tool * options.turn,
+                options.training,
+                options.steps,
+            )
             for staleness in options.staleness
         ]
         cells = [f"{rate:.0%}" if math.isfinite(rate) else "" for rate in rates]
