@@ -85,8 +85,9 @@ class Completion:
     distribution that was sampled from. Both are natural logarithms, one per token.
     `weight_versions` are the versions of the weights that sampled the tokens, in order, with token
     counts; empty if the rollout's version sampled all tokens. In an `episode`, `trained` is False
-    for tokens that no engine sampled (tool output). The log-probs of these tokens are 0. Token ids
-    and log-probs that are lists are converted to arrays (`store_as_arrays`).
+    for tokens that no engine sampled (tool output). The log-probs of these tokens are 0, and the
+    counts of `weight_versions` leave these tokens out. Token ids and log-probs that are lists are
+    converted to arrays (`store_as_arrays`).
     """
 
     token_ids: Sequence[int]

@@ -78,12 +78,6 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
                     "rewards; it is for max_staleness above 0, or sampler_processes"
                 )
         return
-    if config.dynamic_sample:
-        yield (
-            "dynamic_sample is true, which draws further prompts once a rollout is scored, and "
-            "the next ones are begun by then (dynamic_sample, or max_staleness 0 and no "
-            "sampler_processes)"
-        )
     if (copies := config.engine_options.copy_weights) is not None:
         yield (
             f"engine_kwargs.copy_weights is {copies} and another process samples, which always has "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from datasets import Dataset, IterableDataset
 
@@ -13,7 +13,7 @@ from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import context_of
-from rloo.config.tool_options import check_tools, refuse_in_vain
+from rloo.config.tool_options import check_rollout_func, refuse_in_vain
 from rloo.config.user_functions import load_function
 from rloo.data.iterable_dataset import Prompts
 from rloo.data.prompt_dataset import PromptDataset
@@ -24,6 +24,7 @@ from rloo.rewards import RewardSet
 from rloo.types import Engine
 
 if TYPE_CHECKING:  # a run without tools does not load them
+    from rloo.engines.async_engine import AsyncEngine
     from rloo.episodes.environments import EnvironmentPool
     from rloo.episodes.tools import ToolSet
 
@@ -161,6 +162,12 @@ class MultiTurnSetup:
             args.max_prompt_length,
             context_of(policy.model.config.get_text_config()),
         )
+        if args.samples_beside:
+            from rloo.episodes.async_multi_turn import AsyncMultiTurnEngine
+
+            return AsyncMultiTurnEngine(
+                cast("AsyncEngine", engine), casts, limits, self.environments
+            )
         return MultiTurnEngine(engine, casts, limits, self.environments)
 
     def _check_processes(self, engine: Engine, trainer: Any) -> None:
@@ -213,8 +220,8 @@ def multi_turn_setup(
         refuse_in_vain(args)
         if own is None:
             return MultiTurnSetup()
-    check_tools(args, own=own is not None)
     if own is not None:
+        check_rollout_func(args)
         return MultiTurnSetup(rollout_func=own)
     if "tools" in (args.chat_template_kwargs or {}):
         raise ValueError(

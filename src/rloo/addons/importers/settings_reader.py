@@ -22,7 +22,6 @@ from rloo.config.yaml_io import read_value
 ENGINES = "completions are sampled by our own engines (rollout_engine)"
 IN_MEMORY = "micro-batches follow from memory (max_tokens_per_micro_batch)"
 PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
-NOT_AHEAD = "dynamic_sample draws further prompts by the scores, so not ahead of training"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _UNKNOWN = object()
 CUT = "the shell leaves it out: a comment or a missing backslash ends the command before it"
