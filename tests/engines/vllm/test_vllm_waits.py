@@ -11,7 +11,7 @@ FOLDER = PACKAGE / "engines" / "vllm"
 BESIDE = (
     "distributed/worker_process.py", "distributed/worker_pool.py", "distributed/worker_registry.py",
     "distributed/remote_worker.py", "distributed/child_process.py", "engines/remote_engine.py",
-    "rewards/reward_workers.py", "algorithm/async_rollout.py",
+    "rewards/reward_workers.py", "algorithm/async_rollout.py", "episodes/async_multi_turn.py",
 )  # fmt: skip
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.
@@ -26,6 +26,9 @@ HAS_ENDED = {
         "listener.accept()",
     ),  # until it is closed, in a thread that nobody waits for
     ("async_rollout.py", "sampled.result()"),
+    ("async_rollout.py", "group.sampled.result()"),  # it is scored
+    ("async_rollout.py", "group.scored.result()"),  # it is done
+    ("async_multi_turn.py", "turn.result()"),  # a callback of the turn
     ("router.py", "place.result()"),
 }
 
