@@ -20,7 +20,7 @@ HAS_ENDED = {
     ("child_process.py", "self._process.wait()"),  # after SIGKILL, or when it has ended
     ("worker_pool.py", "future.result()"),
     ("worker_pool.py", "done.result()"),
-    ("remote_engine.py", "part.result()"),
+    ("remote_engine.py", "done.result()"),  # it is done
     (
         "worker_registry.py",
         "listener.accept()",
