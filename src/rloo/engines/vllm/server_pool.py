@@ -24,6 +24,7 @@ from rloo.engines.vllm.server_state import (
     ServerWeights,
     WaitClock,
     answered,
+    cancel_all,
 )
 from rloo.types import Completion, Prompt, Sampling
 
@@ -185,7 +186,7 @@ class ServerPool:
                 answers = {n: answer for n, answer in answers.items() if answer in good}
             return [answers[n].completions for n in range(len(requests))]
         finally:
-            await _cancel(tasks)
+            await cancel_all(tasks)
             await self.end()
 
     async def begin(self) -> None:
@@ -203,7 +204,7 @@ class ServerPool:
         self.sampling -= 1
         if self.sampling == 0:
             self.watch.stop()
-            await _cancel(self.looking)
+            await cancel_all(self.looking)
             if self.sleep_level is not None:
                 self.awake.clear()
             await self._each(self._sleep)
@@ -391,14 +392,8 @@ class ServerPool:
         """Cancel requests and recoveries, and close the connections. Servers that the run started
         keep running."""
         self.closed = True
-        await _cancel([call for member in self.members for call in member.calls])
-        await _cancel([m.recovery for m in self.members if m.recovery is not None])
+        await cancel_all([call for member in self.members for call in member.calls])
+        await cancel_all([m.recovery for m in self.members if m.recovery is not None])
         for member in self.members:
             with suppress(Exception):
                 await member.client.close()
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

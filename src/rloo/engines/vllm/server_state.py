@@ -123,6 +123,13 @@ async def answered(member: ServerState, seconds: float) -> None:
         await asyncio.sleep(0.02)
 
 
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @dataclass(slots=True)
 class WaitClock:
     """A stopwatch that sums the seconds between `start` and `stop`."""
