@@ -12,18 +12,17 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from pathlib import Path
 
 
 class LinkedServers:
-    """The servers that runs start with `executable`, each a `FakeVLLM` of the model that `make`
-    returns. `events` are the calls of all servers in their order, each with the devices of its
+    """The servers that runs start with `executable`, each a `FakeVLLM` of the folder that it is
+    given. `events` are the calls of all servers in their order, each with the devices of its
     server; `refuse` are devices on which no server starts, with the reason."""
 
-    def __init__(self, make, *, lora: bool = False) -> None:
+    def __init__(self, *, lora: bool = False) -> None:
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-        self._make, self._lora = make, lora
+        self._lora = lora
         self.servers: list = []
         self.started: list[dict] = []
         self.events: list[tuple[str | None, str]] = []
@@ -49,16 +48,18 @@ class LinkedServers:
         self.executable = [sys.executable, __file__, f"http://127.0.0.1:{self._http.server_port}"]
 
     def start(self, started: dict) -> str:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
         from support.fake_vllm import FakeVLLM
 
-        server = FakeVLLM(*self._make(), lora=self._lora)
-        server.lora_rank = 16
-        folder = Path(started["model"])
+        folder = started["model"]
         with self._lock:
-            if (folder / "model.safetensors.index.json").exists():
-                server._load(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            server = FakeVLLM(model, tokenizer, lora=self._lora)
+            server.lora_rank, server.settings = 16, {"max_model_len": 512}
             if "--hf-overrides" in started["arguments"]:
-                server.settings = {"hf_overrides": {"tie_word_embeddings": False}}
+                server.settings["hf_overrides"] = {"tie_word_embeddings": False}
             server.calls = _Calls(started["devices"], self.events)
             self.servers.append(server)
             self.started.append(started)

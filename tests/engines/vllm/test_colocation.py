@@ -11,6 +11,7 @@ import torch
 
 from rloo.algorithm.rank_rollout import generate_on_ranks
 from rloo.engines.vllm.colocation import RankPlace, place_of, site_of
+from rloo.engines.vllm.from_options import settings_of
 from rloo.engines.vllm.router import NoServers
 from rloo.engines.vllm.server_process import ServerConfig
 from rloo.engines.vllm.settings import VLLMSettings
@@ -22,7 +23,6 @@ from support.fake_vllm import Status
 from support.linked_vllm import LinkedServers
 from support.models import make_model
 from support.process_groups import gloo_worlds, of_each
-from support.text import make_tokenizer
 from support.vllm_engines import COMPLETIONS, SAMPLING, change, make_policy
 
 TWO_NODES = [RankPlace(host, gpu) for host in ("a", "b") for gpu in "4567"]
@@ -77,8 +77,7 @@ class Ranks:
 
     def __init__(self, folder, closing, size, shared=1, *, lora=False, **settings):
         self.folder, self.size = folder, size
-        served = lambda: (make_model("qwen3", seed=9), make_tokenizer())  # noqa: E731
-        self.linked = LinkedServers(served, lora=lora)
+        self.linked = LinkedServers(lora=lora)
         closing.callback(self.linked.close)
         _, worlds = closing.enter_context(gloo_worlds(size))
         places = [RankPlace("here", str(4 + rank)) for rank in range(size)]
@@ -237,6 +236,77 @@ def test_adapters_are_loaded_by_every_server(make_ranks):
     loads = [call for _, call in ranks.linked.events if call == "/v1/load_lora_adapter"]
     assert len(loads) == 4  # the perturbed one, and the first version
     assert ranks.notes == []
+
+
+@pytest.mark.parametrize(("size", "shared"), [(2, 1), (4, 2)])
+def test_the_ranks_may_have_turns_in_different_numbers(make_ranks, size, shared):
+    ranks = make_ranks(size, shared)
+    ranks.load()
+    prompts = make_prompts()
+
+    def play(rank):
+        engine = ranks.engines[rank]
+        with engine.prefix_caching():
+            for turn in range(1 + rank if rank % shared == 0 else 0):
+                engine.sample(prompts[:1], 1, SAMPLING, turn)
+
+    ranks.each(play)
+    calls = [call for _, call in ranks.linked.events if "sleep" in call or "kv_cache" in call]
+    once = size // shared * ["/sleep level=2", "/wake_up tags=kv_cache", "/sleep level=2"]
+    assert sorted(calls) == sorted(once)  # after the first load, and around all turns
+    assert len(ranks.sample()) == size
+
+
+# -- the options -------------------------------------------------------------------------------
+
+
+def settings_on(size, folder, **options):
+    """The settings of each rank on a CPU."""
+    options = {"rollout_engine": "vllm", "output_dir": str(folder), **options}
+    with gloo_worlds(size) as (_, worlds):
+
+        def one(rank):
+            policy = make_policy(**options)
+            policy.world = worlds[rank]
+            return settings_of(policy, folder)[0]
+
+        return of_each(size, one)
+
+
+def test_ranks_on_a_cpu_have_servers_that_divide_the_memory(tmp_path):
+    found = settings_on(4, tmp_path, vllm_tensor_parallel_size=2)
+    assert [s.first_number for s in found] == [0, 0, 1, 1]
+    assert {(s.ranks_per_engine, s.devices, s.sleep_level) for s in found} == {(2, (None,), None)}
+    assert {s.server.gpu_memory_utilization for s in found} == {0.3 / 2}
+    assert {s.server.tensor_parallel_size for s in found} == {2}
+    assert {s.weights_folder for s in found} == {None}
+    (given, _) = settings_on(2, tmp_path, vllm_gpu_memory_utilization=0.1)
+    assert given.server.gpu_memory_utilization == 0.1
+
+
+def test_servers_beside_training_or_on_other_gpus_serve_all_ranks(tmp_path):
+    for options in ({"max_staleness": 1}, {"engine_kwargs": {"devices": ["0"]}}):
+        assert {s.ranks_per_engine for s in settings_on(2, tmp_path, **options)} == {None}
+    assert settings_on(1, tmp_path, vllm_tensor_parallel_size=2)[0].ranks_per_engine is None
+
+
+def test_a_number_of_ranks_that_servers_do_not_divide_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is 2 and 3 processes train"):
+        settings_on(3, tmp_path, vllm_tensor_parallel_size=2)
+
+
+def test_servers_of_several_machines_read_weights_from_a_shared_folder(tmp_path, monkeypatch):
+    names = {"rank 0": "a", "rank 1": "b"}
+    monkeypatch.setattr("socket.gethostname", lambda: names[threading.current_thread().name])
+    with gloo_worlds(2) as (_, worlds):
+
+        def one(rank):
+            threading.current_thread().name = f"rank {rank}"
+            policy = make_policy(rollout_engine="vllm", output_dir=str(tmp_path))
+            policy.world = worlds[rank]
+            return settings_of(policy, tmp_path)[0]
+
+        assert [s.weights_folder for s in of_each(2, one)] == [tmp_path] * 2
 
 
 # -- failures ----------------------------------------------------------------------------------
