@@ -17,7 +17,8 @@ from contextlib import suppress
 class LinkedServers:
     """The servers that runs start with `executable`, each a `FakeVLLM` of the folder that it is
     given. `events` are the calls of all servers in their order, each with the devices of its
-    server; `refuse` are devices on which no server starts, with the reason."""
+    server; `seen` is called with each. `refuse` are devices on which no server starts, with the
+    reason."""
 
     def __init__(self, *, lora: bool = False) -> None:
         from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +27,7 @@ class LinkedServers:
         self.servers: list = []
         self.started: list[dict] = []
         self.events: list[tuple[str | None, str]] = []
+        self.seen = lambda call: None
         self.refuse: dict[str | None, str] = {}
         owner = self
 
@@ -60,7 +62,7 @@ class LinkedServers:
             server.lora_rank, server.settings = 16, {"max_model_len": 512}
             if "--hf-overrides" in started["arguments"]:
                 server.settings["hf_overrides"] = {"tie_word_embeddings": False}
-            server.calls = _Calls(started["devices"], self.events)
+            server.calls = _Calls(started["devices"], self)
             self.servers.append(server)
             self.started.append(started)
         return server.url
@@ -76,12 +78,13 @@ class LinkedServers:
 
 
 class _Calls(list):
-    def __init__(self, devices: str | None, events: list) -> None:
-        self._devices, self._events = devices, events
+    def __init__(self, devices: str | None, linked: LinkedServers) -> None:
+        self._devices, self._linked = devices, linked
 
     def append(self, call: str) -> None:
         super().append(call)
-        self._events.append((self._devices, call))
+        self._linked.events.append((self._devices, call))
+        self._linked.seen(call)
 
 
 def _hand_on(source: socket.socket, target: socket.socket) -> None:
