@@ -119,7 +119,7 @@ def test_two_processes_have_a_server_each(tmp_path):
     process and its server sample."""
     few = (
         "max_steps", "3", "num_prompts", "4", "num_generations", "4", "seed", "5",
-        "max_completion_length", "32", "vllm_max_model_length", "256",
+        "max_completion_length", "32",
         "eval_on_start", "false", "eval_strategy", "no", "eval_split", "null",
     )  # fmt: skip
     found = {}

@@ -1,7 +1,6 @@
 """Servers on the GPUs of the ranks that train: their GPUs, shares and order of calls, and what
 happens if a server of one rank fails."""
 
-import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from rloo.algorithm.rank_rollout import generate_on_ranks
+from rloo.distributed import World
 from rloo.engines.vllm.colocation import RankPlace, place_of, site_of
 from rloo.engines.vllm.from_options import settings_of
 from rloo.engines.vllm.router import NoServers
@@ -21,7 +21,7 @@ from support.adapters import make_adapted
 from support.engines import make_prompts
 from support.fake_vllm import Status
 from support.linked_vllm import LinkedServers
-from support.models import make_model
+from support.models import CPU, make_model
 from support.process_groups import gloo_worlds, of_each
 from support.vllm_engines import COMPLETIONS, SAMPLING, change, make_policy
 
@@ -72,6 +72,25 @@ def test_the_name_of_a_ranks_gpu_is_that_of_the_outer_variable(monkeypatch, seen
 # -- engines of several ranks, which are threads here -------------------------------------------
 
 
+class LoggedExport(PolicyExport):
+    """Adds to `events` when its rank returns cached GPU memory."""
+
+    events: list
+
+    def free_cache(self):
+        self.events.append((None, f"emptied {self.world.rank}"))
+
+
+class TwoMachines(World):
+    """Ranks of two machines."""
+
+    def all_gather_object(self, value):
+        return [
+            (host, gpu)
+            for host, (_, gpu) in zip("ab", super().all_gather_object(value), strict=True)
+        ]
+
+
 class Ranks:
     """`size` ranks with GPUs, of which each `shared` have a server; the policies are equal."""
 
@@ -90,7 +109,8 @@ class Ranks:
             model.load_state_dict(state)
             policy = make_policy(model)
             policy.world = world
-            source, site = PolicyExport(policy, torch.float32), site_of(places, world.rank, shared)
+            source, site = LoggedExport(policy, torch.float32), site_of(places, world.rank, shared)
+            source.events = self.linked.events
             level = settings.get("sleep_level", 2)
             server = ServerConfig(
                 "m",
@@ -117,7 +137,6 @@ class Ranks:
         """The results of `work(rank)` in all ranks; an error of a rank ends the others' waits."""
 
         def one(rank):
-            threading.current_thread().name = f"rank {rank}"
             with self.worlds[rank].reporting_failure():
                 return work(rank)
 
@@ -196,15 +215,10 @@ def test_there_may_be_more_servers_than_prompts(make_ranks):
 
 @pytest.mark.parametrize(("size", "shared"), [(2, 1), (4, 2)])
 def test_the_caches_are_emptied_before_a_server_wakes_and_ranks_train_while_it_sleeps(
-    make_ranks, monkeypatch, size, shared
+    make_ranks, size, shared
 ):
     ranks = make_ranks(size, shared)
     events = ranks.linked.events
-
-    def empty():
-        events.append((None, f"emptied {threading.current_thread().name[5:]}"))
-
-    monkeypatch.setattr("torch.cuda.empty_cache", empty)
     ranks.load()
     assert [call for _, call in events if "sleep" in call] == ["/sleep level=2"] * (size // shared)
     ranks.change()
@@ -295,15 +309,12 @@ def test_a_number_of_ranks_that_servers_do_not_divide_is_refused(tmp_path):
         settings_on(3, tmp_path, vllm_tensor_parallel_size=2)
 
 
-def test_servers_of_several_machines_read_weights_from_a_shared_folder(tmp_path, monkeypatch):
-    names = {"rank 0": "a", "rank 1": "b"}
-    monkeypatch.setattr("socket.gethostname", lambda: names[threading.current_thread().name])
+def test_servers_of_several_machines_read_weights_from_a_shared_folder(tmp_path):
     with gloo_worlds(2) as (_, worlds):
 
         def one(rank):
-            threading.current_thread().name = f"rank {rank}"
             policy = make_policy(rollout_engine="vllm", output_dir=str(tmp_path))
-            policy.world = worlds[rank]
+            policy.world = TwoMachines(CPU, rank, 2, worlds[rank].collectives)
             return settings_of(policy, tmp_path)[0]
 
         assert [s.weights_folder for s in of_each(2, one)] == [tmp_path] * 2

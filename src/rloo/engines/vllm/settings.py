@@ -15,8 +15,8 @@ from rloo.engines.vllm.server_process import ServerConfig
 
 
 class WeightPublisher(Protocol):
-    """Exports the policy to an engine in other processes. Every method is a collective of all
-    processes of the run."""
+    """Exports the policy to an engine in other processes. Every method but `free_cache` is a
+    collective of all processes of the run."""
 
     world: World
     # The rank of the adapter if only an adapter is sent, otherwise None.
@@ -30,6 +30,9 @@ class WeightPublisher(Protocol):
 
     def write_base(self, folder: Path | None) -> None:
         """Write the adapter's base model into `folder`. Other ranks pass None."""
+
+    def free_cache(self) -> None:
+        """Return the GPU memory that torch has cached to the GPU, in this process."""
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         """The log-probs of a completion's tokens at temperature 1."""

@@ -12,8 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from rloo.engines.sampling import sample_indices
 from rloo.engines.vllm.client import VLLMClient
 from rloo.engines.vllm.colocation import failing_together, on_all_ranks
@@ -114,8 +112,8 @@ class VLLMEngine:
     def _bring(self) -> None:
         """Load the last published version into the servers, and verify it."""
         world, sleep = self._source.world, self._settings.sleep_level is not None
-        if sleep and world.device.type == "cuda":
-            torch.cuda.empty_cache()  # servers that wake up need the memory
+        if sleep:
+            self._source.free_cache()  # servers that wake up need the memory
         if sleep and self.capabilities.ranks_per_engine > 1:
             world.all_gather_object(None)  # all GPUs of a server must have the memory
         wanted, self._wanted = self._wanted, None
