@@ -30,7 +30,7 @@ ITS_MASKS = "model/forward.py"
 
 
 # Bytes beside a sleeping server: for the optimizer's state and some completions, not for all.
-LEFT = 450_000
+LEFT = 900_000
 
 
 class Refused(Exception):
