@@ -46,7 +46,9 @@ def update(
     computes_all = _computes_all(policy, samples, terms)
     live = [s for s in samples if computes_all or credit.has_reward_variance(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
-    dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
+    dealt = deal(
+        live, policy.world.num_row_groups, whole_groups=credit.from_update, packed=policy.packed
+    )
 
     def compute() -> MetricTotals:
         tally: MetricSums = {}

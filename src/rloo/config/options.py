@@ -323,6 +323,9 @@ class TrainingOptions(MappingsAsValues):
         "Sharding: none (replicate: each process has all weights), weights, gradients and "
         "optimizer state by torch's fully_shard (fsdp2), or by DeepSpeed: optimizer state (zero1), "
         "also gradients (zero2), also weights (zero3).")
+    sp_size: int = PROCESSES.rloo(1,
+        "Number of processes that compute the same packed rows, each a slice of the tokens "
+        "(sequence parallelism, for long completions).")
     deepspeed: dict[str, Any] | str | None = PROCESSES.shared(None,
         "Configuration of DeepSpeed: a JSON file, or its content as a mapping; its stage sets "
         "`parallel`.")

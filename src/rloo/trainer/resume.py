@@ -33,7 +33,7 @@ HARMLESS = (
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
-    "deepspeed", "offload.params",
+    "sp_size", "deepspeed", "offload.params",
     "state_dict_type", "save_dtype", "sampler_processes", "async_kwargs.remote_workers",
     "async_kwargs.reward_workers", "vllm_server_base_url", "engine_kwargs.weights_dir",
     "engine_kwargs.devices", "vllm_server_timeout", "engine_kwargs.request_timeout",

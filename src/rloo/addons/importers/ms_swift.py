@@ -38,6 +38,7 @@ _SAME: dict[str, Any] = {
     "log_completions": False, "run_name": None, "output_dir": None,
     "resume_from_checkpoint": None, "push_to_hub": False, "hub_model_id": None,
     "metric_for_best_model": None, "load_best_model_at_end": False,
+    "sequence_parallel_size": 1,
 }  # fmt: skip
 _ADAPTER: dict[str, Any] = {
     "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "modules_to_save": None,
@@ -48,6 +49,7 @@ _NAMES = {
     "offload_optimizer": "offload.optimizer",
     "max_length": "max_prompt_length",
     "dataset_shuffle": "shuffle_dataset",
+    "sequence_parallel_size": "sp_size",
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
 }
 # option -> (the value without effect, the reason why other values are not converted)
@@ -65,7 +67,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "only swift rlhf is read": ("command ",),
     ENGINES: ("vllm_", "sleep_level", "structured_outputs_regex", "move_model_batches"),
     "only the optimizer's state is moved (offload)": ("offload_model",),
-    PROCESSES: ("fsdp", "ddp", "sequence_parallel_size"),
+    PROCESSES: ("fsdp", "ddp"),
     "set it in the shell, or use_cpu": ("CUDA_VISIBLE_DEVICES",),
     "no effect: prompts are tokenised once, without loader workers": (
         "dataloader_", "dataset_num_proc",
