@@ -162,7 +162,9 @@ HALF = {
 }  # fmt: skip
 
 
-def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RLOOTrainer:
+def make(
+    folder: Path, name: str, *, single: bool = False, window: int | None = None, **changed: Any
+) -> RLOOTrainer:
     cases = CASES | ENDS | {n: (r, HALF | o) for n, (r, o) in RESUMED.items()}
     reward, options = cases[name]
     args = RLOOConfig(
@@ -190,6 +192,9 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
         model.tie_weights()
     if not single:
         model.double()
+    if window is not None:
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = window
     callbacks: list = {STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween]}.get(name, [])
     return RLOOTrainer(
         model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks,
