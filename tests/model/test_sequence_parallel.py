@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rloo import RLOOConfig
-from rloo.distributed import World
+from rloo.distributed import World, make_world
 from rloo.model.micro_batch import make_sample
 from rloo.model.parallel.sequence_parallel import kv_repeats
 from rloo.model.policy import Policy
@@ -141,6 +141,11 @@ def test_positions_that_depend_on_the_length_are_refused():
     model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     with pytest.raises(ValueError, match="positions of type dynamic"):
         in_threads(2, lambda group: make_policy(model, group))
+
+
+def test_a_group_needs_its_processes():
+    with pytest.raises(ValueError, match="sp_size is 2 and the number of processes is 1"):
+        make_world(use_cpu=True, sp_size=2)
 
 
 class _MixesTokens(torch.nn.Module):
