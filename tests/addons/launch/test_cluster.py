@@ -89,6 +89,7 @@ def test_every_fault_is_named_at_once(tmp_path):
         ({"slurm_srun_options": '["none"]'}, "slurm_srun_options has 'none'"),
         ({"slurm_max_requeues": -1}, "slurm_max_requeues is -1; it must be at least 0"),
         ({"port": 80}, "port is 80"),
+        ({"backend": "slurm", "port": 49_001}, "port is 49001; with backend slurm it is from"),
         ({"trainer_gpus": 0}, "trainer_gpus is 0; it must be at least 1"),
     ],
 )
@@ -130,7 +131,6 @@ def test_where_the_processes_are():
         ({"engine_gpus": 1}, ["--num_processes", "2"], "leave num_processes out"),
         ({"engine_gpus": 1}, ["--sampler_processes", "2"], "follows from what is placed where"),
         ({"scorers": 1}, [], "own process samples and calls rewards"),
-        ({"engine_gpus": 1}, ["--dynamic_sample", "true"], "dynamic_sample is true"),
     ],
 )
 def test_a_run_that_contradicts_its_cluster_is_refused(options, arguments, said):
