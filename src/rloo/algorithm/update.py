@@ -81,7 +81,7 @@ def update(
     policy.stepper.finish_sum()
     # With fewer effective samples, the learning rate of the step is lower (VCPO, arXiv 2602.17616).
     scale = math.sqrt(metrics["sampling/effective_share"] if config.async_options.ess_guard else 1)
-    with policy.in_step():
+    with policy.in_step(forward=False):
         return metrics | policy.stepper.step(scale)
 
 

@@ -169,10 +169,13 @@ class Policy:
             )
         return PolicyOptimizer(self.model, optimizer, scheduler, self.config, self.world)
 
-    def in_step(self) -> AbstractContextManager[None]:
+    def in_step(self, *, forward: bool = True) -> AbstractContextManager[None]:
         """`World.in_step` if weights are sharded, or under sequence parallelism. Every computation
-        with sharded weights or slices of rows must be inside this context."""
-        return self.world.in_step() if self.in_lockstep else nullcontext()
+        with sharded weights or slices of rows must be inside this context. If `forward` is false,
+        the context contains no forward pass of training and does nothing if weights are not
+        sharded."""
+        needed = self.in_lockstep if forward else self.divides
+        return self.world.in_step() if needed else nullcontext()
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         """A micro-batch on the policy's device, packed if the policy's attention supports
@@ -270,7 +273,7 @@ class Policy:
     def load_into(self, engine: Engine) -> None:
         """Load the weights into an engine. A collective if weights are sharded."""
         version = self.version
-        with self.in_step() if engine.capabilities.shares_memory else nullcontext():
+        with self.in_step(forward=False) if engine.capabilities.shares_memory else nullcontext():
             engine.load(self.weights, version)
 
     @contextmanager
@@ -279,11 +282,11 @@ class Policy:
         gradients. With `in_turn` all processes must run the same computation with `model` itself;
         sharded weights are then gathered layer by layer (under DeepSpeed all at once)."""
         if in_turn:
-            with self.in_step(), self._gathered(layers=False):
+            with self.in_step(forward=False), self._gathered(layers=False):
                 yield
             return
         with ExitStack() as stack:
-            with self.in_step():
+            with self.in_step(forward=False):
                 stack.enter_context(self._gathered())
             yield
 
