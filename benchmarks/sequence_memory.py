@@ -5,10 +5,11 @@ the row (`sp_size`) on gloo.
         [--completions 1] [--width 64] [--layers 2]
 
 The row has `--tokens` tokens: a prompt of 256 and completions of equal length, of a random model of
-Qwen3's architecture. The row is scored by the reference and trained, forward and backward.
-Activations are the largest number of bytes that torch allocates meanwhile, in addition to weights
-and gradients. Each figure is that of the process with the most. Seconds are CPU seconds of a
-process.
+Qwen3's architecture with 512 vocabulary entries. With a large vocabulary, a chunk of logits of
+constant size would take most of the memory. The row is scored by the reference and trained,
+forward and backward. Activations are the largest number of bytes that torch allocates meanwhile, in
+addition to weights and gradients. Each figure is that of the process with the most. Seconds are CPU
+seconds of a process.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def run_rank(tokens: int, completions: int, width: int, layers: int) -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             Qwen3Config(
-                vocab_size=4096, hidden_size=width, intermediate_size=3 * width,
+                vocab_size=512, hidden_size=width, intermediate_size=3 * width,
                 num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
                 head_dim=width // 8, max_position_embeddings=2 * tokens,
             )

@@ -128,13 +128,14 @@ class SequenceParallel:
         """The result of `compute` for the micro-batch. `compute` gets this rank's slice."""
         part = self._slice(batch)
         found = compute(part.batch)
-        logprobs, entropy = self._gather(torch.stack([found.logprobs, found.entropy]), part)
+        # Separately: the entropy has no gradient in most runs, and its backward is then left out.
+        logprobs, entropy = (self._gather(x, part) for x in (found.logprobs, found.entropy))
         return TokenScores(logprobs, entropy, None)
 
     def logprobs(self, compute: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor:
         """As `scores`, for log-probs alone."""
         part = self._slice(batch)
-        return self._gather(compute(part.batch)[None], part)[0]
+        return self._gather(compute(part.batch), part)
 
     def check(self, scorer: LogprobModel, device: torch.device) -> None:
         """Compare the log-probs of a few tokens with those that this rank computes alone. Raises
@@ -190,10 +191,10 @@ class SequenceParallel:
         )
 
     def _gather(self, values: Tensor, part: _Slice) -> Tensor:
-        """The values (V, T) of all log-probs, from those of this rank's slice."""
-        padded = F.pad(values, (0, part.most - values.shape[1]))
+        """The values (T,) of all log-probs, from those of this rank's slice."""
+        padded = F.pad(values, (0, part.most - len(values)))
         gathered = _AllGather.apply(padded, self.group)
-        return gathered.transpose(0, 1).flatten(1).index_select(1, part.place)
+        return gathered.flatten().index_select(0, part.place)
 
 
 class _Slice(NamedTuple):
