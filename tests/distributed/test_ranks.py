@@ -204,17 +204,11 @@ def test_divided_weights_are_saved_by_all_or_not_at_all(divided, folder):
     assert [path.name for path in Path("hangs").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_the_loss_of_a_process_of_a_sequence_group_costs_nothing(folder):
-    """The main process has all weights. It saves the last finished step although others, which
-    compute slices of the same rows, are gone or have failed."""
-    sliced = ("--sp_size", "2", "--max_restarts", "1")
-    assert train("--output_dir", "sliced", *sliced)[0] == 0
-    for cause in ("die", "raise"):
-        Path(f"{cause}-1-4").touch()
-        status, said = train("--output_dir", cause, *sliced)
-        assert status == 0 and "the run starts again" in said, said
-        assert Path(f"{cause}/checkpoint-3").exists(), said
-        assert same(cause, "sliced") and steps(cause) == [*range(1, 7)]
+def test_whole_weights_are_saved_without_the_others_of_a_sequence_group(folder):
+    Path("die-1-4").touch()
+    status, said = train("--output_dir", "run", "--sp_size", "2")
+    assert status == 128 + signal.SIGKILL and "rank 1 was ended by SIGKILL" in said
+    assert Path("run/checkpoint-3").exists(), said
 
 
 def test_a_signal_saves_divided_weights(divided, folder):
