@@ -34,6 +34,10 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("where", ("2-2", "4-2", "4-4", "divided-4-2"))
-def test_slices_of_rows_end_as_one_process(made, where):
-    require_equal(made / "alone", made / where)
+# With several groups of processes, a prompt's completions may be in several rows, whose backward has
+# about the precision of float32.
+@pytest.mark.parametrize(
+    ("where", "most"), (("2-2", 1e-12), ("4-4", 1e-12), ("4-2", 1e-6), ("divided-4-2", 1e-6))
+)
+def test_slices_of_rows_end_as_one_process(made, where, most):
+    require_equal(made / "alone", made / where, most=most)
