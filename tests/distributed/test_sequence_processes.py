@@ -34,8 +34,8 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-# With several groups of processes, a prompt's completions may be in several rows, whose backward has
-# about the precision of float32.
+# With several groups of processes, the completions of a prompt may be in several rows. The backward
+# of flash attention has the precision of float32.
 @pytest.mark.parametrize(
     ("where", "most"), (("2-2", 1e-12), ("4-4", 1e-12), ("4-2", 1e-6), ("divided-4-2", 1e-6))
 )
