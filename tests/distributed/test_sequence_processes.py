@@ -12,23 +12,22 @@ pytestmark = pytest.mark.slow
 # One micro-batch and several, log-probs of a pass of their own, groups that are left out.
 SOME = ("KL in the reward", "missing", "small micro-batches")
 MORE = (*SOME, "KL in the loss", "several updates", "LoRA")
-# Packed rows whose attention torch differentiates in float64's precision.
-WINDOW = {"packing": True, "window": 12}
+EXACT = {"packing": True, "exact": True}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """The runs of one process (`alone`), and of several: PROCESSES-SIZE."""
     folder = tmp_path_factory.mktemp("made")
-    run(folder / "alone", [*MORE], **WINDOW)
-    launch(2, [(folder / "2-2", SOME, WINDOW | {"sp_size": 2})])
+    run(folder / "alone", [*MORE], **EXACT)
+    launch(2, [(folder / "2-2", SOME, EXACT | {"sp_size": 2})])
     divided = {"parallel": "fsdp2", "sp_size": 2}
     launch(
         4,
         [
-            (folder / "4-2", MORE, WINDOW | {"sp_size": 2}),
-            (folder / "4-4", SOME[::2], WINDOW | {"sp_size": 4}),
-            (folder / "divided-4-2", (*SOME[1:], "LoRA"), WINDOW | divided),
+            (folder / "4-2", MORE, EXACT | {"sp_size": 2}),
+            (folder / "4-4", SOME[::2], EXACT | {"sp_size": 4}),
+            (folder / "divided-4-2", (*SOME[1:], "LoRA"), EXACT | divided),
         ],
     )
     return folder

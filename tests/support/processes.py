@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
@@ -93,23 +91,7 @@ class FailsBetween(TrainerCallback):
 
 
 _failed: list[int] = []
-
-
-class RunsOutOfMemory(TrainerCallback):
-    """The second process runs out of memory in the backward of its second step, once."""
-
-    def on_step_begin(self, args, state, control, model, **_):
-        if os.environ.get("RANK") == "1" and state.global_step == 1:
-
-            def fail(_):
-                hook.remove()
-                raise torch.OutOfMemoryError("CUDA out of memory")
-
-            hook = model.model.layers[0].mlp.down_proj.weight.register_hook(fail)
-
-
 TIED = "tied embeddings"
-RUNS_OUT = "one process runs out of memory, and the step is repeated"
 STOPPED = "stopped by a callback of the main process"
 FAILS = "fails in one process, and is trained again"
 BETWEEN = "fails in one process between the steps of a rollout, and is trained again"
@@ -153,7 +135,6 @@ CASES = {
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     TIED: (mixed, {"beta": 0.05}),
-    RUNS_OUT: (mixed, {"beta": 0.05}),
     FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
     BETWEEN: (mixed, {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
@@ -163,7 +144,6 @@ CASES = {
 OF_ROWS = (
     "ranked in its group", "KL in the loss", "no signal on one", "dynamic sampling",
     "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *environments.CASES,
-    RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip
 # Whose weights may be divided.
 DIVIDED = {name: case for name, case in CASES.items() if name not in OF_ROWS}
@@ -182,8 +162,19 @@ HALF = {
 }  # fmt: skip
 
 
+def make_exact(model: torch.nn.Module) -> None:
+    """Let the norms compute in float64. transformers' have gradients in float32, which differ where
+    a prompt is computed once for other completions."""
+    for parent in [*model.modules()]:
+        for name, norm in parent.named_children():
+            if hasattr(norm, "variance_epsilon"):
+                same = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon).double()
+                same.load_state_dict(norm.state_dict())
+                setattr(parent, name, same)
+
+
 def make(
-    folder: Path, name: str, *, single: bool = False, window: int | None = None, **changed: Any
+    folder: Path, name: str, *, single: bool = False, exact: bool = False, **changed: Any
 ) -> RLOOTrainer:
     cases = CASES | ENDS | {n: (r, HALF | o) for n, (r, o) in RESUMED.items()}
     reward, options = cases[name]
@@ -212,12 +203,9 @@ def make(
         model.tie_weights()
     if not single:
         model.double()
-    if window is not None:
-        for layer in model.model.layers:
-            layer.self_attn.sliding_window = window
-    callbacks: list = {
-        STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween], RUNS_OUT: [RunsOutOfMemory],
-    }.get(name, [])  # fmt: skip
+    if exact:
+        make_exact(model)
+    callbacks: list = {STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween]}.get(name, [])
     return RLOOTrainer(
         model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks,
         **given,
@@ -243,14 +231,6 @@ def measure_writing(trainer: RLOOTrainer, folder: Path) -> None:
 
 
 def run(folder: Path, names: list[str], **options: Any) -> None:
-    # Where rows have a window, torch's own operations attend: flash attention on a CPU has the
-    # precision of float32 in its backward.
-    exact = sdpa_kernel(SDPBackend.MATH) if "window" in options else nullcontext()
-    with exact:
-        _run(folder, names, **options)
-
-
-def _run(folder: Path, names: list[str], **options: Any) -> None:
     for name in names:
         if name == GOES_ON:
             make(folder, name, **options, max_steps=1).train()
