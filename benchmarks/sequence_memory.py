@@ -7,14 +7,15 @@ the row (`sp_size`) on gloo.
 The row has `--tokens` tokens: a prompt of 256 and completions of equal length, of a random model of
 Qwen3's architecture with 512 vocabulary entries. With a large vocabulary, a chunk of logits of
 constant size would take most of the memory. The row is scored by the reference and trained,
-forward and backward. Activations are the largest number of bytes that torch allocates meanwhile, in
-addition to weights and gradients. Each figure is that of the process with the most. Seconds are CPU
-seconds of a process.
+forward and backward. Activations are the peak of a process's resident memory minus the resident
+memory before, when weights and gradients are present. Each figure is that of the process with the
+most. Seconds are CPU seconds of a process. Needs glibc.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import time
@@ -32,15 +33,17 @@ def run_rank(tokens: int, completions: int, width: int, layers: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
+    from benchmarks.measure import Memory
     from rloo import RLOOConfig
     from rloo.distributed import make_world, process_count
-    from rloo.model.memory_estimate import make_samples, measured_peak_bytes
+    from rloo.model.memory_estimate import make_samples
     from rloo.model.policy import Policy
     from support.text import make_tokenizer
 
     torch.set_num_threads(1)
     size = process_count()
     world = make_world(use_cpu=True, sp_size=size)
+    memory, malloc_trim = Memory("cpu"), ctypes.CDLL(None).malloc_trim
     found: list[Any] = []
     for checkpointing in (False, True):
         torch.manual_seed(0)
@@ -56,10 +59,16 @@ def run_rank(tokens: int, completions: int, width: int, layers: int) -> None:
         )
         policy = Policy(model, make_tokenizer(), config, world=world, num_training_steps=1)
         row = make_samples(PROMPT, (tokens - PROMPT) // completions + 1, completions)
+        policy.stepper.fill()
+        malloc_trim(0)
+        memory.after_loading()
         began = time.process_time()
         with policy.in_step():
-            peak = measured_peak_bytes(policy, row)
-        found += [peak, time.process_time() - began]
+            batch = policy.batch(row)
+            logprobs = policy.logprobs(batch, reference=True).logprobs
+            policy.stepper.backward(logprobs.mean())
+        found += [memory.peak() - memory.loaded, time.process_time() - began]
+        del policy, batch, logprobs
     print(json.dumps(found), flush=True)
     world.end()
 
@@ -75,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_rank(**{name: getattr(given, name) for name in NUMBERS})
         return
     numbers = [f"--{n}={getattr(given, n)}" for n in NUMBERS]
-    print("| processes | activations, MB | of one process | CPU s ", end="")
-    print("| with gradient_checkpointing, MB | of one process |\n" + "|---" * 6 + "|")
+    print("| processes | activations, MiB | of one process | CPU s ", end="")
+    print("| with gradient_checkpointing, MiB | of one process |\n" + "|---" * 6 + "|")
     alone: list[float] = []
     for size in given.ranks:
         printed = run_ranks(size, "benchmarks.sequence_memory", numbers, timeout=3600)
@@ -85,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         alone = alone or found
         shares = plain / alone[0], again / alone[2]
         print(
-            f"| {size} | {plain / 1e6:.0f} | {shares[0]:.2f} | {seconds:.0f} | {again / 1e6:.0f} "
+            f"| {size} | {plain:.0f} | {shares[0]:.2f} | {seconds:.0f} | {again:.0f} "
             f"| {shares[1]:.2f} |",
             flush=True,
         )

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 # One micro-batch and several, log-probs of a pass of their own, groups that are left out.
 SOME = ("KL in the reward", "missing", "small micro-batches")
 MORE = (*SOME, "KL in the loss", "several updates", "LoRA")
+# In float64 from end to end.
 EXACT = {"packing": True, "exact": True}
 
 
@@ -33,10 +34,6 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-# With several groups of processes, the completions of a prompt may be in several rows. The backward
-# of flash attention has the precision of float32.
-@pytest.mark.parametrize(
-    ("where", "most"), (("2-2", 1e-12), ("4-4", 1e-12), ("4-2", 1e-6), ("divided-4-2", 1e-6))
-)
-def test_slices_of_rows_end_as_one_process(made, where, most):
-    require_equal(made / "alone", made / where, most=most)
+@pytest.mark.parametrize("where", ("2-2", "4-4", "4-2", "divided-4-2"))
+def test_slices_of_rows_end_as_one_process(made, where):
+    require_equal(made / "alone", made / where)
