@@ -143,6 +143,12 @@ def test_positions_that_depend_on_the_length_are_refused():
         in_threads(2, lambda group: make_policy(model, group))
 
 
+def test_the_size_of_a_group_has_the_name_that_accelerate_has():
+    config = RLOOConfig(sp_size=2, state_dict_type="sharded", parallel="fsdp2")
+    assert config.parallel_kwargs == {"sp_size": 2, "state_dict_type": "sharded"}
+    assert (config.sp_size, RLOOConfig().sp_size) == (2, 1)
+
+
 def test_a_group_needs_its_processes():
     with pytest.raises(ValueError, match="sp_size is 2 and the number of processes is 1"):
         make_world(use_cpu=True, sp_size=2)

@@ -47,7 +47,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "num_iterations", "max_completion_length", "max_prompt_length",
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
-        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length", "sp_size",
+        "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length",
+        "parallel_kwargs.sp_size",
         "async_kwargs.reward_workers",
         "max_tool_calling_iterations", "tool_kwargs.max_response_length",
         "dataset_kwargs.size",
@@ -256,7 +257,7 @@ def _check_model(config: TrainingOptions) -> None:
 
 def _check_parallel(config: TrainingOptions) -> None:
     for name, value, chosen in (
-        ("state_dict_type", "sharded", config.state_dict_type == "sharded"),
+        ("state_dict_type", "sharded", config.parallel_options.state_dict_type == "sharded"),
         ("offload", "params", "params" in config.offload),
     ):
         if chosen and config.parallel != "fsdp2":
@@ -265,7 +266,7 @@ def _check_parallel(config: TrainingOptions) -> None:
                 f"({name}, parallel)"
             )
     deepspeed_config.check(config)
-    if config.sp_size > 1:
+    if config.parallel_options.sp_size > 1:
         _check_sequence_parallel(config)
     if config.parallel == "replicate":
         return
@@ -284,7 +285,7 @@ def _check_parallel(config: TrainingOptions) -> None:
 
 def _check_sequence_parallel(config: TrainingOptions) -> None:
     """Raise ValueError for options that do not combine with slices of packed rows."""
-    size = config.sp_size
+    size = config.parallel_options.sp_size
     if config.num_processes is not None and config.num_processes % size:
         raise ValueError(
             f"sp_size is {size} and num_processes is {config.num_processes}, which it must divide "

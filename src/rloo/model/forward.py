@@ -191,9 +191,9 @@ def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
             "not known here; set router_aux_loss_coef to 0"
         )
     coefficient = float(own if asked is None else asked)
-    if coefficient and config.sp_size > 1:
+    if coefficient and (size := config.parallel_options.sp_size) > 1:
         raise ValueError(
-            f"sp_size is {config.sp_size} and router_aux_loss_coef is {coefficient}; the balancing "
+            f"sp_size is {size} and router_aux_loss_coef is {coefficient}; the balancing "
             "loss needs the experts of all tokens, and a process has those of a slice: set "
             "router_aux_loss_coef to 0 (sp_size, router_aux_loss_coef)"
         )

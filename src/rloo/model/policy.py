@@ -120,7 +120,8 @@ class Policy:
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
         self.max_tokens = config.max_tokens_per_micro_batch or (
-            config.sp_size * prepare_model.token_budget(self.model, self.device, config)
+            config.parallel_options.sp_size
+            * prepare_model.token_budget(self.model, self.device, config)
         )
 
     def _divide(self) -> None:

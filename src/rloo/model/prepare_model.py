@@ -95,9 +95,9 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
 
 def without_packing(config: RLOOConfig, reason: str) -> str:
     """Return the note that updates are padded. Raises ValueError if the options need packing."""
-    if config.sp_size > 1:
+    if (size := config.parallel_options.sp_size) > 1:
         raise ValueError(
-            f"sp_size is {config.sp_size}, and only packed rows are divided into slices, but "
+            f"sp_size is {size}, and only packed rows are divided into slices, but "
             f"{reason} (sp_size)"
         )
     if config.packing:

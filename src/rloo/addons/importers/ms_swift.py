@@ -38,7 +38,6 @@ _SAME: dict[str, Any] = {
     "log_completions": False, "run_name": None, "output_dir": None,
     "resume_from_checkpoint": None, "push_to_hub": False, "hub_model_id": None,
     "metric_for_best_model": None, "load_best_model_at_end": False,
-    "sequence_parallel_size": 1,
 }  # fmt: skip
 _ADAPTER: dict[str, Any] = {
     "lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05, "modules_to_save": None,
@@ -49,7 +48,6 @@ _NAMES = {
     "offload_optimizer": "offload.optimizer",
     "max_length": "max_prompt_length",
     "dataset_shuffle": "shuffle_dataset",
-    "sequence_parallel_size": "sp_size",
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant",
 }
 # option -> (the value without effect, the reason why other values are not converted)
@@ -108,6 +106,8 @@ def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> ImportResult:
     if division and options.pop("offload.optimizer", False):
         source.give_back("offload_optimizer", True, "its state is divided, or moved (deepspeed)")
     options |= division
+    if (size := source.take("sequence_parallel_size", int, 1)) > 1:
+        options["parallel_kwargs.sp_size"] = size
     return source.finish(options, _REASONS)
 
 

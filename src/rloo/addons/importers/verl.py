@@ -49,7 +49,6 @@ _SAME: dict[str, Any] = {
     "data.apply_chat_template_kwargs": None, f"{_ACTOR}ppo_epochs": 1,
     f"{_ACTOR}entropy_coeff": 0.0, f"{_OPTIM}lr": 1e-6, f"{_OPTIM}weight_decay": 0.01,
     f"{_ACTOR}fsdp_config.optimizer_offload": False, f"{_ACTOR}fsdp_config.seed": 42,
-    f"{_ACTOR}ulysses_sequence_parallel_size": 1,
     "trainer.total_epochs": 30.0, "trainer.project_name": "verl_examples",
     "trainer.experiment_name": "gsm8k", "trainer.default_local_dir": None,
     "trainer.max_actor_ckpt_to_keep": None,
@@ -62,7 +61,6 @@ _NAMES = {
     "data.shuffle": "shuffle_dataset", "data.apply_chat_template_kwargs": "chat_template_kwargs",
     f"{_ACTOR}ppo_epochs": "num_iterations", f"{_OPTIM}weight_decay": "weight_decay",
     f"{_ACTOR}fsdp_config.optimizer_offload": "offload.optimizer",
-    f"{_ACTOR}ulysses_sequence_parallel_size": "sp_size",
     f"{_ACTOR}fsdp_config.seed": "seed", "trainer.total_epochs": "num_train_epochs",
     "trainer.project_name": "project", "trainer.experiment_name": "run_name",
     "trainer.default_local_dir": "output_dir",
@@ -207,9 +205,11 @@ def _read_batches(
         prompts = part * source.take("async_training.require_batches", int, 1)
         source.notes.append("sampling goes on beside training there: the option is max_staleness")
     read, each = read_batches(source, prompts, part * each_agent, options)
+    size = source.take(f"{_ACTOR}ulysses_sequence_parallel_size", int, 1)
+    read |= {"parallel_kwargs.sp_size": size} if size > 1 else {}
     if source.take(f"{_ACTOR}use_dynamic_bsz", bool, False):
         most = source.take(f"{_ACTOR}ppo_max_token_len_per_gpu", int, 16384)
-        read["max_tokens_per_micro_batch"] = most * options["sp_size"]
+        read["max_tokens_per_micro_batch"] = most * size
     if source.take("algorithm.filter_groups.enable", bool, False):
         source.expect("algorithm.filter_groups.metric", "seq_reward", "groups of equal rewards")
         most = source.take("algorithm.filter_groups.max_num_gen_batches", int, 0)
