@@ -55,7 +55,11 @@ def run_rank(tokens: int, completions: int, width: int, layers: int) -> None:
             )
         )  # fmt: skip
         config = RLOOConfig(
-            sp_size=size, use_cpu=True, bf16=False, beta=0.05, gradient_checkpointing=checkpointing
+            parallel_kwargs={"sp_size": size},
+            use_cpu=True,
+            bf16=False,
+            beta=0.05,
+            gradient_checkpointing=checkpointing,
         )
         policy = Policy(model, make_tokenizer(), config, world=world, num_training_steps=1)
         row = make_samples(PROMPT, (tokens - PROMPT) // completions + 1, completions)
