@@ -132,7 +132,7 @@ class PolicyExport:
         self._write_model(folder, self._policy.adapter.base_weights())
 
     def _write_model(self, folder: Path | None, named: Named) -> None:
-        with self._policy.in_step():
+        with self._policy.in_step(forward=False):
             export_weights(folder, self._policy.model, named, self._dtype, untie=self.untie)
         if folder is not None:
             self._policy.files.save_description(folder)
