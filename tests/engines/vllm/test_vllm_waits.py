@@ -10,10 +10,22 @@ PACKAGE = Path(rloo.__file__).parent
 FOLDER = PACKAGE / "engines" / "vllm"
 BESIDE = (
     "distributed/worker_process.py", "distributed/worker_pool.py", "distributed/worker_registry.py",
-    "distributed/remote_worker.py", "distributed/child_process.py", "engines/remote_engine.py",
-    "rewards/reward_workers.py", "algorithm/async_rollout.py",
+    "distributed/remote_worker.py", "distributed/remote_pool.py", "distributed/worker_server.py",
+    "distributed/child_process.py", "engines/remote_engine.py", "rewards/reward_workers.py",
+    "algorithm/async_rollout.py",
 )  # fmt: skip
-WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
+WAITING = {
+    "wait",
+    "join",
+    "communicate",
+    "acquire",
+    "result",
+    "recv",
+    "accept",
+    "read",
+    "select",
+    "poll",
+}
 # What has none of its own, and why it needs none.
 HAS_ENDED = {
     ("vllm_engine.py", "done['vllm'].result()"),  # it is done
@@ -21,10 +33,6 @@ HAS_ENDED = {
     ("worker_pool.py", "future.result()"),
     ("worker_pool.py", "done.result()"),
     ("remote_engine.py", "part.result()"),
-    (
-        "worker_registry.py",
-        "listener.accept()",
-    ),  # until it is closed, in a thread that nobody waits for
     ("async_rollout.py", "sampled.result()"),
     ("router.py", "place.result()"),
 }
