@@ -130,19 +130,53 @@ def test_nobody_is_let_in_who_does_not_know_the_secret(tmp_path, hub, elsewhere)
     silent.close()
 
 
-def test_a_message_that_is_none_costs_only_who_sends_it(tmp_path, hub, elsewhere):
+@pytest.fixture
+def stranger(tmp_path, hub):
+    """A socket that has the keys, and is no worker."""
     known = json.loads((tmp_path / FILE).read_text())
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger, stranger.rcvtimeo = 0, 30_000
-        stranger.curve_serverkey = known["public"].encode()
-        stranger.curve_secretkey = known["secret"].encode()
-        stranger.curve_publickey = zmq.curve_public(known["secret"].encode())
-        stranger.connect(f"tcp://{known['host']}:{known['port']}")
-        for parts in ([b"hello", b"rubbish"], [b"hello", b"{}"], [b"answer", b"a"], [b""]):
-            stranger.send_multipart(parts)
-            assert stranger.recv_multipart() == [b"leave"]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as made:
+        made.linger = made.rcvtimeo = 30_000
+        made.curve_serverkey = known["public"].encode()
+        made.curve_secretkey = known["secret"].encode()
+        made.curve_publickey = zmq.curve_public(known["secret"].encode())
+        made.connect(f"tcp://{known['host']}:{known['port']}")
+        yield made
+
+
+def test_a_message_that_is_none_costs_only_who_sends_it(hub, elsewhere, stranger):
+    endless = b'{"kind": "test", "host": "a", "pid": Infinity}'
+    for parts in ([b"hello", b"rubbish"], [b"hello", b"{}"], [b"hello", endless], [b"answer", b"a"]):
+        stranger.send_multipart(parts)
+        assert stranger.recv_multipart() == [b"leave"]
+    stranger.send(b"")
+    assert stranger.recv_multipart() == [b"leave"]
     elsewhere()
     assert answer(hire(hub), b"x") == b"<x" and len(hub.members()) == 1
+
+
+def test_one_that_has_left_before_it_is_heard_is_no_worker(hub, elsewhere, stranger):
+    elsewhere()
+    pool, blocks, goes_on = hire(hub, 2), threading.Event(), threading.Event()
+    assert answer(pool, b"x") == b"<x"
+    stranger.send(b"")
+    assert stranger.recv_multipart() == [b"leave"]  # it is connected
+
+    def holds_up_the_thread(_):
+        blocks.set()
+        goes_on.wait(30)
+        yield b"x", 30.0
+
+    job = pool.submit(holds_up_the_thread)
+    assert blocks.wait(30)
+    hello = b'{"kind": "test", "host": "here", "pid": 1}'
+    stranger.send_multipart([b"hello", hello])
+    stranger.close()
+    stranger.context.term()  # it is sent
+    time.sleep(0.2)  # and the end of its connection is known
+    goes_on.set()
+    job.result(30)
+    assert [answer(pool, b"x") for _ in range(3)] == [b"<x"] * 3
+    wait_until(lambda: len(hub.members()) == 1)
 
 
 def test_a_worker_goes_only_where_the_secret_is_known(tmp_path, elsewhere):

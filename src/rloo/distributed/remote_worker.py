@@ -99,6 +99,7 @@ class _Connection:
             self._socket: Socket = self._context.socket(zmq.DEALER)
             keep_alive(self._socket, SILENCE_SECONDS)
             self._socket.reconnect_ivl = -1  # a new connection is a new worker
+            self._socket.sndtimeo = 0  # without a connection a message cannot be sent
             self._socket.curve_serverkey = known["public"].encode()
             self._socket.curve_secretkey = known["secret"].encode()
             self._socket.curve_publickey = zmq.curve_public(known["secret"].encode())
@@ -154,6 +155,8 @@ class _Connection:
                     if (answer := child.answer()) is None:
                         return
                     self._socket.send_multipart([ANSWER, answer])
+        except zmq.Again:  # the connection has just ended
+            return
         finally:
             child.end()
 

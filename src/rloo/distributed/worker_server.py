@@ -162,8 +162,9 @@ class WorkerServer:
         for jobs in [*self._pools]:
             if is_due:
                 jobs.check_deadlines(now)
+            is_closed = jobs.closed  # before `dispatch`, which then disconnects the workers
             jobs.dispatch()
-            if jobs.closed:
+            if is_closed:
                 self._pools.remove(jobs)
         if is_due:
             self._next_check = now + _TURN_SECONDS
@@ -183,9 +184,8 @@ class WorkerServer:
                 if worker.jobs is not None:
                     worker.jobs.answered(worker, answer)
             case [word, hello] if word == HELLO and worker is None:
-                # A descriptor may have been reused: first the end of the connection before.
                 self._note_connections(sockets)
-                if self._connected.get(descriptor, worker) is None:
+                if descriptor in self._connected:  # otherwise the worker is gone again
                     self._register(descriptor, identity, hello)
             case _:  # a worker that was given up, or a stranger
                 self._send(identity, LEAVE)
@@ -196,11 +196,13 @@ class WorkerServer:
             registration = Registration(
                 str(said["kind"]), str(said["host"]), int(said["pid"]), time.time()
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             self._send(identity, LEAVE)
             return
-        worker = RemoteWorker(identity, registration)
-        self._connected[descriptor] = worker
+        if (before := self._connected[descriptor]) is not None:
+            # A closed connection had the same descriptor, and its last message came after its end.
+            self._gone.append(before)
+        worker = self._connected[descriptor] = RemoteWorker(identity, registration)
         self._waiting[registration.kind].append(worker)
         with self._lock:
             self._members[identity] = worker

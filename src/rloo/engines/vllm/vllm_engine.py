@@ -106,7 +106,7 @@ class VLLMEngine:
         self._settings, self._source, self._say = settings, source, say
         # Distinguishes this run's versions, since other runs, and a resumed run, also count from 0.
         self._token = secrets.token_hex(4)
-        self._begun: list[Future[list[Completion]]] = []
+        self._begun: set[Future[list[Completion]]] = set()
         self._wanted: ServerWeights | None = None  # published, but not loaded yet
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
@@ -332,11 +332,11 @@ class VLLMEngine:
                 self._run(fleet.end())
 
     def submit(
-        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """Sample without waiting, in the main process. Return one future per prompt, which gets the
         prompt's completions."""
-        requests = requests_of(prompts, sample_indices(count, prompts), sampling, noise)
+        requests = requests_of(prompts, sample_indices(samples, prompts), sampling, noise)
         fleet = self._open.fleet
         assert fleet is not None, "load comes first"
 
@@ -345,14 +345,15 @@ class VLLMEngine:
             return completions
 
         begun = [self._loop.submit(one(request)) for request in requests]
-        self._begun = [*(future for future in self._begun if not future.done()), *begun]
+        self._begun.update(begun)
+        for future in begun:
+            future.add_done_callback(self._begun.discard)
         return begun
 
     def cancel_pending(self) -> None:
         """Cancel all submitted requests."""
-        for future in self._begun:
+        for future in self._begun.copy():
             future.cancel()
-        self._begun = []
 
     def busy_seconds(self) -> float:
         """The total seconds of sampling so far."""
