@@ -139,7 +139,7 @@ def _run_calls(calls: Calls[T], worker: Worker) -> T:
         try:
             message, seconds = step()
         except StopIteration as ended:
-            return ended.value  # type: ignore[no-any-return]
+            return ended.value
         try:
             step = partial(calls.send, worker.call(message, seconds))
         except Exception as error:
