@@ -145,7 +145,12 @@ def stranger(tmp_path, hub):
 
 def test_a_message_that_is_none_costs_only_who_sends_it(hub, elsewhere, stranger):
     endless = b'{"kind": "test", "host": "a", "pid": Infinity}'
-    for parts in ([b"hello", b"rubbish"], [b"hello", b"{}"], [b"hello", endless], [b"answer", b"a"]):
+    for parts in (
+        [b"hello", b"rubbish"],
+        [b"hello", b"{}"],
+        [b"hello", endless],
+        [b"answer", b"a"],
+    ):
         stranger.send_multipart(parts)
         assert stranger.recv_multipart() == [b"leave"]
     stranger.send(b"")

@@ -129,7 +129,7 @@ class _Connection:
 
     def is_accepted(self) -> bool:
         """Whether both ends have proved that they know the keys."""
-        if not self._events.poll(1000 * HELLO_SECONDS):
+        if not self._events.poll(int(1000 * HELLO_SECONDS)):
             return False
         return bool(recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
@@ -143,7 +143,7 @@ class _Connection:
             for each in (self._socket, self._events, child.answered):
                 poller.register(each, zmq.POLLIN)
             while child.process.poll() is None:
-                ready = dict(poller.poll(1000 * _POLL_SECONDS))
+                ready = dict(poller.poll(int(1000 * _POLL_SECONDS)))
                 if self._events in ready:
                     return
                 if self._socket in ready:

@@ -113,17 +113,19 @@ class WorkerPool(Pool):
     @overload
     def submit(
         self, job: Callable[[Any], Calls[T]], *, first: bool = ..., tries: int = ...
-    ) -> Future[T]: ...
+    ) -> Future[T]:
+        """See `Pool`."""
 
     @overload
     def submit(
         self, job: Callable[[Worker], T], *, first: bool = ..., tries: int = ...
-    ) -> Future[T]: ...
+    ) -> Future[T]:
+        """A job that calls the worker itself, and returns its result."""
 
     def submit(
         self, job: Callable[[Any], Any], *, first: bool = False, tries: int = TRIES
     ) -> Future[Any]:
-        """See `Pool`. A job may also call the worker itself, and return its result."""
+        """See the two signatures."""
         return super().submit(job, first=first, tries=tries)
 
 

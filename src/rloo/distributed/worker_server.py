@@ -252,7 +252,7 @@ class _Sockets:
 
     def wait(self, seconds: float) -> None:
         """Wait for a message, an event or `wake`."""
-        self._poller.poll(1000 * seconds)
+        self._poller.poll(int(1000 * seconds))
         with suppress(BlockingIOError):
             self._woken.recv(4096)
         self._is_woken = False
