@@ -60,7 +60,7 @@ def test_the_page_uses_every_file():
     used = {Path(word).name for words in commands() for word in words if word.endswith(".yaml")}
     assert used == {path.name for path in (ROOT / "examples/machines").iterdir()}
     assert [words[:2] for words in commands()] == [
-        ["rloo", "train"], ["rloo", "launch"], ["torchrun", "--nnodes"],
+        ["rloo", "train"], ["rloo", "train"], ["torchrun", "--nnodes"],
         ["rloo", "launch"], ["rloo", "launch"],
     ]  # fmt: skip
 
@@ -75,15 +75,14 @@ def test_one_gpu(small, tmp_path):
     assert json.loads((tmp_path / "run/adapter_config.json").read_text())["r"] == 16
 
 
-@needs_addons
 @pytest.mark.slow
 def test_eight_gpus_as_two_processes(small, tmp_path):
-    words, *_ = (words for words in commands() if "--engine_gpus" in words)
-    for name, number in (("--gpus_per_node", "0"), ("--engine_gpus", "1")):
-        words[words.index(name) + 1] = number
-    line = [sys.executable, "-m", *words, *small, "--trainer_gpus=1", FAKE_SERVERS]
+    words = command("rloo", "train", str(ROOT / "examples/machines/qwen3_8b.yaml"))
+    words[words.index("8")] = "2"
+    line = [sys.executable, "-m", *words, *small, FAKE_SERVERS]
     subprocess.run(line, env=environment_here(), check=True, timeout=600)
     check(tmp_path / "run")
+    assert len(list((tmp_path / "run/logs").glob("vllm-*.log"))) == 2
 
 
 @pytest.mark.slow
@@ -92,7 +91,7 @@ def test_two_nodes_as_two_launchers(small, tmp_path):
     words[words.index("8")] = "1"
     place = next(n for n, word in enumerate(words) if word.startswith("HOST:"))
     words[place] = f"127.0.0.1:{free_port('127.0.0.1')}"
-    line = [sys.executable, "-m", "torch.distributed.run", *words[1:], *small]
+    line = [sys.executable, "-m", "torch.distributed.run", *words[1:], *small, FAKE_SERVERS]
     nodes = [subprocess.Popen(line, env=environment_here()) for _ in range(2)]
     assert [node.wait(600) for node in nodes] == [0, 0]
     check(tmp_path / "run")
