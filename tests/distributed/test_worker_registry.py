@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from rloo.distributed.worker_pool import TRIES, Pool, call_once
 from rloo.distributed.worker_process import WorkerDied
 from rloo.distributed.worker_registry import FILE, VERSIONS, WorkerRegistry
 from support.launched_runs import wait_until
+
+# The deadline of what must happen, on a busy machine too.
+SECONDS = 300.0
 
 # Its patience is with who does not come: what it does itself takes none of it, on a busy machine.
 PROGRAM = """
@@ -62,23 +66,33 @@ def elsewhere(tmp_path):
 
 
 @pytest.fixture
-def hub(tmp_path):
-    made = WorkerRegistry(tmp_path, "127.0.0.1")
-    made.open()
-    yield made
-    made.close()
+def registry(tmp_path):
+    """Opens registries in the test's folder; closes them at its end."""
+    with ExitStack() as opened:
+
+        def begin(**options: float) -> WorkerRegistry:
+            made = opened.enter_context(closing(WorkerRegistry(tmp_path, "127.0.0.1", **options)))
+            made.open()
+            return made
+
+        yield begin
 
 
-def hire(hub: WorkerRegistry, size: int = 1, seconds: float = 30.0) -> Pool:
+@pytest.fixture
+def hub(registry):
+    return registry()
+
+
+def hire(hub: WorkerRegistry, size: int = 1, seconds: float = SECONDS) -> Pool:
     return hub.pool("test", size, b"<", seconds)
 
 
-def ask(pool: Pool, message: bytes, seconds: float | None = 30.0, tries: int = TRIES) -> Future:
+def ask(pool: Pool, message: bytes, seconds: float | None = SECONDS, tries: int = TRIES) -> Future:
     return pool.submit(partial(call_once, message, seconds), tries=tries)
 
 
-def answer(pool: Pool, message: bytes, seconds: float | None = 30.0) -> bytes:
-    return ask(pool, message, seconds, tries=1).result(60)
+def answer(pool: Pool, message: bytes, seconds: float | None = SECONDS) -> bytes:
+    return ask(pool, message, seconds, tries=1).result(SECONDS)
 
 
 def is_gone(pid: int) -> bool:
@@ -96,20 +110,21 @@ def test_who_comes_works_until_the_run_is_over(tmp_path, hub, elsewhere):
     working = ask(pool, b"sleep 600", None)
     hub.finish()
     hub.close()
-    assert process.communicate(timeout=30)[0] == b"1\n" and process.returncode == 0
+    assert process.communicate(timeout=SECONDS)[0] == b"1\n" and process.returncode == 0
     late = hire(hub)
     for job in (working, ask(pool, b"x"), ask(late, b"x")):
         with pytest.raises(WorkerDied, match="not needed any more"):
-            job.result(30)
+            job.result(SECONDS)
     assert hub.members() == []
 
 
 def test_one_thread_serves_all_workers(hub, elsewhere):
     for _ in range(3):
         elsewhere()
+    wait_until(lambda: len(hub.members()) == 3)
     before, pool = threading.active_count(), hire(hub, 3)
     jobs = [ask(pool, b"sleep 0.3") for _ in range(6)]
-    assert {job.result(60) for job in jobs} == {b"<sleep 0.3"}
+    assert {job.result(SECONDS) for job in jobs} == {b"<sleep 0.3"}
     assert len(pool.pids) == 3 and threading.active_count() == before
     pool.close()  # the workers are free for another pool
     assert answer(hire(hub), b"x") == b"<x"
@@ -123,7 +138,7 @@ def test_nobody_is_let_in_who_does_not_know_the_secret(tmp_path, hub, elsewhere)
         other.mkdir()
         (other / FILE).write_text(json.dumps(known | {name: key.decode()}))
         stranger = come(other, patience=1.0)
-        assert b"no run has listened" in stranger.communicate(timeout=30)[1]
+        assert b"no run has listened" in stranger.communicate(timeout=SECONDS)[1]
         assert hub.members() == []
     elsewhere()  # who knows it is not kept waiting by one who says nothing
     assert answer(hire(hub), b"x") == b"<x"
@@ -135,7 +150,7 @@ def stranger(tmp_path, hub):
     """A socket that has the keys, and is no worker."""
     known = json.loads((tmp_path / FILE).read_text())
     with zmq.Context() as context, context.socket(zmq.DEALER) as made:
-        made.linger = made.rcvtimeo = 30_000
+        made.linger = made.rcvtimeo = int(1000 * SECONDS)
         made.curve_serverkey = known["public"].encode()
         made.curve_secretkey = known["secret"].encode()
         made.curve_publickey = zmq.curve_public(known["secret"].encode())
@@ -168,19 +183,19 @@ def test_one_that_has_left_before_it_is_heard_is_no_worker(hub, elsewhere, stran
 
     def holds_up_the_thread(_):
         blocks.set()
-        goes_on.wait(30)
-        yield b"x", 30.0
+        goes_on.wait(SECONDS)
+        yield b"x", SECONDS
 
     job = pool.submit(holds_up_the_thread)
-    assert blocks.wait(30)
+    assert blocks.wait(SECONDS)
     hello = b'{"kind": "test", "host": "here", "pid": 1}'
     stranger.send_multipart([b"hello", hello])
     stranger.close()
     stranger.context.term()  # it is sent
     time.sleep(0.2)  # and the end of its connection is known
     goes_on.set()
-    job.result(30)
-    assert [answer(pool, b"x") for _ in range(3)] == [b"<x"] * 3
+    job.result(SECONDS)
+    assert [ask(pool, b"x").result(SECONDS) for _ in range(3)] == [b"<x"] * 3
     wait_until(lambda: len(hub.members()) == 1)
 
 
@@ -197,7 +212,7 @@ def test_a_worker_goes_only_where_the_secret_is_known(tmp_path, elsewhere):
             (tmp_path / FILE).write_text(json.dumps(known))
             process = elsewhere(patience=1.0)
             assert not thief.poll(3000)
-            assert b"no run has listened" in process.communicate(timeout=60)[1]
+            assert b"no run has listened" in process.communicate(timeout=SECONDS)[1]
 
 
 def test_a_worker_of_another_version_is_refused_in_one_sentence(tmp_path, hub):
@@ -205,26 +220,27 @@ def test_a_worker_of_another_version_is_refused_in_one_sentence(tmp_path, hub):
     other = tmp_path / "other"
     other.mkdir()
     (other / FILE).write_text(json.dumps(known | {"versions": VERSIONS | {"rloo": "9.9"}}))
-    said = come(other).communicate(timeout=30)[1].decode().splitlines()[-1]
+    said = come(other).communicate(timeout=SECONDS)[1].decode().splitlines()[-1]
     ours, theirs = (f"rloo {v}, Python {VERSIONS['Python']}" for v in (VERSIONS["rloo"], "9.9"))
     assert said.startswith(f"ValueError: this worker has {ours}, and the run in ")
     assert said.endswith(f"has {theirs}; both need the same versions")
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_is_lost_at_once_and_another_does_its_job(tmp_path, hub, elsewhere):
+def test_one_that_is_killed_is_lost_at_once_and_another_does_its_job(tmp_path, registry, elsewhere):
+    hub = registry(silence=2 * SECONDS)
     elsewhere()
-    crew, began = hire(hub, 2), time.monotonic()
+    crew = hire(hub, 2)
     mark = str(tmp_path / "mark").encode()
-    assert ask(crew, b"once " + mark).result(60) == b"again" and crew.lost == 1
+    assert ask(crew, b"once " + mark).result(SECONDS) == b"again" and crew.lost == 1
     for number in (signal.SIGKILL, signal.SIGTERM):
         job = ask(crew, b"sleep 0.8", None)
         wait_until(job.running)
         (pid,) = crew.pids
         os.kill(pid, number)
         elsewhere()
-        assert job.result(60) == b"<sleep 0.8"
-    assert time.monotonic() - began < 45 and crew.lost == 3
+        assert job.result(SECONDS) == b"<sleep 0.8"
+    assert crew.lost == 3
 
 
 @pytest.mark.slow
@@ -241,32 +257,32 @@ def test_one_that_hangs_is_lost_at_its_deadline_and_comes_back(hub, elsewhere):
 
 
 @pytest.mark.slow
-def test_one_that_is_frozen_is_lost_after_the_silence_also_without_a_deadline(tmp_path, elsewhere):
-    hub = WorkerRegistry(tmp_path, "127.0.0.1", silence=1.5)
-    hub.open()
+def test_one_that_is_frozen_is_lost_after_the_silence_also_without_a_deadline(registry, elsewhere):
+    hub = registry(silence=3.0)
     frozen, pool = elsewhere(), hire(hub)
     assert answer(pool, b"x") == b"<x"
     job = ask(pool, b"sleep 1", None)
     os.kill(frozen.pid, signal.SIGSTOP)
     other = elsewhere()
-    assert job.result(30) == b"<sleep 1" and pool.lost == 1 and pool.pids == [other.pid]
-    busy = ask(pool, b"sleep 4", None)  # which computes, and is no less alive
-    assert busy.result(30) == b"<sleep 4" and pool.lost == 1
+    assert job.result(SECONDS) == b"<sleep 1" and pool.lost == 1 and pool.pids == [other.pid]
+    busy = ask(pool, b"sleep 5", None)  # which computes, and is no less alive
+    assert busy.result(SECONDS) == b"<sleep 5" and pool.lost == 1
     os.kill(frozen.pid, signal.SIGCONT)  # it has missed all, and comes back
     wait_until(lambda: len(hub.members()) == 2)
     hub.finish()
     hub.close()
-    assert frozen.wait(30) == 0 and other.wait(30) == 0
+    assert frozen.wait(SECONDS) == 0 and other.wait(SECONDS) == 0
 
 
 def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
-    ends = "import os\nfrom pathlib import Path\n"
+    ends = "import os, time\nfrom pathlib import Path\n"
     ends += "from rloo.distributed.worker_registry import WorkerRegistry\n"
     ends += f"hub = WorkerRegistry(Path({str(tmp_path)!r}), '127.0.0.1')\nhub.open()\n"
-    ends += "while not hub.members(): pass\nos.kill(os.getpid(), 9)"
+    ends += "while not hub.members(): time.sleep(0.05)\nos.kill(os.getpid(), 9)"
     process = elsewhere()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.run([sys.executable, "-c", ends], env=environment, timeout=60, check=False)
+    ended = [sys.executable, "-c", ends]
+    killed = subprocess.run(ended, env=environment, timeout=SECONDS, check=False)
     assert killed.returncode == -9
     failed = WorkerRegistry(tmp_path, "127.0.0.1")
     failed.open()
@@ -276,10 +292,10 @@ def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
     pool = hire(last)
     early = ask(pool, b"z")  # before it listens
     last.open()
-    assert early.result(60) == b"<z"
+    assert early.result(SECONDS) == b"<z"
     last.finish()
     last.close()
-    assert process.communicate(timeout=30)[0] == b"3\n"
+    assert process.communicate(timeout=SECONDS)[0] == b"3\n"
 
 
 def test_where_nobody_comes_the_wait_ends_and_says_what_to_start(hub, tmp_path):
@@ -290,7 +306,7 @@ def test_where_nobody_comes_the_wait_ends_and_says_what_to_start(hub, tmp_path):
             with pytest.raises(
                 WorkerDied, match=r"has not come within 0.2 s \(rloo worker test FOLDER\)"
             ):
-                job.result(30)
+                job.result(SECONDS)
     closed.close()
     with pytest.raises(OSError, match=r"workers cannot come to 192.0.2.1.*MASTER_ADDR"):
         WorkerRegistry(tmp_path, "192.0.2.1").open()
@@ -301,20 +317,20 @@ def test_an_error_of_a_job_itself_is_the_jobs_and_the_next_one_is_done(hub, else
     pool = hire(hub)
 
     def fails(_):
-        yield b"x", 30.0
+        yield b"x", SECONDS
         raise LookupError("in the job")
 
     def catches(_):
         try:
-            yield b"raise value", 30.0
+            yield b"raise value", SECONDS
         except ValueError as error:
-            return f"{error}, " + (yield b"two", 30.0).decode()
+            return f"{error}, " + (yield b"two", SECONDS).decode()
 
     with pytest.raises(LookupError, match="in the job"):
-        pool.submit(fails).result(30)
-    assert pool.submit(catches).result(30) == "no good, <two"
+        pool.submit(fails).result(SECONDS)
+    assert pool.submit(catches).result(SECONDS) == "no good, <two"
     with pytest.raises(TypeError):
-        pool.submit(lambda _: None).result(30)
+        pool.submit(lambda _: None).result(SECONDS)
     assert answer(pool, b"x") == b"<x" and pool.lost == 0
     ask(pool, b"sleep 0.3")
     waiting = ask(pool, b"late")
