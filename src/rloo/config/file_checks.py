@@ -79,7 +79,7 @@ _SOURCE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 def load_pretrained(
     auto_class: Any,
-    name: str | Path,
+    name: str | Path | None,
     what: str = "model",
     *,
     knob: str = "model; allow_missing_weights for a new head",

@@ -31,8 +31,11 @@ from rloo.distributed.worker_registry import WorkerRegistry, acquire_worker
 from rloo.engines.engine_worker import EngineWorkerConfig
 from rloo.engines.sampling import check_request, refuse_images, sample_indices
 from rloo.engines.serialization import unpack
+from rloo.engines.vllm.server_plugin.rloo_weights import WrongDigestError
+from rloo.engines.weight_delta import DeltaWriter
 from rloo.engines.weight_store import WeightStore
 from rloo.kernels import cpu_matmul, gpu_kernels
+from rloo.model.export import LayerSink
 from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling, Weights
 
 
@@ -41,8 +44,9 @@ class WeightExporter(Protocol):
 
     world: World
 
-    def write(self, folder: Path | None) -> None:
-        """Write model and tokenizer in the main process; other ranks pass None. A collective."""
+    def write(self, folder: Path | None, sink: LayerSink | None = None) -> None:
+        """Write model and tokenizer in the main process, layers to `sink` if given; other ranks
+        pass None. A collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,14 @@ class RemoteEngineConfig:
     """The `size` workers of a `RemoteEngine`: from a `worker_registry` if given, otherwise started
     by the run. `seconds` is the deadline of a call and of a worker's start. Weights are written to
     `folder` (None: to this machine's shared memory or temporary folder). A version of the weights
-    needs `room` bytes."""
+    needs `room` bytes. With `deltas`, only changed tensors are written where possible."""
 
     size: int = 1
     worker_registry: WorkerRegistry | None = None
     seconds: float = 1800.0
     folder: Path | None = None
     room: int = 0
+    deltas: bool = False
 
     def make(self, how: EngineWorkerConfig) -> Worker:
         """Start or acquire a worker with this configuration."""
@@ -103,7 +108,8 @@ class RemoteEngine:
                     self._crew.submit(lambda worker: worker.call(b"", state.seconds))
                 workers, name = self._workers, secrets.token_hex(4)
                 state.versions = WeightStore.made_in(workers.folder, name, workers.room)
-            folder = state.versions.write(version, self._source.write)
+                state.deltas = DeltaWriter(state.versions) if workers.deltas else None
+            folder = (state.deltas or state.versions).write(version, self._source.write)
             # Workers that a launcher started choose their number of threads themselves.
             threads = None if self._workers.worker_registry else torch.get_num_threads()
             state.publish(version, folder, threads)
@@ -161,9 +167,11 @@ class RemoteEngine:
             self._crew.cancel_pending()
 
     def stats(self) -> dict[str, float]:
-        """How often a worker was lost, a worker returned, and a request was repeated."""
+        """How often a worker was lost, a worker returned, and a request was repeated, and the size
+        of the last version of the weights, if it was written as a delta."""
         lost = float(self._crew.lost) if self._crew else 0.0
-        return dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
+        counts = dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
+        return counts | (self._state.deltas.stats if self._state.deltas else {})
 
     def busy_seconds(self) -> float:
         """The seconds of sampling so far, as a mean over the workers."""
@@ -176,6 +184,7 @@ class _State:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.versions: WeightStore | None = None
+        self.deltas: DeltaWriter | None = None
         # The newest version, its folder, and the number of threads to sample with.
         self.wanted: tuple[int, Path, int | None] | None = None
         # The versions that workers have loaded, or are loading.
@@ -251,7 +260,13 @@ def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]
         wanted = {"load": str(folder), "version": version, "threads": threads}
         wanted |= {"onednn": cpu_matmul.in_use(), "cpu_kernels": kernels.in_use()}
         wanted["torch_compile"] = gpu_kernels.in_use()
-        worker.call(encode(wanted), state.seconds)
+        try:
+            worker.call(encode(wanted), state.seconds)
+        except WrongDigestError:
+            assert state.deltas is not None, "only deltas have a digest"
+            version, folder = state.deltas.write_complete()
+            wanted |= {"load": str(folder), "version": version}
+            worker.call(encode(wanted), state.seconds)
         state.loaded[worker] = version
     said = decode(worker.call(message, state.seconds))
     if said["version"] != version:

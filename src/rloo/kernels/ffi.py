@@ -19,6 +19,7 @@ _SIGNATURES = {
     "gated_unit_backward": "ttttt l",
     "sum_of_squares": "tt l",
     "round_to_bfloat16": "tt l",
+    "changed_values": "tttt ll -> l",
     "rotary": "tttttt h",
     "rotary_backward": "ttttttttt h",
     "log_softmax": "tttttt llf",

@@ -84,6 +84,47 @@ void round_to_bfloat16(const float *x, float *y, long count)
     }
 }
 
+/* A bit for each of the first `count` values, at most 32, that differ. */
+static inline uint32_t differing(const uint16_t *now, const uint16_t *before, long count)
+{
+#ifdef __AVX512BW__
+    const __mmask32 all_of = count < 32 ? (1u << count) - 1 : ~0u;
+    return _mm512_cmpneq_epi16_mask(_mm512_maskz_loadu_epi16(all_of, now),
+                                    _mm512_maskz_loadu_epi16(all_of, before));
+#else
+    uint32_t found = 0;
+    for (long i = 0; i < smaller(count, 32); i++)
+        found |= (uint32_t)(now[i] != before[i]) << i;
+    return found;
+#endif
+}
+
+/* Sets `before` to `now`, arrays of 16-bit values. The first `room` changed values are written to
+   `values`, each with its distance from the one before in `gaps`. A distance that needs more than
+   16 bits is divided by unchanged values. Returns how many values were found. */
+long changed_values(const uint16_t *now, uint16_t *before, uint16_t *gaps, uint16_t *values,
+                    long count, long room)
+{
+    long found = 0, last = -1;
+    for (long from = 0; from < count; from += 32) {
+        for (uint32_t bits = differing(now + from, before + from, count - from); bits;) {
+            const long place = from + __builtin_ctz(bits);
+            bits &= bits - 1;
+            before[place] = now[place];
+            while (last < place) {
+                const long gap = smaller(place - last, 0xffff);
+                last += gap;
+                if (found < room) {
+                    gaps[found] = gap;
+                    values[found] = now[last];
+                }
+                found++;
+            }
+        }
+    }
+    return found;
+}
+
 /* Sums of squares of SQUARES numbers each. */
 void sum_of_squares(const float *x, double *sums, long count)
 {

@@ -168,7 +168,8 @@ def settings_of(
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     separate = on_gpu and has_separate_gpus(config)
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps, separate=separate)
-    serving = replace(serving, transfers=transfers and reason is None)
+    extended = config.rollout_engine == "vllm" and rank is None
+    serving = replace(serving, transfers=transfers and reason is None, extended=extended)
     if config.rollout_engine == "vllm" and on_gpu:
         gpus, needed = visible_gpus() if gpus is None else gpus, longest_sequence(config)
         parameters = count_parameters(policy.model)

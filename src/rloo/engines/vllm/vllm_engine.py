@@ -6,15 +6,13 @@ import secrets
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from rloo.distributed import World
 from rloo.engines.sampling import sample_indices
 from rloo.engines.vllm.client import VLLMClient
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE, NCCLTransfer
@@ -23,6 +21,7 @@ from rloo.engines.vllm.server_check import examine
 from rloo.engines.vllm.server_pool import ServerPool
 from rloo.engines.vllm.server_process import LocalServer, ServerConfig, reached, start_all
 from rloo.engines.vllm.server_state import LogprobProbe, ServerState, ServerWeights, mean_difference
+from rloo.engines.vllm.weight_publisher import VersionFolders, WeightPublisher
 from rloo.engines.weight_store import WeightStore
 from rloo.rewards.async_functions import LoopThread
 from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling
@@ -33,30 +32,6 @@ _PROBE_TEXT = "A train leaves at nine and is at the coast by noon. How long does
 # A perturbed adapter must change log-probs by at least this many times the tolerance.
 _MOVED = 5.0
 _SCALES = (0.05, 0.2, 0.8, 3.2)
-
-
-class WeightPublisher(Protocol):
-    """Exports the policy to an engine in other processes. Every method is a collective of all
-    processes of the run."""
-
-    world: World
-    # The rank of the adapter if only an adapter is sent, otherwise None.
-    adapter_rank: int | None
-    tokenizer: PreTrainedTokenizerBase
-    # The number of tokens that the model embeds.
-    vocabulary: int
-
-    def write(self, folder: Path | None) -> None:
-        """Write the trained weights into `folder` in the main process. Other ranks pass None."""
-
-    def write_base(self, folder: Path | None) -> None:
-        """Write the adapter's base model into `folder`. Other ranks pass None."""
-
-    def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
-        """The log-probs of a completion's tokens at temperature 1."""
-
-    def perturbed(self, scale: float) -> AbstractContextManager[None]:
-        """Within this context, the adapter is changed; a larger `scale` changes it more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +81,8 @@ class VLLMEngine:
         self._settings, self._source, self._say = settings, source, say
         # Distinguishes this run's versions, since other runs, and a resumed run, also count from 0.
         self._token = secrets.token_hex(4)
+        # Whether all servers can load deltas.
+        self._extended = bool(settings.urls) or settings.server.extended
         self._begun: list[Future[list[Completion]]] = []
         self._wanted: ServerWeights | None = None  # published, but not loaded yet
         self._loop = LoopThread()
@@ -127,13 +104,20 @@ class VLLMEngine:
             return
         source, main, first = self._source, self._source.world.is_main, self.version < 0
         if first and main:
-            self._open.versions = WeightStore.made_in(self._settings.weights_folder, self._token)
+            store = WeightStore.made_in(self._settings.weights_folder, self._token)
+            few = source.adapter_rank is None and source.dtype.itemsize == 2
+            deltas = few and self._extended and not self._settings.server.transfers
+            self._open.versions = VersionFolders(store, deltas=deltas)
         if first and source.adapter_rank is not None:
             self._write("base", source.write_base)
             self._start()
             self._require_adapters()
-        path = self._write(version, source.write)
-        self._wanted = ServerWeights(version, path, f"rloo-{self._token}-{version}")
+        label = f"rloo-{self._token}-{version}"
+        if self._open.versions is None:
+            source.write(None)
+            self._wanted = ServerWeights(version, Path(), label)
+        else:
+            self._wanted = self._open.versions.publish(version, label, source)
         self.version = version
         if self._settings.sleep_level is None:
             self._bring()
@@ -155,7 +139,7 @@ class VLLMEngine:
                 pass  # until a server passes; NoServers if all budgets are exhausted
             if self._open.fleet and self._open.versions:
                 self._run(self._open.fleet.verify_others(probes))
-                self._open.versions.drop_older(self._open.fleet.oldest_in_use())
+                self._open.versions.store.drop_older(self._open.fleet.oldest_in_use())
         finally:
             if self._open.fleet:
                 self._run(self._open.fleet.release())
@@ -215,17 +199,12 @@ class VLLMEngine:
                     "(lora_target_modules, engine_kwargs.merge_adapter)"
                 )
 
-    def _write(self, name: int | str, write: Callable[[Path | None], None]) -> Path:
-        """Write a version or another folder. Other ranks take part in the collective."""
+    def _write(self, name: str, write: Callable[[Path | None], None]) -> Path:
+        """Write a folder that is no version. Other ranks take part in the collective."""
         if self._open.versions is None:
             write(None)
             return Path()
-        if isinstance(name, int):
-            return self._open.versions.write(name, write)
-        folder = self._open.versions.folder / name
-        folder.mkdir(parents=True)
-        write(folder)
-        return folder
+        return self._open.versions.write_folder(name, write)
 
     # -- servers ---------------------------------------------------------------------------------
 
@@ -234,8 +213,9 @@ class VLLMEngine:
         settings = self._settings
         if self._open.versions is None or self._open.fleet is not None:
             return
-        base = self._open.versions.folder / "base"
-        model = base if base.exists() else self._open.versions.path(self._open.versions.all()[-1])
+        store = self._open.versions.store
+        base = store.folder / "base"
+        model = base if base.exists() else store.complete(store.all()[-1])
         members = self._run(self._members(str(model)))
         self._open.fleet = ServerPool(
             members,
@@ -290,7 +270,8 @@ class VLLMEngine:
         # Some requests wait at the server, in addition to those that it computes, to fill its
         # batch.
         member.route, member.room = facts.route, facts.sequences * 3 // 2
-        member.receives = facts.receives
+        member.receives, member.extended = facts.receives, facts.extended
+        self._extended = self._extended and facts.extended
 
     def _connect(self, member: ServerState) -> None:
         """Set up the transfer of weights over NCCL, if enabled and supported by the server."""
@@ -359,8 +340,10 @@ class VLLMEngine:
         return self._open.fleet.watch.seconds if self._open.fleet else 0.0
 
     def stats(self) -> dict[str, float]:
-        """How often servers were lost and recovered, and requests were repeated, so far."""
-        return dict(self._open.fleet.counts) if self._open.fleet else {}
+        """How often servers were lost and recovered, and requests were repeated, so far, and the
+        size of the last version of the weights."""
+        counts = dict(self._open.fleet.counts) if self._open.fleet else {}
+        return counts | (self._open.versions.stats() if self._open.versions else {})
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         done, _ = self._loop.run({"vllm": lambda: work}, None, lambda _: nullcontext())
@@ -378,7 +361,7 @@ class _Open:
     """The resources to close when the engine ends. There are none outside of the main process and
     before the first load."""
 
-    versions: WeightStore | None = None
+    versions: VersionFolders | None = None
     fleet: ServerPool | None = None
 
 
@@ -391,4 +374,4 @@ def _close(loop: LoopThread, opened: _Open) -> None:
                 member.own.stop()
     loop.close()
     if opened.versions is not None:
-        opened.versions.remove()
+        opened.versions.store.remove()
