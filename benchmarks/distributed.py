@@ -94,8 +94,9 @@ def _meet_oneself() -> None:
 def _count_exchanges(meter: Meter) -> None:
     """Record the bytes that this process receives, and the number of exchanges, of each kind."""
     from rloo.distributed.process_group import Collectives
+    from rloo.model.optimizer_step import PolicyOptimizer
 
-    sum_gradients = Collectives.all_reduce_gradients
+    finish_sum = PolicyOptimizer.finish_sum
 
     def note(kind: str, size: int) -> None:
         known = meter.exchanged.setdefault(kind, [0, 0])
@@ -113,13 +114,14 @@ def _count_exchanges(meter: Meter) -> None:
 
         return work
 
-    def sum_and_note(self: Collectives, parameters: Sequence[Any]) -> None:
-        sum_gradients(self, parameters)
-        note("sum_gradients", sum(p.grad.nbytes for p in parameters if p.grad is not None))
+    def finish_and_note(self: PolicyOptimizer) -> None:
+        finish_sum(self)
+        weights = [p for group in self.optimizer.param_groups for p in group["params"]]
+        note("sum_gradients", sum(p.grad.nbytes for p in weights if p.grad is not None))
 
     for name in ("all_gather_object", "regroup"):
         setattr(Collectives, name, noting(getattr(Collectives, name)))
-    Collectives.all_reduce_gradients = sum_and_note  # type: ignore[method-assign]
+    PolicyOptimizer.finish_sum = finish_and_note  # type: ignore[method-assign]
 
 
 def _count_completions(meter: Meter) -> None:

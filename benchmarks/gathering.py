@@ -83,18 +83,17 @@ def run_rank(megabytes: float) -> None:
     world.end()
 
 
-def measure(size: int, megabytes: float) -> list[list[list[Any]]]:
-    """The figures of each exchange in each of `size` processes."""
+def start_ranks(size: int, command: Sequence[str]) -> list[list[list[Any]]]:
+    """The lists that each of `size` processes prints, one per line in JSON."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    command = [sys.executable, "-m", "benchmarks.gathering", "--megabytes", str(megabytes)]
     ranks = []
     for rank in range(size):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         environment = {**os.environ, **address, **own, "OMP_NUM_THREADS": "1"}
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    printed = [rank.communicate(timeout=600)[0] for rank in ranks]
+    printed = [rank.communicate(timeout=3600)[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"a process of {size} has failed")
     return [[json.loads(line) for line in text.splitlines()] for text in printed]
@@ -112,7 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| sampled by | processes | received, MB | needed, MB | received by rank 0, MB ", end="")
     print("| peak memory, MiB | peak memory of rank 0, MiB | s |\n" + "|---" * 8 + "|")
     for size in options.ranks:
-        printed = measure(size, options.megabytes)
+        words = [sys.executable, "-m", "benchmarks.gathering"]
+        printed = start_ranks(size, [*words, "--megabytes", str(options.megabytes)])
         for kind in KINDS:
             ranks = [[line[1:] for line in lines if line[0] == kind] for lines in printed]
             medians = [[median(values) for values in zip(*lines, strict=True)] for lines in ranks]

@@ -53,6 +53,7 @@ def main() -> None:
             one, course = ways[plan.chosen], simulated(job, ways[plan.chosen])
             at, rate = one.layout, job.sampled / one.seconds
             engines = f"{at.engines:,} x {at.parallel}" if at.engines else "the same"
+            engines += f" x {at.parallel}" if not at.engines and at.parallel > 1 else ""
             queue = f"{course.seconds_a_rollout(10):.3g}" if course else ""
             kind = "fsdp2" if at.divided else "replicate"
             print(

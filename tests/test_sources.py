@@ -37,11 +37,11 @@ MODULE_WORDS = set(
     """
     accelerate accelerator actors adapter addons advantages after algorithm aliases answer answers
     archive areal arguments arithmetic async atomic attention attributes autocast backend baselines
-    batch before bf16 blocks budget build c cache callbacks card cases causes check checkpoint
-    checks child cli client cluster code codec command commands compare compat compatible completion
-    config consistency console content context controller conversation cost countdown counter cpu
-    cuda curriculum data dataset decode decoder decoding deepspeed denial detect dir display
-    distributed doctor document downsampling dry engine engines env environment environments
+    batch before bf16 blocks buckets budget build c cache callbacks card cases causes check
+    checkpoint checks child cli client cluster code codec command commands compare compat compatible
+    completion config consistency console content context controller conversation cost countdown
+    counter cpu cuda curriculum data dataset decode decoder decoding deepspeed denial detect dir
+    display distributed doctor document downsampling dry engine engines env environment environments
     episodes equality equation estimate estimator estimators eval evaluate exact executor exit
     expansion export expression extraction ffi fields file finding flash form formats forward from
     fsdp2 func function functions fused generation gpu graders gradient graphs group groups gsm8k

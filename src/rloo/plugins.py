@@ -77,9 +77,9 @@ def names(group: str) -> list[str]:
 
 
 def load(group: str, name: str) -> Any:
-    """Return the object with the name `name`. Raises KeyError for an unknown name, and MissingAddon
-    if the add-on is not installed. Raises ValueError if two other packages register the name, or if
-    its entry point cannot be loaded."""
+    """Return the object that is registered under `name` in a group. Raises KeyError for an unknown
+    name, and MissingAddon if the add-on is not installed. Raises ValueError if two other packages
+    register the name, or if its entry point cannot be loaded."""
     if name in BUILT_IN[group]:
         module, _, attribute = BUILT_IN[group][name].partition(":")
         try:
@@ -124,7 +124,7 @@ def of_others(group: str) -> dict[str, str]:
 
 
 def origin(entry: EntryPoint) -> str:
-    """Return the name of the package that has an entry point."""
+    """Return the name of the package to which an entry point belongs."""
     return entry.dist.name if entry.dist is not None else entry.value
 
 

@@ -27,9 +27,9 @@ def check_reward(
     completions: Sequence[Any],
     **columns: Sequence[Any],
 ) -> list[float | None]:
-    """Score these completions and return the scores. A reward must return one number or None for
-    each completion, return equal scores in a second call, and not change its arguments. The score
-    of a completion must not depend on the other completions of the call."""
+    """Score `completions` with `reward` and return the scores. A reward must return one number or
+    None for each completion, return equal scores in a second call, and not change its arguments.
+    The score of a completion must not depend on the other completions of the call."""
     given = {"prompts": list(prompts), "completions": list(completions), **columns}
     found = _scores(reward, given)
     _require(
@@ -73,8 +73,8 @@ def _scores(reward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
 
 def check_engine(spec: EngineSpec, inputs: Any, weights: Any, *, max_tokens: int = 8) -> Any:
     """Create an engine from `inputs` (`rloo.engines.engine_registry.EngineInputs`), load `weights`
-    (a function that returns names and tensors), and sample. Returns the engine; the caller must
-    close it."""
+    (a function that returns names and tensors), sample, and check the completions. Returns the
+    engine; the caller must close it."""
     from rloo.types import EngineCapabilities, Prompt, Sampling
 
     _require(isinstance(spec, EngineSpec), "an engine's entry point is an EngineSpec")
@@ -184,8 +184,8 @@ def check_estimator(estimator: Callable[..., Any], **kwargs: Any) -> Any:
 
 
 def check_observer(make: Callable[..., Any], folder: Path) -> Any:
-    """Create an observer with `make`, call all of its methods with a small run in `folder`, and
-    return the observer."""
+    """Create an observer with `make`, call its methods with the events of a small run in `folder`,
+    and return the observer."""
     from rloo.config.config import RLOOConfig
     from rloo.tracking.finding import Finding
     from rloo.tracking.jsonl import ALARMS, COMPLETIONS, EVALUATIONS, GROUPS, METRICS
@@ -223,9 +223,9 @@ def check_observer(make: Callable[..., Any], folder: Path) -> Any:
 def check_command(
     command: Callable[..., Any], arguments: Sequence[str], wrong: Sequence[str]
 ) -> int:
-    """Call a command with valid arguments, and then with the invalid arguments `wrong`, for which
-    it must raise ValueError. The command must have a docstring, which its `--help` prints. Returns
-    the exit status of the first call."""
+    """Call `command` with the valid `arguments`, and then with the invalid arguments `wrong`, for
+    which it must raise ValueError. The command must have a docstring, which its `--help` prints.
+    Returns the exit status of the first call."""
     from rloo.algorithm.stop_signals import StopSignals
 
     _require(bool(inspect.getdoc(command)), "a command has a docstring, which its --help prints")

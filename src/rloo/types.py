@@ -52,9 +52,9 @@ class Prompt:
 @dataclass(frozen=True, slots=True)
 class Episode:
     """The record of a multi-turn completion: the `messages` that follow the prompt, the numbers of
-    turns, of tool calls and of failed calls, and the seconds that the calls took. `failed` is the
-    reason why the episode could not continue, if the model did not cause it. A failed episode has
-    no reward, and may have no token. With an environment, `prompt` is the prompt with the
+    turns, of tool calls and of failed calls, and the seconds that the calls took. If the episode
+    could not continue and the model did not cause this, `failed` is the reason. A failed episode
+    has no reward, and may have no token. With an environment, `prompt` is the prompt with the
     environment's first observation, and `start` a hash of the initial state. Episodes of a custom
     rollout function have no `messages`, and may have `columns` for reward functions. `environment`,
     `state` (the compared part of the initial state) and `columns` stay in the process that ran the
@@ -85,8 +85,10 @@ class Completion:
     distribution that was sampled from. Both are natural logarithms, one per token.
     `weight_versions` are the versions of the weights that sampled the tokens, in order, with token
     counts; empty if the rollout's version sampled all tokens. In an `episode`, `trained` is False
-    for tokens that no engine sampled (tool output). The log-probs of these tokens are 0.
-    `store_as_arrays` converts lists."""
+    for tokens that no engine sampled (tool output). The log-probs of these tokens are 0, and the
+    counts of `weight_versions` leave these tokens out. Token ids and log-probs that are lists are
+    converted to arrays (`store_as_arrays`).
+    """
 
     token_ids: Sequence[int]
     finish: FinishReason
@@ -196,9 +198,9 @@ class Sample:
 
 
 def store_as_arrays(of: Completion | Sample) -> None:
-    """Convert the token ids to an array of 32-bit integers, and the log-probs to arrays of doubles.
-    A token then takes 20 bytes, or 12 bytes if both log-probs are the same object. A list of floats
-    takes 32 bytes per float."""
+    """In the object `of`, replace the token ids by an array of 32-bit integers, and the log-probs
+    by arrays of doubles. A token then takes 20 bytes, or 12 bytes if both log-probs are the same
+    object. A list of floats takes 32 bytes per float."""
     policy, behavior = of.policy_logprobs, of.behavior_logprobs
     logprobs = _array("d", policy)
     if behavior is not None:
@@ -289,7 +291,7 @@ class EngineCapabilities:
 
 
 class Engine(Protocol):
-    """An engine that samples completions, token ids in and token ids out."""
+    """An engine that samples completions. Prompts and completions are token ids."""
 
     capabilities: EngineCapabilities
     # The version of the last loaded weights; -1 before the first load.
@@ -297,7 +299,8 @@ class Engine(Protocol):
 
     def load(self, weights: Weights, version: int) -> None:
         """Load weights for `sample`. If `version` is the version of the last load, does nothing and
-        does not call `weights`. Equal versions mean equal weights."""
+        does not call `weights`. The caller must not use a version for two different sets of
+        weights."""
 
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int

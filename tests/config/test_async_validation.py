@@ -70,7 +70,6 @@ def test_the_correction_follows_from_the_ratios_of_the_loss(options, mode):
             {"async_kwargs": {"reward_workers": 0}, "max_staleness": 1},
             "reward_workers is 0; it must be at least 1",
         ),
-        ({"max_staleness": 1, "dynamic_sample": True}, "the next ones are begun by then"),
         (
             {"sampler_processes": 1, "engine_kwargs": {"copy_weights": False}},
             "which always has a copy",
@@ -96,6 +95,7 @@ def test_what_goes_together_is_taken():
         {"max_staleness": 1, "async_kwargs": {"ess_guard": True, "reward_workers": 4}},
         {"max_staleness": 2, "rollout_engine": "vllm", "async_kwargs": {"partial_rollouts": True}},
         {"max_staleness": 1, "rollout_engine": "hf"},
+        {"max_staleness": 1, "dynamic_sample": True},
         {"max_staleness": 1, "parallel": "zero3"},
     ):
         RLOOConfig(**options)

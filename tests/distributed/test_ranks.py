@@ -232,6 +232,13 @@ def test_one_process_samples_for_all_ranks_beside_their_training(folder):
     assert column("ahead", "groups/first") == [0, 3, 6, 9, 12, 15]
     assert column("ahead", "staleness/max") == [0, 1, 1, 1, 1, 1]
     assert column("ahead", "epoch") == column("alone", "epoch")
+    more = ("--max_staleness", "1", "--dynamic_sample", "true")
+    status, said = train("--output_dir", "refilled", *more)
+    assert status == 0, said
+    first = column("refilled", "groups/first")
+    drawn = [round(3 * share) for share in column("refilled", "dynamic_sampling/drawn_share")]
+    assert [a + n for a, n in zip(first, drawn, strict=True)][:-1] == first[1:]
+    assert sum(drawn) > 18 and max(column("refilled", "staleness/max")) <= 1
 
 
 def column(run: str, name: str) -> list[float]:

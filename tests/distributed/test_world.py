@@ -21,8 +21,7 @@ def test_alone_every_collective_returns_what_it_was_given():
     assert world.run_on_all_ranks(lambda: 7) == [7] and world.broadcast_object("a") == "a"
     assert world.all_gather_object(["a", "b"]) == [["a", "b"]]
     parameter = torch.nn.Parameter(torch.zeros(2))
-    world.all_reduce_gradients([parameter])
-    assert parameter.grad is None and list(world.share(3)) == [0, 1, 2]
+    assert world.gradient_buckets([parameter]) is None and list(world.share(3)) == [0, 1, 2]
     assert (world.any_rank(True), world.any_rank(False)) == (True, False)
 
 
@@ -103,7 +102,7 @@ def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_line
     for _ in range(2):
         with pytest.raises(RankError, match="rank 1 has failed in the start: ValueError: mine"):
             exchange(False)
-    assert used == ["first"] and group_setup._ABANDONED.pop()[1] == "first"
+    assert used == ["first"] and group_setup._STARTED.popitem()[1] == "first"
     for each in (main, other):
         each.end()
     exchange(True)
@@ -115,13 +114,13 @@ def test_a_failure_ends_the_waits_of_its_own_run_and_the_next_one_has_other_line
 def test_a_group_with_an_exchange_that_hangs_is_not_waited_for_at_the_end():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     work = Work(False)
-    group_setup._ABANDONED.append((work, dist.group.WORLD))
+    group_setup._STARTED[work] = dist.group.WORLD
     group_setup.destroy_groups()
     assert dist.is_initialized()
     work.done = True
     group_setup.destroy_groups()
     assert not dist.is_initialized()
-    group_setup._ABANDONED.clear()
+    group_setup._STARTED.clear()
 
 
 def test_what_takes_too_long_in_a_thread_is_an_error():

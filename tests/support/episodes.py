@@ -1,6 +1,10 @@
 """Episodes without a model: engines that say what they are told, and a language of three tokens."""
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 
 from rloo.engines.sampling import sample_indices
 from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
@@ -44,6 +48,66 @@ class Told:
         finish = "stop" if tokens[-1] in self._ends else "length"
         logprobs = [-0.5 - 0.001 * token for token in tokens]
         return Completion(tokens, finish, logprobs, logprobs)
+
+
+class ToldInBackground(Told):
+    """Samples a submitted turn when `finish` is called, with the version that was loaded last."""
+
+    def __init__(self, say, ends) -> None:
+        super().__init__(say, ends)
+        self.waiting: list[tuple[Prompt, int, Callable[[], None], Future]] = []
+        self.changed = threading.Condition()
+
+    def submit(self, prompts, samples, sampling, noise):
+        futures = [Future() for _ in prompts]
+        with self.changed:
+            for prompt, own, future in zip(
+                prompts, sample_indices(samples, prompts), futures, strict=True
+            ):
+                finish = partial(self._finish, future, prompt, own, sampling, noise)
+                self.waiting.append((prompt, own.start, finish, future))
+            self.changed.notify_all()
+        return futures
+
+    def _finish(self, future, prompt, own, sampling, noise) -> None:
+        (drawn,) = self.sample([prompt], [own], sampling, noise)
+        future.set_result(
+            [replace(c, weight_versions=((self.version, len(c.token_ids)),)) for c in drawn]
+        )
+
+    def wait_for(self, count: int) -> None:
+        """Wait until this number of turns waits."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.waiting) >= count, 10)
+
+    def finish(self, index: int = 0) -> None:
+        """Sample one of the turns that wait."""
+        with self.changed:
+            *_, finish, _ = self.waiting.pop(index)
+        finish()
+
+    def finish_until(self, future: Future) -> None:
+        """Sample the turns that wait, until a group is done."""
+        future.add_done_callback(lambda _: self._notify())
+        while not future.done():
+            with self.changed:
+                assert self.changed.wait_for(lambda: self.waiting or future.done(), 10)
+                waits = bool(self.waiting)
+            if waits:
+                self.finish()
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
+
+    def cancel_pending(self) -> None:
+        with self.changed:
+            waiting, self.waiting = self.waiting, []
+        for *_, future in waiting:
+            future.cancel()
+
+    def busy_seconds(self) -> float:
+        return 0.0
 
 
 class ThreeTokens:

@@ -106,10 +106,13 @@ class GivenPolicy:
         self.current = rollout.old
         self.stepper = self  # which has `backward` and `step`
 
-    def before_reduce(self, credit):
+    def after_backward(self, credit):
         pass
 
-    def sum_gradients(self):
+    def start_sum(self):
+        pass
+
+    def finish_sum(self):
         pass
 
     def in_step(self):
@@ -132,7 +135,7 @@ class GivenPolicy:
         theirs = self.reference_logprobs(batch) if reference else None
         return TokenScores(values, torch.zeros_like(values), None, theirs)
 
-    def backward(self, loss, *, last):
+    def backward(self, loss, *, last, sums):
         if loss.requires_grad:
             loss.backward()
 

@@ -82,10 +82,10 @@ def make_tokenizer():
     return tokenizer
 
 
-def save_random_model(architecture: str, tokenizer, folder: Path) -> Path:
+def save_random_model(architecture: str, tokenizer, folder: Path, **sizes: int) -> Path:
     torch.manual_seed(0)
     config = CONFIGS[architecture](
-        **SIZES,
+        **{**SIZES, **sizes},
         vocab_size=len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -119,15 +119,15 @@ SMALL = {
 }
 
 
-def arguments_for(model: Path, **options) -> list[str]:
+def arguments_for(model: Path, example: Path = EXAMPLE, **options) -> list[str]:
     """The example with what makes it small, and `options` over that."""
     given = {"model": model, **SMALL, **options}
-    return [str(EXAMPLE), *(f"--{name}={value}" for name, value in given.items())]
+    return [str(example), *(f"--{name}={value}" for name, value in given.items())]
 
 
-def shaped_arguments(folder: Path, model: Path, **options) -> list[str]:
+def shaped_arguments(folder: Path, model: Path, example: Path = EXAMPLE, **options) -> list[str]:
     """The same, with a shaped reward, in `folder`, beside its own two."""
     shaped = folder / "shaped.py"
     shaped.write_text(SHAPED)
     rewards = ["gsm8k", "gsm8k_format", f"{shaped}:near_20_characters"]
-    return arguments_for(model, reward=json.dumps(rewards), **options)
+    return arguments_for(model, example, reward=json.dumps(rewards), **options)

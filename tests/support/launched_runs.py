@@ -17,6 +17,10 @@ RUN = (
     "--save_total_limit=2",
 )  # fmt: skip
 
+MACHINES = Path(__file__).parents[2] / "examples" / "machines"
+_PROGRAM = [sys.executable, str(Path(__file__).with_name("fake_vllm_program.py"))]
+FAKE_SERVERS = f"--engine_kwargs.executable={json.dumps(_PROGRAM)}"
+
 
 def environment_here() -> dict[str, str]:
     """In which this interpreter is `python`, and has what it has here."""
@@ -30,6 +34,19 @@ def gsm8k(folder: Path) -> list[str]:
 
     model = save_random_model("qwen3", make_tokenizer(), folder / "model")
     return [*shaped_arguments(folder, model), *RUN[:3], "--save_strategy=no"]
+
+
+def on_machines(scheduler: str, folder: Path) -> list[str]:
+    """The example's file for a scheduler with its recipe, with one rank and one server, which have
+    a small random model."""
+    from support.gsm8k import make_tokenizer, save_random_model, shaped_arguments
+
+    model = save_random_model("qwen3", make_tokenizer(), folder / "model")
+    return [
+        *shaped_arguments(folder, model, MACHINES / "qwen3_8b.yaml"),
+        f"--cluster={MACHINES / scheduler}.yaml", "--gpus_per_node=0", "--trainer_gpus=1",
+        "--engine_gpus=1", "--setup=[]", "--max_staleness=1", "--save_strategy=no", FAKE_SERVERS,
+    ]  # fmt: skip
 
 
 def vllm() -> list[str]:

@@ -55,13 +55,13 @@ def make_policy_config(**options) -> RLOOConfig:
     return RLOOConfig(**{**defaults, **options})
 
 
-def make_policy_of(config: RLOOConfig) -> Policy:
+def make_policy_of(config: RLOOConfig, world: World | None = None) -> Policy:
     """A small policy; its reference, where it has one, has moved away from it."""
     policy = Policy(
         make_model("llama"),
         make_tokenizer(),
         config,
-        world=World(CPU),
+        world=world or World(CPU),
         num_training_steps=4,
     )
     if policy.reference.model is not None:

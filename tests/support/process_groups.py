@@ -70,6 +70,9 @@ class NotedGroup:
         written = 0 if source == self.rank else tensors[0].nbytes
         return self.note(f"of {source}", written, self.group.broadcast(tensors, options))
 
+    def allreduce(self, tensors, options):
+        return self.note("all_reduce", tensors[0].nbytes, self.group.allreduce(tensors, options))
+
     def note(self, name, written, work):
         self.noted.append((name, written))
         self.works.append(work)

@@ -91,7 +91,23 @@ class FailsBetween(TrainerCallback):
 
 
 _failed: list[int] = []
+
+
+class RunsOutOfMemory(TrainerCallback):
+    """The second process runs out of memory in the backward of its second step, once."""
+
+    def on_step_begin(self, args, state, control, model, **_):
+        if os.environ.get("RANK") == "1" and state.global_step == 1:
+
+            def fail(_):
+                hook.remove()
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+            hook = model.model.layers[0].mlp.down_proj.weight.register_hook(fail)
+
+
 TIED = "tied embeddings"
+RUNS_OUT = "one process runs out of memory, and the step is repeated"
 STOPPED = "stopped by a callback of the main process"
 FAILS = "fails in one process, and is trained again"
 BETWEEN = "fails in one process between the steps of a rollout, and is trained again"
@@ -135,6 +151,7 @@ CASES = {
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     TIED: (mixed, {"beta": 0.05}),
+    RUNS_OUT: (mixed, {"beta": 0.05}),
     FAILS: (failing, {"save_strategy": "steps", "save_steps": 1}),
     BETWEEN: (mixed, {"num_iterations": 2, "save_strategy": "steps", "save_steps": 3}),
     GOES_ON: (mixed, {"logging_steps": 3, "save_strategy": "steps", "save_steps": 1}),
@@ -144,6 +161,7 @@ CASES = {
 OF_ROWS = (
     "ranked in its group", "KL in the loss", "no signal on one", "dynamic sampling",
     "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *environments.CASES,
+    RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip
 # Whose weights may be divided.
 DIVIDED = {name: case for name, case in CASES.items() if name not in OF_ROWS}
@@ -190,7 +208,9 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
         model.tie_weights()
     if not single:
         model.double()
-    callbacks: list = {STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween]}.get(name, [])
+    callbacks: list = {
+        STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween], RUNS_OUT: [RunsOutOfMemory],
+    }.get(name, [])  # fmt: skip
     return RLOOTrainer(
         model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks,
         **given,

@@ -58,8 +58,9 @@ def rows_of(trainer) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_an_environment_begins_answers_and_rewards(tmp_path):
-    trainer = make_trainer(tmp_path)
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}], ids=["sync", "background"])
+def test_an_environment_begins_answers_and_rewards(tmp_path, options):
+    trainer = make_trainer(tmp_path, **options)
     assert trainer.reward_func_names == ["Letters"]
     trainer.train()
 

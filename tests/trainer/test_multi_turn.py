@@ -91,6 +91,42 @@ def test_a_run_trains_on_episodes_and_writes_them_down(tmp_path, engine):
     assert evaluation["episodes/turns"] > 1.0
 
 
+def words_of(trainer) -> list:
+    """The episodes of a run, without times."""
+    lines = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [(row["prompt_id"], row["completion"], row["reward"], row["step"]) for row in rows]
+
+
+@pytest.mark.slow
+def test_in_the_background_at_staleness_0_the_episodes_are_those_of_one_process(tmp_path):
+    options = {"log_completions": True, "logging_steps": 1, "max_steps": 3}
+    here = make_trainer(tmp_path / "here", **options)
+    there = make_trainer(tmp_path / "there", sampler_processes=1, **options)
+    for trainer in (here, there):
+        trainer.train()
+    assert words_of(here) == words_of(there)
+    for name, value in weights(here).items():
+        torch.testing.assert_close(value, weights(there)[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_episodes_are_played_while_the_model_is_trained(tmp_path):
+    """Groups in their order, each once, by weights that are at most two rollouts old."""
+    trainer = make_trainer(
+        tmp_path, max_staleness=2, max_steps=6, logging_steps=1, log_completions=True,
+        num_prompts=2, async_kwargs={"reward_workers": 1},
+    )  # fmt: skip
+    trainer.train()
+    lines = metrics_of(trainer.args)
+    assert [line["groups/first"] for line in lines] == [0, 2, 4, 6, 8, 10]
+    assert max(line["staleness/max"] for line in lines) in (1, 2)
+    assert all(line["episodes/turns"] > 1 for line in lines)
+    rows = Path(trainer.args.output_dir, "completions.jsonl").read_text().splitlines()
+    prompts = [json.loads(row)["prompt_id"] for row in rows]
+    assert sorted(set(prompts)) == list(range(6)) and len(prompts) == 6 * 2 * 4
+
+
 def test_prompts_tell_of_the_tools(tmp_path):
     seen = []
 
@@ -109,7 +145,7 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
     from rloo.episodes import multi_turn_engine
 
     failing = {2, 5}
-    original = multi_turn_engine._Episode.completion
+    original = multi_turn_engine.EpisodeInProgress.completion
     count = iter(range(10_000))
 
     def completion(self):
@@ -117,7 +153,7 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
             self.lease.failed = "the tool has gone"
         return original(self)
 
-    monkeypatch.setattr(multi_turn_engine._Episode, "completion", completion)
+    monkeypatch.setattr(multi_turn_engine.EpisodeInProgress, "completion", completion)
     sizes = []
 
     def reward(completions, log_extra, **_):
@@ -145,8 +181,6 @@ def test_a_failed_episode_has_no_reward_and_reward_functions_do_not_see_it(tmp_p
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"max_staleness": 1}, "sampled beside training"),
-        ({"sampler_processes": 1}, "sampled beside training"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs has tools"),
         ({"tools": ()}, "max_tool_calling_iterations is 2 and there are no tools"),
         ({"rows": Dataset.from_dict({"prompt": ["a", "b"], "n": [1, 2]})}, "prompt 0 is a text"),

@@ -4,8 +4,14 @@ Groups are numbered in the order in which their prompts are taken from the datas
 when n < (max_staleness + version + 1) x groups per rollout. `version` is the number of rollouts
 trained so far (AReaL's gate, arXiv 2505.24298, equation 3). Groups are trained on in the order of
 their numbers, and no group is dropped because it is old. To train on groups in the order in which
-they finish would favour short completions. A checkpoint stores the number of trained rollouts.
-Pending rollouts are sampled again on resume.
+they finish would favour short completions. A checkpoint stores the dataset position after the last
+trained rollout. Pending groups are sampled again on resume.
+
+With `dynamic_sample`, the groups that replace groups with equal rewards are the next groups by
+number. The rewards of lower-numbered groups therefore determine the rollout of a group; the order
+in which groups finish does not. Group n starts when it would be trained at most `max_staleness`
+rollouts later if no unfinished group had equal rewards (`allowed_groups`). A group with equal
+rewards can only move group n to an earlier rollout, so the bound holds.
 """
 
 from __future__ import annotations
@@ -17,54 +23,48 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
+from rloo.algorithm.async_schedule import allowed_groups
 from rloo.algorithm.rank_rollout import RankRollout, RewardScorer, all_gather_completions
-from rloo.algorithm.reward_scoring import Called, arguments_of, column_names
+from rloo.algorithm.reward_scoring import Called, column_names, make_groups, submit_group
+from rloo.algorithm.reward_shaping import has_reward_variance
 from rloo.algorithm.rollout import SyncRolloutGenerator
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.distributed.platform_info import num_processors
 from rloo.distributed.worker_pool import chain_future, wait_result
+from rloo.engines.async_engine import AsyncEngine, HoldsEnvironments
 from rloo.engines.counter_rng import noise_key
 from rloo.rewards.reward_workers import RewardWorkerPool, unavailable_reason, written
-from rloo.types import Completion, Engine, Group, Prompt, Sampling
+from rloo.types import Completion, Group, Prompt, Rollout
 
-
-class AsyncEngine(Engine, Protocol):
-    """An engine that samples in the background."""
-
-    def submit(
-        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
-    ) -> list[Future[list[Completion]]]:
-        """Start to sample as `sample` does, and return at once, with one future per prompt. Only
-        the main process calls this method."""
-
-    def cancel_pending(self) -> None:
-        """Cancel pending requests."""
-
-    def busy_seconds(self) -> float:
-        """Return the seconds spent sampling so far."""
+# The name of the number of the next group in a saved position.
+NEXT_GROUP = "next_group"
 
 
 @dataclass(slots=True)
-class _PendingRollout:
-    """A rollout in flight: the number of its first group, its noise key and the dataset position
-    after its prompts. On the main process it also has the futures of each group."""
+class _PendingGroup:
+    """A group in flight, with its number and its noise key. `position` and `epoch` are those of the
+    dataset after its prompt; `position` is None inside a rollout without `dynamic_sample`. On the
+    main process it also has the futures. `is_flat`: whether its rewards are equal, if known."""
 
     number: int
-    prompts: list[Prompt]
+    prompt: Prompt
     noise: int
-    position: dict[str, Any]
+    position: dict[str, Any] | None
     epoch: float
-    sampled: list[Future[list[Completion]]] = field(default_factory=list)
-    scored: list[Future[Called]] = field(default_factory=list)
+    sampled: Future[list[Completion]] | None = None
+    scored: Future[Called] | None = None
+    is_flat: bool | None = None
 
     @property
-    def num_done(self) -> int:
-        """The number of groups that are ready for training."""
-        return sum(future.done() for future in self.scored or self.sampled)
+    def is_done(self) -> bool:
+        """Whether the group is ready for training."""
+        future = self.scored or self.sampled
+        return future is not None and future.done()
 
 
 @dataclass(slots=True)
@@ -76,21 +76,33 @@ class AsyncRolloutGenerator(RankRollout):
 
     why_here: str | None = None
     scorers: RewardWorkerPool | None = None
-    _pending: deque[_PendingRollout] = field(default_factory=deque)
+    _pending: deque[_PendingGroup] = field(default_factory=deque)
     _trained: int = 0
+    # The number of the next group to begin.
+    _next_number: int = 0
+    # In the rollout that is collected: the groups so far, and the refills that are left.
+    _collected: list[tuple[int, Group]] = field(default_factory=list)
+    _refills: int = 0
+    _waited: float = 0.0
     _after: dict[str, Any] = field(default_factory=dict)
     _epoch: float = 0.0
     _decoder: Any = None
     # Weight version -> number of rollouts trained before it, for the versions of pending groups.
     _rollouts_trained_at_version: dict[int, int] = field(default_factory=dict)
     _async_metrics: dict[str, float] = field(default_factory=dict)
+    # The timings at the end of the last rollout, and now.
     _pace: _Timings | None = None
+    _now: _Timings | None = None
     # Seconds spent sampling since the last rollout.
     _sampling: float = 0.0
 
     def __post_init__(self) -> None:
-        self._after, self._epoch = self.prompts.state_dict(), self.prompts.epoch
-        self.why_here = unavailable_reason(self.rewards)
+        self._after, self._epoch = self._position(), self.prompts.epoch
+        self._start_rollout()
+        if self.engine.capabilities.whole_groups:
+            self.why_here = "it has the data of the episodes"
+        else:
+            self.why_here = unavailable_reason(self.rewards)
         if self.why_here is None and self.world.is_main:
             some = self.config.async_options.reward_workers or min(
                 self.batches.prompts_per_rollout, num_processors(), 8
@@ -115,7 +127,7 @@ class AsyncRolloutGenerator(RankRollout):
         return told | {"rewards_in": f"this process, since {self.why_here}"}
 
     def close(self) -> None:
-        """Cancel pending rollouts, return their prompts to the dataset, and end the reward
+        """Cancel pending groups, return their prompts to the dataset, and end the reward
         workers."""
         self._pending.clear()
         self._beside.cancel_pending()
@@ -125,11 +137,11 @@ class AsyncRolloutGenerator(RankRollout):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the dataset position after the last returned rollout, and the state of the reward
-        functions. Pending rollouts are not included."""
+        functions. Pending groups are not included."""
         return {"prompts": self._after, "rewards": self.rewards.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Restore what `state_dict` returned, and cancel pending rollouts."""
+        """Restore what `state_dict` returned, and cancel pending groups."""
         self._pending.clear()
         self._beside.cancel_pending()
         if self.scorers is not None:
@@ -138,91 +150,153 @@ class AsyncRolloutGenerator(RankRollout):
         self.rewards.load_state_dict(state["rewards"])
         self._after, self._epoch = state["prompts"], self.prompts.epoch
         self.step, self._pace = step, None
+        # Without dynamic_sample the number follows from the step.
+        rollouts = step // self.batches.steps_per_rollout
+        self._next_number = state["prompts"].get(
+            NEXT_GROUP, rollouts * self.batches.prompts_per_rollout
+        )
 
     @property
     def _beside(self) -> AsyncEngine:
         return cast(AsyncEngine, self.engine)
 
-    def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
-        """Return the groups of the next rollout, once all of them are done."""
+    def _position(self) -> dict[str, Any]:
+        """The dataset position, with the number of the next group if the position does not
+        determine it."""
+        number = {NEXT_GROUP: self._next_number} if self.config.dynamic_sample else {}
+        return self.prompts.state_dict() | number
+
+    def next(self) -> Rollout:
+        """See `SyncRolloutGenerator.next`. Blocks until the rollout's groups are done."""
         self._rollouts_trained_at_version[self.engine.version] = self._trained
+        self._start_rollout()
+        rollout = SyncRolloutGenerator.next(self)
+        self._start_rollout()
+        self._trained, self._pace = self._trained + 1, self._now
+        return rollout
+
+    def _start_rollout(self) -> None:
+        self._collected, self._waited, self._refills = [], 0.0, self._most_refills
+
+    @property
+    def _most_refills(self) -> int:
+        """How often the groups of a rollout are refilled."""
+        return self.config.max_resample_times if self.config.dynamic_sample else 0
+
+    def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
+        """Return the next groups by number, once all of them are done."""
         self._begin(num_prompts)
-        begun = self._pending[0]
-        done = sum(other.num_done for other in self._pending)
-        in_flight = sum(len(other.prompts) for other in self._pending) - done
+        if not self._collected:
+            done = sum(other.is_done for other in self._pending)
+            self._async_metrics = {
+                "groups/first": float(self._pending[0].number),
+                "queue/done": float(done),
+                "queue/in_flight": float(len(self._pending) - done),
+            }
+        chunk = [self._pending.popleft() for _ in range(num_prompts)]
+        prompts, noise = [each.prompt for each in chunk], chunk[0].noise
         came = time.monotonic()
         with self.clock.phase("sample"):
-            drawn = [wait_result(each) for each in begun.sampled]
+            drawn = [wait_result(each.sampled) for each in chunk if each.sampled is not None]
             count = self.config.num_generations
-            sampled = all_gather_completions(drawn, begun.prompts, count, self.world)
+            sampled = all_gather_completions(drawn, prompts, count, self.world)
         with self.clock.phase("reward"):
-            called = None if self.why_here else [wait_result(each) for each in begun.scored]
-            waited = time.monotonic() - came
-            judge = RewardScorer(
-                self.rewards, self.tokenizer, self.world, self.trainer, begun.noise
-            )
-            groups, logged = judge.score(begun.prompts, sampled, called=called)
-        self._pending.popleft()
-        self._after, self._epoch = begun.position, begun.epoch
+            called = None
+            if self.why_here is None:
+                called = [wait_result(each.scored) for each in chunk if each.scored is not None]
+            self._waited += time.monotonic() - came
+            judge = RewardScorer(self.rewards, self.tokenizer, self.world, self.trainer, noise)
+            groups, logged = judge.score(prompts, sampled, called=called)
+        if isinstance(self.engine, HoldsEnvironments):
+            self.engine.release([each.sampled for each in chunk if each.sampled is not None])
+        assert chunk[-1].position is not None
+        self._after, self._epoch = chunk[-1].position, chunk[-1].epoch
         self.prompts.update(groups)
         if not self._pending:  # the next prompts may depend on these rewards
-            self._after = self.prompts.state_dict()
-        self._async_metrics = {
-            "groups/first": float(begun.number),
-            "queue/done": float(done),
-            "queue/in_flight": float(in_flight),
-            **self._staleness(begun.number, groups),
-            **self._idle(waited),
-        }
-        self._trained += 1
+            self._after = self._position()
+        self._collected += [(c.number, group) for c, group in zip(chunk, groups, strict=True)]
+        self._refills -= 1
+        self._async_metrics |= {**self._staleness(self._collected), **self._idle(self._waited)}
         return groups, logged
 
-    def _begin(self, num_prompts: int) -> None:
-        """Submit the rollouts that `max_staleness` allows, up to the last step of the run."""
+    def _begin(self, missing: int) -> None:
+        """Submit the groups that `max_staleness` allows, up to the last step of the run. The
+        current rollout still needs `missing` groups."""
         per_rollout = self.batches.steps_per_rollout
-        while len(self._pending) <= self.config.max_staleness:
-            step = self.step + len(self._pending) * per_rollout
-            if self._pending and step >= self.trainer.max_steps:
-                return
-            prompts = self.prompts.next(num_prompts)
-            begun = _PendingRollout(
-                step // per_rollout * num_prompts,
-                prompts,
-                noise_key(self.config.seed, "train", step),
-                self.prompts.state_dict(),
-                self.prompts.epoch,
-            )
-            self._pending.append(begun)
-            if self.world.is_main:
-                count = self.config.num_generations
-                begun.sampled = self._beside.submit(prompts, count, self.sampling, begun.noise)
-                if self.scorers is not None:
-                    self._score_when_sampled(begun, self.scorers)
+        wanted, dynamic = self.batches.prompts_per_rollout, self.config.dynamic_sample
+        steps_after = self.trainer.max_steps - self.step - per_rollout
+        more = max(0, min(self.config.max_staleness, -(-steps_after // per_rollout)))
+        flat = self._known_flat() if dynamic else []
+        total = allowed_groups(flat, missing, self._refills, wanted, self._most_refills, more)
+        if dynamic:  # only the main process knows which groups are done
+            total = self.world.broadcast_object(total)
+        begun: list[_PendingGroup] = []
+        while len(self._pending) + len(begun) < total:
+            number = self._next_number
+            prompts = self.prompts.next(1 if dynamic else wanted)
+            self._next_number += len(prompts)
+            noise = noise_key(self.config.seed, "train", number // wanted * per_rollout)
+            places: list[Any] = [None] * (len(prompts) - 1) + [self._position()]
+            begun += [
+                _PendingGroup(number + n, prompt, noise, place, self.prompts.epoch)
+                for n, (prompt, place) in enumerate(zip(prompts, places, strict=True))
+            ]
+        self._pending += begun
+        if self.world.is_main:
+            for noise, some in groupby(begun, key=lambda group: group.noise):
+                self._submit(noise, list(some))
 
-    def _score_when_sampled(self, begun: _PendingRollout, scorers: RewardWorkerPool) -> None:
-        names, state = column_names(begun.prompts), b""
+    def _submit(self, noise: int, begun: Sequence[_PendingGroup]) -> None:
+        prompts, count = [group.prompt for group in begun], self.config.num_generations
+        futures = self._beside.submit(prompts, count, self.sampling, noise)
+        for group, future in zip(begun, futures, strict=True):
+            group.sampled = future
+        if self.scorers is not None:
+            self._score_when_sampled(begun, self.scorers)
+
+    def _known_flat(self) -> list[bool]:
+        """Whether each pending group is known to have equal rewards."""
+        for group in self._pending:
+            if group.scored is None or not group.scored.done() or group.is_flat is not None:
+                continue
+            if group.scored.exception() is None and group.sampled is not None:
+                completions, (texts, raw) = group.sampled.result(), group.scored.result()
+                scores = self.rewards.combine([raw], learn=False)
+                (made,) = make_groups([group.prompt], [completions], texts, scores)
+                group.is_flat = not has_reward_variance(made, self.config)
+        return [group.is_flat is True for group in self._pending]
+
+    def _score_when_sampled(
+        self, begun: Sequence[_PendingGroup], scorers: RewardWorkerPool
+    ) -> None:
+        names, state = column_names([group.prompt for group in begun]), b""
         if self.rewards.reads_state:
             # A copy of the state's values: its class would import torch, and the state may change.
             known = {**vars(self.trainer), "log_history": [*self.trainer.log_history]}
             state = written(SimpleNamespace(**known))
-        for index, (prompt, sampled) in enumerate(zip(begun.prompts, begun.sampled, strict=True)):
+        for group in begun:
             scored: Future[Called] = Future()
             scored.set_running_or_notify_cancel()
-            begun.scored.append(scored)
-            seed = noise_key(begun.noise, "reward", begun.number + index)
+            group.scored = scored
+            submit = partial(
+                scorers.submit, noise_key(group.noise, "reward", group.number), state=state
+            )
+            begin = partial(self._submit_score, group.prompt, names, submit)
+            assert group.sampled is not None
+            group.sampled.add_done_callback(partial(_then, begin, scored))
 
-            def make(prompt: Prompt = prompt, sampled: Any = sampled) -> Any:
-                return arguments_of([(prompt, sampled.result())], names, self._decoder)
+    def _submit_score(
+        self, prompt: Prompt, names: list[str], submit: Any, completions: list[Completion]
+    ) -> Future[Called]:
+        """Submit a sampled group for scoring."""
+        return submit_group((prompt, completions), names, self.rewards.names, self._decoder, submit)
 
-            begin = partial(scorers.submit, seed, make, state)
-            sampled.add_done_callback(partial(_then, begin, scored))
-
-    def _staleness(self, first: int, groups: Sequence[Group]) -> dict[str, float]:
+    def _staleness(self, groups: Sequence[tuple[int, Group]]) -> dict[str, float]:
         """Return the metrics of staleness. The staleness of a token is the number of rollouts by
-        which the weights that sampled the token are older than the weights that train on it. Raises
-        RuntimeError if the staleness exceeds max_staleness."""
+        which the weights that sampled the token are older than the weights that train on it.
+        `groups` have their numbers. Raises RuntimeError if the staleness exceeds max_staleness."""
         tokens: Counter[int] = Counter()
-        for number, group in enumerate(groups, start=first):
+        for number, group in groups:
             for version, count in (span for c in group.completions for span in c.weight_versions):
                 age = self._trained - self._trained_on(version)
                 if not 0 <= age <= self.config.max_staleness:
@@ -259,7 +333,7 @@ class AsyncRolloutGenerator(RankRollout):
         scorers = self.scorers
         scored = scorers.busy_seconds() / scorers.size if scorers is not None else 0.0
         before, now = self._pace, _Timings(time.monotonic(), self._beside.busy_seconds(), scored)
-        self._pace, self._sampling = now, now.sampled - (before.sampled if before else 0.0)
+        self._now, self._sampling = now, now.sampled - (before.sampled if before else 0.0)
         if before is None:
             return {}
         seconds = now.clock - before.clock
@@ -289,12 +363,13 @@ class _Timings(NamedTuple):
 
 
 def _then(
-    begin: Callable[[], Future[Called]], scored: Future[Called], sampled: Future[list[Completion]]
+    begin: Callable[[list[Completion]], Future[Called]],
+    scored: Future[Called],
+    sampled: Future[list[Completion]],
 ) -> None:
     """Submit a sampled group for scoring, and copy the result or the exception to `scored`."""
     try:
-        sampled.result()
-        begun = begin()
+        begun = begin(sampled.result())
     except BaseException as error:  # raised where the result is awaited
         scored.set_exception(error)
         return

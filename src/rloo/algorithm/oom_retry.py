@@ -129,6 +129,7 @@ def _require_first(
 
 def _halve_budget(parts: TrainerComponents, state: TrainState, samples: Sequence[Sample]) -> None:
     policy = parts.policy
+    policy.stepper.finish_sum()  # all processes have started it
     policy.stepper.clear()
     if policy.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rloo.distributed.worker_pool import chain_future
 from rloo.rewards import RewardSet, Scores
 from rloo.rewards.reward_set import RawScores
 from rloo.types import Completion, Group, Prompt, Text, text_of
@@ -60,6 +62,31 @@ def call_rewards(
     named = {name: some(values) for name, values in columns.items()}
     raw = rewards.call(some(prompts), some(texts), some(ids), named, trainer_state)
     return [(texts, raw.among(places, len(flat)))]
+
+
+def submit_group(
+    group: Sampled,
+    names: Sequence[str],
+    rewards: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    submit: Callable[[Callable[[], Any]], Future[Called]],
+) -> Future[Called]:
+    """Score a group in another process with `submit`, which takes a function that returns the
+    arguments of `RewardSet.call`. `rewards` are the names of the reward functions. Failed episodes
+    get no score."""
+    prompt, completions = group
+    places = [n for n, c in enumerate(completions) if c.episode is None or c.episode.failed is None]
+    if len(places) == len(completions):
+        return submit(lambda: arguments_of([group], names, tokenizer))
+    _, texts, *_ = arguments_of([group], names, tokenizer)
+    count, scored = len(completions), Future[Called]()
+    if not places:
+        scored.set_result((texts, RawScores(count, dict.fromkeys(rewards), {})))
+        return scored
+    some = [completions[place] for place in places]
+    begun = submit(lambda: arguments_of([(prompt, some)], names, tokenizer))
+    chain_future(scored, begun, lambda called: (texts, called[1].among(places, count)))
+    return scored
 
 
 def column_names(prompts: Sequence[Prompt]) -> list[str]:

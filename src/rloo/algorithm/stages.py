@@ -46,10 +46,12 @@ def update_stage(
     return metrics
 
 
-def before_reduce(world: World, batches: BatchSizes, stop: StopSignals, credit: Advantages) -> None:
-    """Prepare the all-reduce of the gradients, after the last backward pass. In the first of
-    several steps on a rollout, gather the log-probs and advantages of all ranks, which the later
-    steps need. From here on, signals are deferred."""
+def after_backward(
+    world: World, batches: BatchSizes, stop: StopSignals, credit: Advantages
+) -> None:
+    """Continue a step after its last backward pass. In the first of several steps on a rollout,
+    gather the log-probs and advantages of all ranks, which the later steps need. From here on,
+    signals are deferred."""
     if batches.steps_per_rollout > 1 and not credit.is_shared:
         credit.old_logprobs = all_gather_by_key(credit.old_logprobs, world)
         if credit.from_update:

@@ -58,12 +58,13 @@ def update(
                 gather(tally, sums)
             else:
                 value = 0.0 * _forward(policy, batch, credit, terms).logprobs.sum()
-            policy.stepper.backward(value, last=is_last)
+            policy.stepper.backward(value, last=is_last, sums=True)
         return read(tally)
 
     tally: MetricTotals = {}
     with policy.in_step(), casting_once(policy):
-        done = policy.world.run_on_all_ranks(compute)
+        starts = (policy.stepper.start_sum,) if live else ()
+        done = policy.world.run_on_all_ranks(compute, *starts)
     for sums in done:
         add(tally, sums)
     metrics = credit.stats | averages(tally, samples, config)
@@ -71,11 +72,11 @@ def update(
         metrics.pop("entropy", None)
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
     metrics |= imbalance(dealt, packed=policy.packed)
-    policy.stepper.before_reduce(credit)
+    policy.stepper.after_backward(credit)
     metrics["update/no_signal"] = float(not live)
     if not live:
         return metrics | policy.stepper.skip()
-    policy.stepper.sum_gradients()
+    policy.stepper.finish_sum()
     # With fewer effective samples, the learning rate of the step is lower (VCPO, arXiv 2602.17616).
     scale = math.sqrt(metrics["sampling/effective_share"] if config.async_options.ess_guard else 1)
     with policy.in_step():

@@ -10,9 +10,10 @@ from rloo.config.options import TrainingOptions
 
 
 def correction_of(options: TrainingOptions) -> dict[str, Any]:
-    """The resolved `rollout_importance_sampling_mode`. If rollouts may be stale, the default is
-    truncated importance weights, at the level of the loss's ratios (the decoupled objective, AReaL,
-    arXiv 2505.24298, section 5.2). Otherwise there are no weights."""
+    """The resolved `rollout_importance_sampling_mode`; empty if the value does not change. If
+    rollouts may be stale, the default is truncated importance weights (the decoupled objective of
+    AReaL, arXiv 2505.24298, section 5.2): one per sequence if `importance_sampling_level` is
+    sequence, else one per token. If rollouts cannot be stale, the default is no weights."""
     mode = options.rollout_importance_sampling_mode
     if mode == "off" and not options.max_staleness:
         return {"rollout_importance_sampling_mode": None}
@@ -23,7 +24,7 @@ def correction_of(options: TrainingOptions) -> dict[str, Any]:
 
 
 def check_beside(config: TrainingOptions) -> None:
-    """Raise ValueError for the first fault in the asynchronous rollouts of `config`."""
+    """Raise ValueError for the first fault in the options of `config` for asynchronous rollouts."""
     for fault in _faults(config):
         raise ValueError(fault)
 
@@ -77,12 +78,6 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
                     "rewards; it is for max_staleness above 0, or sampler_processes"
                 )
         return
-    if config.dynamic_sample:
-        yield (
-            "dynamic_sample is true, which draws further prompts once a rollout is scored, and "
-            "the next ones are begun by then (dynamic_sample, or max_staleness 0 and no "
-            "sampler_processes)"
-        )
     if (copies := config.engine_options.copy_weights) is not None:
         yield (
             f"engine_kwargs.copy_weights is {copies} and another process samples, which always has "

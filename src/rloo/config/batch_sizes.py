@@ -11,8 +11,8 @@ from rloo.config.options import DEFAULT_BATCH, TrainingOptions
 class BatchSizes:
     """The numbers of prompts and completions, summed over all processes. A rollout is TRL's
     generation batch: the completions that are sampled together for `steps_per_rollout` optimizer
-    steps. It has `parts_per_rollout` parts of `completions_per_step` completions. Each part is used
-    for `num_iterations` steps."""
+    steps. A rollout has `parts_per_rollout` parts of `completions_per_step` completions. Each part
+    is used for `num_iterations` steps."""
 
     completions_per_step: int
     completions_per_rollout: int

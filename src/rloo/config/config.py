@@ -129,8 +129,9 @@ class RLOOConfig(TRLCompatibleOptions):
         return copy
 
     def with_values(self, **values: Any) -> RLOOConfig:
-        """A fixed copy in which some options have other `values`. The values are not parsed or
-        checked: the run chose them (threads, the model's name), or they turn a feature off."""
+        """A fixed copy in which some options have other `values`. The values are neither parsed nor
+        checked. They must be valid: values that the run chose (threads, the model's name), or
+        values that turn a feature off."""
         copy = object.__new__(type(self))
         vars(copy).update(vars(self) | self._values() | values, _fixed=True)
         vars(copy)["_checked"] = copy._values()

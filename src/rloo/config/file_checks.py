@@ -166,7 +166,8 @@ def _size(config: Any, names: str) -> tuple[str, int] | None:
 
 
 def context_of(config: Any) -> int | None:
-    """The context length of a text model in tokens; None without a limit (XLNet has -1)."""
+    """The context length of a text model in tokens; None if the model has no limit (XLNet's
+    configuration has -1)."""
     tokens = largest_of_layers(config, "max_position_embeddings")
     return tokens if tokens is not None and tokens > 0 else None
 

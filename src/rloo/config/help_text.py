@@ -162,7 +162,8 @@ def usage_of_plugin(name: str, command: Any) -> str:
 
 
 def usage_of(name: str, *, everything: bool = False) -> str:
-    """The help of a command: usage, purpose, and the basic options, or all options."""
+    """The help of a command: usage, purpose, examples, and the basic options (with `everything`:
+    all options)."""
     command = COMMANDS[name]
     text = column("", f"{command.does[0].upper()}{command.does[1:]}.", 0)
     text = f"usage: rloo {name} {command.arguments}\n\n{text}\nexamples:\n"

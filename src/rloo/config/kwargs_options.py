@@ -225,8 +225,8 @@ def without_defaults(
     option: str, given: Mapping[str, Any], usual: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """`given` without the keys whose value is the default, so that equal options are equal
-    mappings. None if no key remains. `usual` are the entries of a preset: a key stays if its value
-    there differs."""
+    mappings. A key also stays if its value in `usual`, the entries of a preset, is another one.
+    None if no key remains."""
     defaults = {name: default_of(key) for name, key in keys_of(option).items()}
     return {
         name: value

@@ -39,11 +39,12 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     """Read `[config.yaml] [--option value | --option=value | --switch | option=value] ...`.
 
     Dashes and underscores in option names are equivalent; aliases and dotted names are accepted. A
-    list is several values, or the option several times. A mapping, or a list of mappings, is YAML
-    or JSON. `--mapping.name value` adds one entry to the file's mapping. The command line overrides
-    the file, and the last value of a repeated option counts. If neither names a model or data, the
-    file `base` is read, with the lowest priority. Raises ValueError with all faults, each with the
-    option, or with file and line.
+    list is given as several values after its option, or by repeating the option. A mapping, or a
+    list of mappings, is YAML or JSON. `--mapping.name value` adds one entry to the file's mapping.
+    The command line overrides the file, and the last value of any other repeated option counts. If
+    neither the command line nor the file names a model or data, the file `base` is also read, with
+    the lowest priority. Raises ValueError with all faults, each with the option, or with file and
+    line.
     """
     path, given, faults = _split(arguments)
     path = os.path.expanduser(path) if path and path.startswith("~/") else path

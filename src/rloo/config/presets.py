@@ -81,8 +81,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "areal": Preset(
         "r = clip(10 * (r - 0.5)), leave-one-out over answers, then whitened over all tokens; "
-        "token ratios against the recomputed policy, weighted by it over the sampler; mean over "
-        "all tokens",
+        "token ratios against the recomputed policy; the loss of each token times "
+        "p(recomputed policy) / p(rollout policy); mean over all tokens",
         "AReaL 1.0.4, examples/math/gsm8k_rloo.yaml",
         {
             **_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.0,

@@ -1,8 +1,7 @@
-"""Checks of tools' options, and of options that cannot be combined with tools."""
+"""Checks of tools' options, and of options that cannot be combined with a rollout_func."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 
 from rloo.config.fields import default_of
@@ -21,17 +20,11 @@ def refuse_in_vain(options: TrainingOptions) -> None:
             )
 
 
-def check_tools(options: TrainingOptions, *, own: bool = False) -> None:
-    """Raise ValueError for the first option that cannot be combined with tools in this version.
-    With `own`, the options are checked for a run with a rollout_func."""
-    for fault in _faults(options, own):
-        raise ValueError(f"{fault} ({'rollout_func' if own else 'tools'})")
-
-
-def _faults(options: TrainingOptions, own: bool) -> Iterator[str]:
-    what = "there is a rollout_func" if own else "there are tools"
+def check_rollout_func(options: TrainingOptions) -> None:
+    """Raise ValueError if the options cannot be combined with a rollout_func in this version."""
     if options.samples_beside:
-        yield (
-            f"{what} and completions are sampled beside training, by processes that "
-            "cannot call them in this version (max_staleness 0 and no sampler_processes)"
+        raise ValueError(
+            "there is a rollout_func and completions are sampled beside training, by processes "
+            "that cannot call it in this version (max_staleness 0 and no sampler_processes) "
+            "(rollout_func)"
         )

@@ -29,9 +29,9 @@ class NotAllowed(RuntimeError):
 
 @contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """Yield a list that receives the stop signals whose handlers raise in this block. If the list
-    is empty, the function called in the block raised a KeyboardInterrupt or SystemExit itself.
-    Outside the main thread the list stays empty."""
+    """Yield a list that receives the stop signals whose handlers raise in this block. If the block
+    raises KeyboardInterrupt or SystemExit and the list is empty, the exception came from the user's
+    function and not from a signal. Outside the main thread the list stays empty."""
     came: list[int] = []
     noting: dict[int, tuple[Any, Any]] = {}
     try:
@@ -61,11 +61,11 @@ def _noting(handler: Callable[..., Any], came: list[int]) -> Callable[..., Any]:
 
 def load_function(spec: str, kind: str) -> Callable[..., Any]:
     """The function that `spec` names: `package.module:function`, or `path/to/file.py:function`.
-    `kind` is its purpose in messages: reward, estimator.
+    `kind` is the function's purpose in messages: reward, estimator.
 
     Raises ValueError for a missing file or module, for an attribute that is missing or not
-    callable, and for a module whose import raises SystemExit or another BaseException without a
-    signal. Ordinary exceptions of the import are passed on.
+    callable, and for a module whose import raises SystemExit or another BaseException that no
+    signal caused. Ordinary exceptions of the import are passed on.
     """
     source, _, attribute = spec.rpartition(":")
     load = _import_file if source.endswith(".py") else _import_module
@@ -96,10 +96,9 @@ def load_function(spec: str, kind: str) -> Callable[..., Any]:
 
 
 def check_function(spec: str, kind: str) -> None:
-    """Raise those ValueErrors of `load_function` that do not need to run the user's code: for a
-    file that is missing or not valid Python, a name that does not occur in the file, an unknown
-    module.
-    """
+    """Raise those ValueErrors of `load_function` that can be found without running the user's code:
+    for a file that is missing or not valid Python, for a name that does not occur in the file, and
+    for an unknown module."""
     source, _, attribute = spec.rpartition(":")
     if not source.endswith(".py"):
         _require_module(source, kind)

@@ -19,7 +19,6 @@ from rloo.config.kwargs_options import flattened
 from rloo.config.loss_validation import check_objective
 from rloo.config.options import LORA, TrainingOptions
 from rloo.config.reasoning_gym_options import check_gym
-from rloo.config.tool_options import check_tools
 from rloo.config.vllm_validation import check_vllm
 from rloo.distributed import process_count
 
@@ -147,8 +146,6 @@ def check(config: TrainingOptions) -> None:
     check_vllm(config)
     engine_spec(config.rollout_engine).check(config)
     check_beside(config)
-    if config.tools or config.environment_factory:
-        check_tools(config)
     check_gym(config)
 
 

@@ -33,9 +33,9 @@ def has_separate_gpus(options: TrainingOptions) -> bool:
 
 
 def memory_share(options: TrainingOptions, *, separate: bool) -> float:
-    """The share of a GPU's memory that a server reserves: `vllm_gpu_memory_utilization`, or the
-    default for servers on `separate` GPUs, or for other servers. On a CPU, vLLM reserves this share
-    of the host memory, which the server shares with the trainer."""
+    """The share of a GPU's memory that a server reserves: `vllm_gpu_memory_utilization`, or a
+    default, which depends on whether the servers have `separate` GPUs. On a CPU, vLLM reserves this
+    share of the host memory, which the server shares with the trainer."""
     share = options.vllm_gpu_memory_utilization
     return (SEPARATE_GPUS if separate else SHARED_GPU) if share is None else share
 
@@ -46,15 +46,16 @@ def longest_completion(options: TrainingOptions) -> int:
 
 
 def longest_sequence(options: TrainingOptions) -> int:
-    """The number of tokens of the longest allowed prompt (1 without a limit) with its longest
-    completion."""
+    """The number of tokens of the longest allowed prompt plus the longest completion. If prompts
+    have no limit, the prompt counts as 1 token."""
     return (options.max_prompt_length or 1) + longest_completion(options)
 
 
 def engine_of(options: TrainingOptions) -> dict[str, Any]:
-    """`rollout_engine` and `vllm_server_base_url` from TRL's use_vllm, vllm_mode, vllm_server_host
-    and vllm_server_port, unless they are set. Without use_vllm, the other three options have no
-    effect, as in TRL."""
+    """The options `rollout_engine` and `vllm_server_base_url`, derived from TRL's use_vllm,
+    vllm_mode, vllm_server_host and vllm_server_port. A `rollout_engine` or `vllm_server_base_url`
+    that the user has set is kept. Without use_vllm, the other three options have no effect, as in
+    TRL."""
     if not options.use_vllm or options.rollout_engine != "auto":
         return {}
     if options.vllm_mode == "colocate":

@@ -31,9 +31,8 @@ _PREFIX = "tag:yaml.org,2002:"
 def read_yaml(path: str, is_whole: Callable[[str], bool]) -> tuple[dict[str, Any], dict[str, str]]:
     """The values in a YAML file, with nested names joined by dots, and `file, line n: ` for each
     name. A mapping is a single value if `is_whole` is true for its name. Raises ValueError, with
-    the line, for YAML that is broken, empty, not a mapping, tagged, too large with aliases
-    expanded, or has a key twice.
-    """
+    the line, for YAML that is broken, empty, not a mapping, has tags or a key twice, or is too
+    large after its aliases are expanded."""
     check_file(path, "config", most=MAX_BYTES)
     try:
         text = Path(path).read_text(encoding="utf-8")

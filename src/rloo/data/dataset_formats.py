@@ -33,14 +33,15 @@ _QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
 
 
 def with_conversation(rows: Dataset, template: Any) -> tuple[Dataset, str | None]:
-    """Return `rows` with the messages of a conversation as column `prompt`, and a note. Without a
-    conversation, or if `template` is more than the conversation's column, return the rows unchanged
-    and None.
+    """Return `rows` with the messages of a conversation as column `prompt`, and a note. If no
+    conversation is found, or if `template` has text besides the placeholder of one column
+    (`{column}`), return the rows unchanged and None.
 
-    The conversation may be JSON text. Its column is `{column}` of the template, `prompt`, or a
-    common name (`_CONVERSATIONS`). A last turn of the assistant is the answer and is removed,
-    except in the column `prompt`. Raises ValueError, with the row, if no question remains or a role
-    is unknown.
+    The conversation may be JSON text. With a template `{column}`, it is read from that column.
+    Without a template it is read from the column `prompt` or, if there is none, from the first
+    column of `_CONVERSATIONS` with a conversation. A last turn of the assistant is the answer and
+    is removed, unless the conversation was read from a column `prompt`. Raises ValueError, with the
+    row, if no question remains or a role is unknown.
     """
     column = _column_of(rows, template)
     if column is None:
@@ -264,8 +265,8 @@ def example_template(columns: Sequence[str]) -> str:
 
 
 def reference_hint(rows: Dataset, reads: Callable[[str], bool]) -> str:
-    """Return the suffix of an error message about a missing column. It names the option `reference`
-    if a reward reads a reference and no column has one."""
+    """Return a suffix for the error message about a missing column. If a reward reads a reference
+    and no column has one, the suffix names the option `reference`. Otherwise it is empty."""
     names = rows.column_names
     if not any(map(reads, _READ)) or set(_READ) & set(names):
         return ""

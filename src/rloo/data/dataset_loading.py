@@ -34,14 +34,15 @@ SPLIT_NAMES = ("train", "validation", "valid", "val", "dev", "test", "eval")
 def load_rows(
     spec: Given | str | Path, *, split: str = "train", config_name: str | None = None
 ) -> Dataset | IterableDataset:
-    """Return the rows of a dataset, at least one row. A stream is returned unchanged.
+    """Return the rows of a dataset. A stream is returned unchanged.
 
     `spec` is a `Dataset` or `IterableDataset`, a dict of splits, a .jsonl, .json, .parquet or .csv
     file, a folder of such files, a folder written by `save_to_disk`, or a hub id. `split` selects
     one of several splits. In a folder it selects files by name: `train.jsonl`,
     `train-00000-of-00002.parquet` and so on. A dataset without splits counts as "train".
     `config_name` applies to hub datasets only. A transform (`set_transform`) is applied once to
-    each row. Raises ValueError for anything that cannot be read, if possible with file and line.
+    each row. Raises ValueError for a dataset without rows, and for anything that cannot be read, if
+    possible with file and line.
     """
     if isinstance(spec, IterableDataset):
         return spec

@@ -23,10 +23,11 @@ def join_inputs(
 ) -> dict[str, Tensor]:
     """Return the image inputs of the prompts of all rows, joined for one forward pass.
 
-    `prompts` has for each row the number of its prompt and the prompt's `Prompt.pixels`, which is
-    called once per number. Rows have `width` tokens. `starts` has for each row the position at
-    which the prompt starts. Per-token inputs are placed along the rows, with 0 (text) elsewhere.
-    Per-image inputs are concatenated. Smaller images are padded with zeros, which models remove.
+    `prompts` has for each row the number of the row's prompt, and the function `Prompt.pixels` of
+    this prompt (None: no images). A function is called once per number. Rows have `width` tokens.
+    `starts` has for each row the position at which the prompt starts. Per-token inputs are placed
+    along the rows, with 0 (text) elsewhere. Per-image inputs are concatenated. Smaller images are
+    padded with zeros, which models remove.
     """
     inputs = {number: make and make() for number, make in dict(prompts).items()}
     rows = [inputs[number] for number, _ in prompts]

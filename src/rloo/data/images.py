@@ -46,9 +46,10 @@ def tokenizer_of(processing_class: Any) -> Any:
 
 
 def with_images(content: Text, images: Sequence[Any]) -> list[Message]:
-    """Return the messages with contents as lists of parts, and each image in its part, as in TRL.
-    Parts `{"type": "image"}` are filled in order. Without such parts, the images are put before the
-    text of the first user message. Raises ValueError if the numbers of images and parts differ."""
+    """Return the messages `content` with the `images` in them, as in TRL. The content of each
+    message becomes a list of parts. Parts `{"type": "image"}` are filled with the images in order.
+    If there are no such parts, the images are put before the text of the first user message. Raises
+    ValueError if the numbers of images and parts differ."""
     if isinstance(content, str):
         raise ValueError(
             "the row has images and its prompt is a string; with images it must be a list of "
@@ -159,8 +160,8 @@ class ImageReader:
 
 
 def image_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the name of the dataset's image column, in a tuple, which is empty if there is none.
-    Raises ValueError if the dataset has two."""
+    """Return a tuple with the name of the image column among the columns `names`; empty if there is
+    no image column. Raises ValueError for two image columns."""
     found = tuple(name for name in COLUMNS if name in names)
     if len(found) > 1:
         raise ValueError(
@@ -182,8 +183,8 @@ def _is_picture(value: Any) -> bool:
 
 
 def in_colour(messages: list[Message]) -> list[Message]:
-    """Return the messages, with contents as parts and every image converted to RGB (some processors
-    do not convert). Raises ValueError for an image part without an image."""
+    """Return the messages, each content as a list of parts, with every image converted to RGB (some
+    processors do not convert). Raises ValueError for an image part without an image."""
     return _with_parts(
         with_images(messages, []),
         lambda p: {**p, "image": p["image"].convert("RGB")} if p["type"] == "image" else p,

@@ -201,8 +201,8 @@ class PromptDataset:
         return [self._prompt(number) for number in self._numbers[:limit]]
 
     def shared_with(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Return those of `prompts` that have no images and the same tokens as a prompt of this
-        dataset."""
+        """Return those of `prompts` whose tokens are equal to the tokens of a prompt of this
+        dataset. Prompts with images are left out."""
         theirs = {tuple(p.token_ids): p for p in prompts if p.pixels is None}
         found = {ids for number in self._numbers if (ids := tuple(self._tokens[number])) in theirs}
         return [p for p in prompts if p.pixels is None and tuple(p.token_ids) in found]

@@ -81,7 +81,8 @@ def tokens_behind(processing_class: ProcessingClass) -> list[int]:
 def note_of_special_tokens(
     contents: Iterable[Text], processing_class: ProcessingClass
 ) -> list[str]:
-    """Return a note if special tokens after prompts are left out."""
+    """Return a list with a note if special tokens, which the tokenizer appends to a text, are left
+    out of the prompts `contents`. Otherwise return an empty list."""
     behind = tokens_behind(processing_class)
     if not behind or not any(isinstance(content, str) for content in contents):
         return []
@@ -90,7 +91,8 @@ def note_of_special_tokens(
 
 
 def longest_token(processing_class: ProcessingClass) -> int:
-    """Return the length of the longest token in characters, an upper bound for all tokens."""
+    """Return the number of characters of the longest entry in the vocabulary, an upper bound for
+    the text of any token."""
     return max(map(len, tokenizer_of(processing_class).get_vocab()))
 
 

@@ -1,6 +1,5 @@
 """Process groups of torch.distributed: functions that create, test and destroy groups without
-waiting for a hanging collective. Also the buckets of an all-reduce, and the padding of an
-all-gather."""
+waiting for a hanging collective. Also the padding of an all-gather."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import atexit
 import ctypes
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,20 +16,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
-# The largest number of gradient elements in one all-reduce.
-BUCKET = 1 << 24
 # The bytes of padding that a rank may receive in every exchange. They cost less than a collective.
 FREE_PADDING = 1 << 12
 # The seconds within which NCCL must abort a hanging collective at the end of the process.
 PATIENCE = 3.0
-# Abandoned collectives, which may still be pending, each with its group.
-_ABANDONED: list[tuple[Any, Any]] = []
+# Collectives that were started and have not been waited for to their end, each with its group.
+_STARTED: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +97,14 @@ def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
     return DeviceMesh.from_group(group, device.type)
 
 
-def abandon(work: Any, group: Any) -> None:
-    """Record that a collective in a group (None: the default group) was abandoned."""
-    _ABANDONED.append((work, group or dist.group.WORLD))
+def add_started(work: Any, group: Any) -> None:
+    """Record that a collective in a group (None: the default group) was started."""
+    _STARTED[work] = group or dist.group.WORLD
+
+
+def remove_started(work: Any) -> None:
+    """Record that a collective has ended."""
+    _STARTED.pop(work, None)
 
 
 def destroy_groups() -> None:
@@ -111,30 +112,13 @@ def destroy_groups() -> None:
     destroying it would block."""
     if not dist.is_initialized():
         return
-    broken = [group for work, group in _ABANDONED if not work.is_completed()]
+    broken = [group for work, group in _STARTED.items() if not work.is_completed()]
     if not broken:
         dist.destroy_process_group()
     for group in broken:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         with suppress(RuntimeError):  # the group has no NCCL, or the abort hangs
             in_thread(group._get_backend(torch.device("cuda")).abort, PATIENCE)
-
-
-def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Split parameters, in order, into buckets of one dtype and device with at most `BUCKET`
-    elements. A larger parameter is a bucket of its own."""
-    bucket: list[Tensor] = []
-    size = 0
-    for parameter in parameters:
-        size += parameter.numel()
-        kind = parameter.dtype, parameter.device
-        alike = bucket and (bucket[0].dtype, bucket[0].device) == kind
-        if bucket and (not alike or size > BUCKET):
-            yield bucket
-            bucket, size = [], parameter.numel()
-        bucket.append(parameter)
-    if bucket:
-        yield bucket
 
 
 def common_length(lengths: Sequence[int]) -> int:

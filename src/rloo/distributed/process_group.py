@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -22,15 +22,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from rloo.distributed.group_setup import (
     ProcessGroups,
-    abandon,
-    buckets,
+    add_started,
     common_length,
     destroy_groups,
     in_thread,
+    remove_started,
 )
 from rloo.distributed.pytree import decode, encode
 from rloo.distributed.signal_numbers import IgnoredSignals, Signals
@@ -115,19 +114,6 @@ class Collectives:
             del part  # memory for one copy, not two, while `decode` makes another
             values.append(value if rank == self._rank else decode(data))
         return values
-
-    def all_reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
-        """See `World.all_reduce_gradients`."""
-        has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
-        self._wait(dist.all_reduce, has, dist.ReduceOp.MAX)
-        some = [p for p, known in zip(parameters, has.tolist(), strict=True) if known]
-        for bucket in buckets(some):
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
-            self._wait(dist.all_reduce, flat)
-            parts = flat.split([grad.numel() for grad in grads])
-            for parameter, grad, part in zip(bucket, grads, parts, strict=True):
-                parameter.grad = grad.copy_(part.view_as(grad))
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -236,17 +222,31 @@ class Collectives:
         return f"{name} of run {self._runs}"
 
     def _wait(self, collective: Callable[..., Any], *arguments: Any) -> None:
+        self.finish(self.start(collective, *arguments))
+
+    def start(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """Start a collective of torch.distributed. All processes start their collectives in the
+        same order. The result is passed to `finish`."""
         if self._broken is not None:
             raise self._broken
-        began = looked = time.monotonic()
-        pause = 2e-5
-        self._waits = True
-        work = None
         try:
             if self._stale:
                 self._group = in_thread(self._make_group, self._timeout)
                 self._stale = False
             work = collective(*arguments, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._broke(error) from error
+        add_started(work, self._group)
+        return work
+
+    def finish(self, work: Any) -> None:
+        """Wait until a collective that `start` returned has ended."""
+        if self._broken is not None:
+            raise self._broken
+        began = looked = time.monotonic()
+        pause = 2e-5
+        self._waits = True
+        try:
             # Python handles no signal inside `work.wait`, so poll.
             while not work.is_completed():
                 now = time.monotonic()
@@ -257,20 +257,22 @@ class Collectives:
                     self._look()
                 time.sleep(pause)
                 pause = min(1.5 * pause, 1e-3)
-            ended, work = work, None
-            ended.wait()  # raises the error of a broken collective
+            remove_started(work)
+            work.wait()  # raises the error of a broken collective
         except RuntimeError as error:
-            broke = f"the line to another process broke in {self.where()}: {error}"
-            self._broken = self._lost() or RankError(broke)
-            raise self._broken from error
+            raise self._broke(error) from error
         except RankError as error:
             self._broken = error
             raise
         finally:
-            if work is not None:
-                abandon(work, self._group)
             self._waits = False
             self.seconds += time.monotonic() - began
+
+    def _broke(self, error: RuntimeError) -> RankError:
+        """Return the error of a collective that failed. All later collectives raise it too."""
+        broke = f"the line to another process broke in {self.where()}: {error}"
+        self._broken = self._lost() or RankError(broke)
+        return self._broken
 
     def _look(self) -> None:
         """Raise RankError if another process has failed."""

@@ -126,8 +126,8 @@ def shard_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def shard_all(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Shard full tensors by rows if the parameters of `model` are sharded by rows. Every process
-    has all tensors."""
+    """Shard full tensors by rows if the parameters of `model` are sharded by rows. Otherwise return
+    `state` unchanged. Every process must pass all full tensors."""
     rows = (p for p in model.parameters() if hasattr(p, "device_mesh"))
     like = next(rows, None)
     return (

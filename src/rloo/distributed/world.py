@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from rloo.distributed.gradient_buckets import GradientBuckets
     from rloo.distributed.process_group import Collectives
     from rloo.distributed.worker_registry import WorkerRegistry
 
@@ -27,10 +28,10 @@ class World:
     the others. `device_groups` is the mesh of all processes if weights are sharded. Workers that
     are started outside of the run connect to the `worker_registry` of the main process.
 
-    Every method but `share` and `fail` is a collective: all processes call it at the same point,
-    with values of the same form, and get the same result. A single process gets its own value. A
-    collective raises `RankError` if another process has failed, is gone, or does not arrive within
-    `ddp_timeout`. All later collectives then raise at once.
+    Every method but `share`, `fail` and `gradient_buckets` is a collective: all processes call it
+    at the same point, with values of the same form, and get the same result. A single process gets
+    its own value. A collective raises `RankError` if another process has failed, is gone, or does
+    not arrive within `ddp_timeout`. All later collectives then raise at once.
     """
 
     device: torch.device
@@ -69,9 +70,12 @@ class World:
         """Whether `flag` is true in at least one process."""
         return any(self.all_gather_object(flag))
 
-    def run_on_all_ranks(self, work: Callable[[], T]) -> list[T]:
+    def run_on_all_ranks(
+        self, work: Callable[[], T], then: Callable[[], object] = lambda: None
+    ) -> list[T]:
         """The results of `work` in every process. If one process runs out of memory, all raise
-        torch.OutOfMemoryError, so that all react in the same way."""
+        torch.OutOfMemoryError, so that all react in the same way. `then` starts collectives; it is
+        called before results are exchanged, also if `work` ran out of memory."""
         if self.collectives is None:
             return [work()]
         if (
@@ -86,6 +90,7 @@ class World:
             done: list[T] = [work()]
         except torch.OutOfMemoryError:
             done = []
+        then()
         results = self.all_gather_object(done)
         if not all(results):
             short = [str(rank) for rank, result in enumerate(results) if not result]
@@ -142,11 +147,14 @@ class World:
         arrive, or had an error inside `in_step`."""
         return [value] if self.collectives is None else self.collectives.regroup(value)
 
-    def all_reduce_gradients(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Sum each parameter's gradient over the processes, in place. A missing gradient counts as
-        zeros. If all processes lack a gradient, it stays None."""
-        if self.collectives is not None:
-            self.collectives.all_reduce_gradients(parameters)
+    def gradient_buckets(self, parameters: Sequence[torch.Tensor]) -> GradientBuckets | None:
+        """The buckets in which gradients of these parameters are summed over the processes. None if
+        there is a single process, or if weights are sharded."""
+        if self.collectives is None or self.device_groups is not None:
+            return None
+        from rloo.distributed.gradient_buckets import GradientBuckets
+
+        return GradientBuckets(parameters, self.collectives)
 
 
 def process_count() -> int:

@@ -104,8 +104,14 @@ class EngineWorker:
         sampling = Sampling(**given)
         if sampling.stop_strings:
             sampling = replace(sampling, decode=self._tokenizer.batch_decode)
-        prompts = [Prompt(number, ids, "", epoch=epoch) for number, epoch, ids, _ in rows]
-        numbers = [range(*part) for *_, part in rows]
+        known: dict[Any, Prompt] = {}  # the engine computes a prompt object once
+        prompts = [
+            known.setdefault(
+                (number, epoch, offset, *ids), Prompt(number, ids, "", epoch=epoch, offset=offset)
+            )
+            for number, epoch, ids, _, offset in rows
+        ]
+        numbers = [range(*part) for *_, part, _ in rows]
         found = self._engine.sample(prompts, numbers, sampling, noise)
         flat = [completion for group in found for completion in group]
         sizes = [len(group) for group in found]

@@ -90,8 +90,8 @@ def _fault_of(model: PreTrainedModel, way: BatchingRule, sampling: Sampling) -> 
 class HFEngine(InProcessEngine):
     """Samples with `generate` from the policy's module. Placeholder tokens of images are never
     sampled, since no images would belong to them. The distribution of `behavior_logprobs` excludes
-    these tokens. That of `policy_logprobs` includes them, as in training, so that the difference is
-    visible."""
+    these tokens. The distribution of `policy_logprobs` includes them, as in training, so that the
+    difference is visible."""
 
     name = "hf"
     default_cache_bytes = 2 << 30

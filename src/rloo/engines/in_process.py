@@ -112,8 +112,8 @@ def cache_bytes_per_token(model: PreTrainedModel, dtype: torch.dtype | None = No
 
 
 def cast_bytes(model: PreTrainedModel, precision: torch.dtype | None) -> int:
-    """Bytes of the cached copies of the trained matrices in autocast's `precision` (an upper
-    estimate). On a CPU, rounded copies are float32."""
+    """Bytes of the copies of the trained matrices that autocast caches in the dtype `precision` (an
+    upper estimate). On a CPU, these copies are stored as float32."""
     if precision is None:
         return 0
     size = 4 if model.device.type == "cpu" else precision.itemsize
@@ -130,9 +130,10 @@ def cache_room(device: torch.device, on_cpu: int) -> int:
 
 
 class InProcessEngine(ABC):
-    """Samples `PromptRow`s with the policy's module. `cache_bytes` limits the rows of a wave (None:
-    `cache_room`, computed at each call). Keys and values have the type `cache_dtype`. `precision`
-    is the dtype of autocast (None: no autocast). `whole`, `tell`: see `EngineInputs`."""
+    """Samples `PromptRow`s with the policy's module. `cache_bytes` is the limit on the bytes of a
+    wave's caches, and thereby on its number of rows (None: the result of `cache_room` at each
+    call). Keys and values have the type `cache_dtype`. `precision` is the dtype of autocast (None:
+    no autocast). `whole`, `tell`: see `EngineInputs`."""
 
     name: ClassVar[str]
     # Bytes that the caches of one wave may occupy on a CPU; further rows wait for the next wave.

@@ -10,12 +10,12 @@ import json
 import secrets
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ import torch
 from rloo import kernels
 from rloo.distributed import World
 from rloo.distributed.pytree import decode, encode
-from rloo.distributed.worker_pool import WorkerPool, chain_future, wait_result
+from rloo.distributed.worker_pool import WorkerPool, wait_result
 from rloo.distributed.worker_process import Worker
 from rloo.distributed.worker_registry import WorkerRegistry, acquire_worker
 from rloo.engines.engine_worker import EngineWorkerConfig
@@ -71,8 +71,9 @@ class RemoteEngineConfig:
 
 
 class RemoteEngine:
-    """Samples in workers of the main process, for all processes. Each worker samples an equal part
-    of the completions. `close`, or the end of this process, ends the workers."""
+    """Samples in workers of the main process, for all processes. A worker that is free takes its
+    part of the completions that wait: an equal part of a rollout, or all turns of episodes that
+    came while the workers were busy. `close`, or the end of this process, ends the workers."""
 
     def __init__(
         self, how: EngineWorkerConfig, source: WeightExporter, workers: RemoteEngineConfig
@@ -90,7 +91,7 @@ class RemoteEngine:
         self._crew: WorkerPool | None = None
         if source.world.is_main:
             self._crew = WorkerPool(workers.size, partial(workers.make, how))
-        self._state = _State(workers.seconds)
+        self._state, self._waiting = _State(workers.seconds), _WaitingRows()
         self.close = weakref.finalize(self, _close, self._crew, self._state)
 
     def load(self, weights: Weights, version: int) -> None:
@@ -116,11 +117,12 @@ class RemoteEngine:
         self.version = version
 
     def submit(
-        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """Sample without waiting. Return one future per prompt, which gets the prompt's
         completions."""
-        return self._begin(prompts, [range(count)] * len(prompts), sampling, noise, first=False)
+        numbers = sample_indices(samples, prompts)
+        return self._begin(prompts, numbers, sampling, noise, first=False)
 
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
@@ -144,21 +146,12 @@ class RemoteEngine:
         check_request(prompts, min(map(len, numbers), default=1), sampling)
         knobs = "max_staleness 0, sampler_processes 0"
         refuse_images(prompts, f"which do not travel to a process that samples ({knobs})")
-        how = {**asdict(replace(sampling, decode=None)), "noise": noise}
-        joined = [_Joined() for _ in prompts]
-        asked = []
-        for share in _shares(numbers, self._workers.size):
-            rows = []
-            for index, part in share:
-                prompt = prompts[index]
-                rows.append([prompt.id, prompt.epoch, prompt.token_ids, [part.start, part.stop]])
-            asked.append((share, partial(_ask, self._state, encode({"rows": rows, "how": how}))))
-            for index, _ in share:
-                joined[index].missing += 1
-        for share, job in reversed(asked) if first else asked:
-            done = self._crew.submit(job, first=first)
-            for place, (index, part) in enumerate(share):
-                joined[index].wait_for(done, place, part.start)
+        how = encode({**asdict(replace(sampling, decode=None)), "noise": noise})
+        joined = [_JoinedCompletions(len(some)) for some in numbers]
+        rows = [*map(_WaitingRow, prompts, numbers, joined)]
+        for _ in range(self._waiting.put(how, rows, self._workers.size)):
+            job = _SampleJob(self._state, self._waiting, how)
+            self._crew.submit(job, first=first).add_done_callback(job.deliver)
         return [each.future for each in joined]
 
     def cancel_pending(self) -> None:
@@ -207,50 +200,118 @@ class _State:
             return self.wanted
 
 
-def _shares(numbers: Sequence[range], size: int) -> list[list[tuple[int, range]]]:
-    """Split completions into at most `size` equal parts, in order. `numbers` has the numbers of
-    each prompt's completions. A part is a list of prompt indices, each with a range of numbers."""
-    total = sum(map(len, numbers))
-    shares: list[list[tuple[int, range]]] = []
-    for worker in range(size):
-        start, stop = worker * total // size, (worker + 1) * total // size
-        share, first = [], 0
-        for index, some in enumerate(numbers):
-            part = some[max(start - first, 0) : max(stop - first, 0)]
-            share += [(index, part)] if part else []
-            first += len(some)
-        shares += [share] if share else []
-    return shares
+class _JoinedCompletions:
+    """A future of the `count` completions of one prompt, which several workers may sample."""
 
-
-class _Joined:
-    """A future of one prompt's completions, which several workers sample."""
-
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
         self.future: Future[list[Completion]] = Future()
         self.future.set_running_or_notify_cancel()
-        self.missing = 0
+        self._missing = count
         self._parts: dict[int, list[Completion]] = {}
         self._lock = threading.Lock()
 
-    def wait_for(self, done: Future[list[list[Completion]]], place: int, number: int) -> None:
-        """Take the completions at `place` of the result of `done`. The first of these completions
-        has this `number`."""
-        part: Future[list[Completion]] = Future()
-        part.add_done_callback(partial(self._take, number))
-        chain_future(part, done, itemgetter(place))
-
-    def _take(self, number: int, part: Future[list[Completion]]) -> None:
+    def take(self, number: int, part: list[Completion]) -> None:
+        """Take completions, of which the first has this `number`."""
         with self._lock:
-            if self.future.done():  # another part has failed
-                return
-            if (error := part.exception()) is not None:
-                self.future.set_exception(error)
-                return
-            self._parts[number] = part.result()
-            if len(self._parts) < self.missing:
+            self._parts[number] = part
+            self._missing -= len(part)
+            if self._missing or self.future.done():
                 return
         self.future.set_result([c for _, some in sorted(self._parts.items()) for c in some])
+
+    def fail(self, error: BaseException) -> None:
+        """Set the exception, unless another part has failed before."""
+        with self._lock:
+            failed, self._missing = self.future.done(), -1  # no part completes it any more
+        if not failed:
+            self.future.set_exception(error)
+
+
+@dataclass(slots=True)
+class _WaitingRow:
+    """A prompt, the numbers of its completions that no worker has taken, and their receiver."""
+
+    prompt: Prompt
+    numbers: range
+    joined: _JoinedCompletions
+
+
+@dataclass(slots=True)
+class _WaitingRows:
+    """The rows that wait for a worker, and the number of jobs that will take them, for each
+    encoding of sampling parameters and noise. There are as many jobs as workers, or fewer."""
+
+    _rows: dict[bytes, list[_WaitingRow]] = field(default_factory=dict)
+    _jobs: Counter[bytes] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def put(self, how: bytes, rows: Sequence[_WaitingRow], workers: int) -> int:
+        """Add rows. Return the number of jobs to submit for them."""
+        with self._lock:
+            waiting = self._rows.setdefault(how, [])
+            waiting += rows
+            total = sum(len(row.numbers) for row in waiting)
+            added = max(min(workers, total) - self._jobs[how], 0)
+            self._jobs[how] += added
+            return added
+
+    def take(self, how: bytes) -> list[_WaitingRow]:
+        """Remove the rows of one job: an equal part of the completions, in order."""
+        with self._lock:
+            waiting, taken = self._rows.pop(how, []), []
+            left = sum(len(row.numbers) for row in waiting) // self._jobs[how]
+            self._jobs[how] -= 1
+            while left and waiting:
+                row = waiting.pop(0)
+                part, rest = row.numbers[:left], row.numbers[left:]
+                taken.append(_WaitingRow(row.prompt, part, row.joined))
+                left -= len(part)
+                if rest:
+                    waiting.insert(0, _WaitingRow(row.prompt, rest, row.joined))
+            if waiting:
+                self._rows[how] = waiting
+            if not self._jobs[how]:
+                del self._jobs[how]
+            return taken
+
+
+class _SampleJob:
+    """Samples rows in a worker. The job takes the rows when a worker is free. A job that is
+    repeated, since its worker was lost, samples the same rows."""
+
+    def __init__(self, state: _State, waiting: _WaitingRows, how: bytes) -> None:
+        self._state, self._waiting, self._how = state, waiting, how
+        self._rows: list[_WaitingRow] | None = None
+
+    def __call__(self, worker: Worker) -> list[list[Completion]]:
+        rows = self._taken()
+        if not rows:
+            return []
+        sent = [
+            [row.prompt.id, row.prompt.epoch, row.prompt.token_ids,
+             [row.numbers.start, row.numbers.stop], row.prompt.offset]
+            for row in rows
+        ]  # fmt: skip
+        return _ask(self._state, encode({"rows": sent, "how": decode(self._how)}), worker)
+
+    def deliver(self, done: Future[list[list[Completion]]]) -> None:
+        """Send the completions, or the error, to the receivers of the rows."""
+        rows = self._taken()
+        if done.cancelled():
+            error: BaseException | None = RuntimeError("it was given up")
+        else:
+            error = done.exception()
+        if error is not None:
+            for row in rows:
+                row.joined.fail(error)
+            return
+        for row, part in zip(rows, done.result(), strict=True):
+            row.joined.take(row.numbers.start, part)
+
+    def _taken(self) -> list[_WaitingRow]:
+        if self._rows is None:
+            self._rows = self._waiting.take(self._how)
+        return self._rows
 
 
 def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]]:

@@ -172,8 +172,9 @@ class StopStringMatcher:
         self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
 
     def update(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
-        """Whether the rows `index` (R',) of tokens (R, max_tokens) contain a stop string up to
-        `position`, the last sampled one: bool (R',). None if there are no stop strings."""
+        """Whether each of the rows `index` (R',) of tokens (R, max_tokens) contains a stop string
+        up to `position`, the position of its last sampled token: bool (R',). None if there are no
+        stop strings."""
         if self._ends is None:
             return None
         drawn = tokens[index, position].tolist()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ class EnvironmentPool:
         self._factories = dict(factories)
         self._free: dict[str | None, list[Any]] = {name: [] for name in factories}
         self._caller = ToolExecutor()
+        self._lock = threading.Lock()  # episodes in the background take environments, too
         self._around: dict[str | None, type[Any]] = {}
         for name in factories:  # one example per factory has the tools
             self._free[name].append(self._make(name))
@@ -150,7 +152,8 @@ class EnvironmentPool:
         )
 
     def _take(self, name: str | None) -> Any:
-        return self._free[name].pop() if self._free[name] else self._make(name)
+        with self._lock:
+            return self._free[name].pop() if self._free[name] else self._make(name)
 
     def _give_back(self, name: str | None, lease: EnvironmentSlot) -> None:
         if lease.failed is None:

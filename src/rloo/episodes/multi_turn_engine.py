@@ -29,6 +29,7 @@ from rloo.types import (
     Prompt,
     Sampling,
     Weights,
+    WeightVersions,
 )
 
 
@@ -113,7 +114,7 @@ class MultiTurnEngine:
 
     def _begin(
         self, prompt: Prompt, numbers: range, leases: Sequence[EnvironmentSlot], max_tokens: int
-    ) -> list[_Episode]:
+    ) -> list[EpisodeInProgress]:
         """The episodes of a prompt. All begin with the prompt and with the text that `reset` of
         their environments returned. The text is the same for all environments of a prompt."""
         name = None if self._stage is None else self._stage.name_of(prompt)
@@ -121,7 +122,7 @@ class MultiTurnEngine:
         if said is not None or name is not None:  # the tools depend on the environment's name
             prompt = self._told(prompt, said or "", cast.renderer, max_tokens)
         return [
-            _Episode(prompt, number, cast, lease)
+            EpisodeInProgress(prompt, number, cast, lease)
             for number, lease in zip(numbers, leases, strict=True)
         ]
 
@@ -144,11 +145,11 @@ class MultiTurnEngine:
         return replace(prompt, content=content, token_ids=tokens)
 
     def _answered(
-        self, going: Sequence[_Episode], turns: Sequence[Completion], max_tokens: int
-    ) -> Iterator[_Episode]:
+        self, going: Sequence[EpisodeInProgress], turns: Sequence[Completion], max_tokens: int
+    ) -> Iterator[EpisodeInProgress]:
         """Append to each episode its turn and the replies to its calls; yield the episodes that
         continue."""
-        asking: list[tuple[_Episode, ParsedTurn]] = []
+        asking: list[tuple[EpisodeInProgress, ParsedTurn]] = []
         for episode, turn in zip(going, turns, strict=True):
             said = episode.cast.renderer.read(turn.token_ids)
             episode.hear(turn, said)
@@ -161,7 +162,9 @@ class MultiTurnEngine:
                 if episode.append(tokens, len(answers), max_tokens):
                     yield episode
 
-    def _call(self, asking: Sequence[tuple[_Episode, ParsedTurn]]) -> list[list[ToolReply]]:
+    def _call(
+        self, asking: Sequence[tuple[EpisodeInProgress, ParsedTurn]]
+    ) -> list[list[ToolReply]]:
         """The replies of the tools for each episode. The calls of one setup are made together."""
         answers: list[list[ToolReply]] = [[] for _ in asking]
         for cast in self._casts.values():
@@ -211,8 +214,9 @@ def check_prompts(prompts: Sequence[Prompt]) -> None:
 
 
 @dataclass(slots=True)
-class _Episode:
-    """An unfinished episode, with `trained` and log-probs for each token so far."""
+class EpisodeInProgress:
+    """An unfinished episode, with `trained` and log-probs for each token so far. `weight_versions`
+    count the tokens of the model."""
 
     prompt: Prompt
     number: int
@@ -222,6 +226,7 @@ class _Episode:
     trained: list[bool] = field(default_factory=list)
     policy_logprobs: list[float] = field(default_factory=list)
     behavior_logprobs: list[float] = field(default_factory=list)
+    weight_versions: WeightVersions = ()
     messages: list[Message] = field(default_factory=list)
     finish: FinishReason = "length"
     turns: int = 0
@@ -251,6 +256,7 @@ class _Episode:
         self.trained += [True] * len(turn.token_ids)
         self.policy_logprobs += turn.policy_logprobs
         self.behavior_logprobs += turn.behavior_logprobs
+        self.weight_versions += turn.weight_versions
         self.messages.append(said.message)
         self.finish = turn.finish
         self.turns += 1
@@ -297,6 +303,7 @@ class _Episode:
             self.finish,
             self.policy_logprobs,
             self.behavior_logprobs,
+            self.weight_versions,
             trained=tuple(self.trained),
             episode=episode,
         )

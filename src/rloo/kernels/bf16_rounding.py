@@ -46,8 +46,8 @@ _kept: ContextVar[_Kept | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def keeping() -> Iterator[None]:
-    """Within this context, trained weights, and rows that several layers read in turn, are rounded
-    once."""
+    """In this context, rounded tensors are cached: those of trained weights until the weights
+    change, and that of the last rows, which several layers may read."""
     before = _kept.set(_kept.get() or _Kept())
     try:
         yield
@@ -56,7 +56,8 @@ def keeping() -> Iterator[None]:
 
 
 def reduced_precision(config: RLOOConfig) -> torch.dtype | None:
-    """The 16-bit dtype of autocast's products (options `bf16`, `fp16`), or None."""
+    """The 16-bit dtype of autocast's products (options `bf16`, `fp16`); None if neither option is
+    set."""
     return torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
 
 

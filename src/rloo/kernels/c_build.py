@@ -33,8 +33,8 @@ _SECONDS = 120
 
 
 class BuildUnavailable(RuntimeError):
-    """Raised if there is no library. The error's message is the reason, as the end of a
-    sentence."""
+    """Raised if the C library cannot be built or loaded. The error's message is the reason, as the
+    end of a sentence."""
 
 
 @cache
@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def unavailable_reason() -> str | None:
-    """Why there is no library, or None if there is one."""
+    """Why the C library cannot be built or loaded, or None if it can."""
     try:
         library()
     except BuildUnavailable as error:

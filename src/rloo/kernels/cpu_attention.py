@@ -11,10 +11,10 @@ from rloo.kernels.ffi import AttentionShape, call
 
 
 class SpanTable(NamedTuple):
-    """The spans of the packed row. `spans`, int64 (S, 4), has the start and stop of each span, then
-    the start and stop of the prompt to which all tokens of the span also attend (equal numbers if
-    there is no prompt). `offsets` (G + 1,) delimit the spans of each group. A group's first span is
-    its prompt. `longest` is the largest number of keys of a query."""
+    """The spans of a packed row of tokens. `spans`, int64 (S, 4), has the start and stop of each
+    span, then the start and stop of the prompt to which all tokens of the span also attend (equal
+    numbers if there is no prompt). `offsets` (G + 1,) delimit the spans of each group. A group's
+    first span is its prompt. `longest` is the largest number of keys to which a query attends."""
 
     spans: Tensor
     offsets: Tensor
@@ -40,7 +40,8 @@ def attend_backward(
     table: SpanTable,
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value; `kept` holds query, key, value, output, normalizer."""
+    """The gradients of query, key and value. `kept` are query, key, value and both outputs of
+    `attend`."""
     query, key, _, _, _ = kept
     shapes = _shapes(query, key, table, scaling)
     gradients = [torch.empty_like(query) for _ in range(3)]

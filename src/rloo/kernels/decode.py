@@ -120,8 +120,8 @@ def _gates_to_panels(matrix: Tensor) -> Tensor:
 
 
 class PackedMatrix:
-    """A matrix (N, K), float32 or bfloat16, and an optional bias (N,), for products with float32
-    rows (T, K). In a `gated` matrix the first half of the rows are the gates, and N must be a
+    """A weight matrix (N, K), float32 or bfloat16, and an optional bias (N,), for products with
+    float32 rows (T, K). In a `gated` matrix the first N / 2 rows are the gates, and N must be a
     multiple of `columns()`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
@@ -151,7 +151,8 @@ class PackedMatrix:
         return self.times(rows).add_(hidden)
 
     def gated(self, rows: Tensor) -> Tensor:
-        """The gates' products after SiLU, times the other half of the products: (T, N / 2)."""
+        """silu(gate) * up: (T, N / 2). In the unpacked order, gate is the first half of the columns
+        of rows @ weight.T + bias, and up is the second half."""
         return self._product(rows, rows.new_empty(len(rows), self.size // 2), _GATE)
 
     def _product(self, rows: Tensor, result: Tensor, how: int) -> Tensor:
@@ -164,8 +165,8 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSizes:
-    """Sizes of a decoder. `hidden_floor` and `size_floor` are `hidden` and `size` times the norm's
-    epsilon."""
+    """Sizes of a decoder. `size` is the width of a head, `inner` the width of the gated unit.
+    `hidden_floor` is `hidden`, and `size_floor` is `size`, each times the norm's epsilon."""
 
     hidden: int
     heads: int
@@ -220,9 +221,9 @@ class CDecoder:
 
 
 class DecodingRows:
-    """Rows that are decoded together; each step samples one token per row. `prompts` yields the
-    prompts' keys and values of each layer (P, H_kv, longest, D). Prompt p has `lengths[p]` tokens
-    (P,). `prompt_of` (R,) is each row's prompt."""
+    """Rows that are decoded together; each step samples one token per row. `prompts` yields for
+    each layer the keys and the values of the P prompts, both (P, H_kv, longest, D). `lengths` (P,)
+    are the numbers of tokens of the prompts. `prompt_of` (R,) is the index of each row's prompt."""
 
     def __init__(
         self,
@@ -348,7 +349,7 @@ class _Tokens:
 
 class TokenSampling:
     """The sampling settings, and the outputs: `tokens` int64 and `logprobs` float32, both (R, W).
-    The caller has filled the first column of both."""
+    The caller must fill the first column of both before it creates the object."""
 
     def __init__(
         self,

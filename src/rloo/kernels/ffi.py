@@ -35,7 +35,8 @@ _SIGNATURES = {
 
 
 class HeadShape(ctypes.Structure):
-    """The shape of the tokens' heads. Positions restart after every `period` tokens."""
+    """The number of tokens, and the number and size of each token's heads. Positions restart after
+    every `period` tokens."""
 
     _fields_ = (
         ("tokens", ctypes.c_long),

@@ -27,13 +27,13 @@ class HasMatrix(Protocol):
     """A head that can return its matrix (V, D) and optional bias (V,)."""
 
     def matrix(self) -> Matrix | None:
-        """Matrix and bias, or None if the logits need more operations than this product."""
+        """Matrix and bias, or None if the logits are not only hidden @ matrix.T + bias."""
 
 
 class LogprobRequest(NamedTuple):
     """A request for the log-probs of `targets` (T,) at a temperature, given hidden states (T, D).
-    The softmax of up to `chunk_elements` logits is stored for the backward. The softmax of more
-    logits is recomputed in the backward. With `rounds`, products have rounded operands
+    If there are at most `chunk_elements` logits, their softmax is stored for the backward.
+    Otherwise it is recomputed in the backward. With `rounds`, products have rounded operands
     (`bf16_rounding`)."""
 
     targets: Tensor
@@ -129,8 +129,8 @@ def blocked_scores(hidden: Tensor, matrix: Matrix, targets: Tensor, temperature:
 
 
 def product(rows: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
-    """Return rows @ weight.T + bias for (T, D) and (V, D), without gradients. If torch multiplies,
-    the result is in `place` (T, V); oneDNN returns a new tensor."""
+    """Return rows @ weight.T + bias for rows (T, D) and weight (V, D), without gradients. If torch
+    multiplies, the result is in `place` (T, V); oneDNN returns a new tensor."""
     if cpu_matmul.multiplies("forward", len(rows), weight):
         return cpu_matmul.multiply(rows, weight, bias)
     if bias is None:
@@ -146,8 +146,9 @@ def _multiply_back(block: Tensor, weight: Tensor, place: Tensor) -> None:
 
 
 def add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
-    """Add the gradient of a matrix (V, D) to `total` in place. Torch or oneDNN computes this
-    gradient from hidden states (T, D) and the gradient of their logits (T, V)."""
+    """Add the gradient of the head's matrix (V, D) to `total` in place. The gradient is block.T @
+    hidden, for hidden states (T, D) and the gradient `block` (T, V) of their logits. Torch or
+    oneDNN computes it."""
     if cpu_matmul.multiplies("weight", len(block), total):
         total += cpu_matmul.outer(block, hidden)
     else:
@@ -155,7 +156,7 @@ def add_outer(total: Tensor, hidden: Tensor, block: Tensor) -> None:
 
 
 def rows_of(vocabulary: int) -> int:
-    """The number of rows of a block."""
+    """The number of rows of a block, if a row has `vocabulary` logits."""
     return max(_MIN_ROWS, CACHED_ELEMENTS // vocabulary)
 
 

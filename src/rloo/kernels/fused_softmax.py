@@ -14,8 +14,8 @@ from rloo.kernels.fused_layers import computes
 
 class SoftmaxOutput(NamedTuple):
     """The outputs of `select` for R rows of V logits: log-probs (R,), entropies (R,), and two
-    outputs for the backward: `kept` (R, V), which is exp(logits / temperature - the row's maximum),
-    and the sums `total` (R,) of its rows. `kept` may be the tensor of the logits."""
+    outputs for the backward: `kept` (R, V), the probabilities up to a factor per row, and `total`
+    (R,), the sums of the rows of `kept`. `kept` may be the tensor of the logits."""
 
     logprobs: Tensor
     entropy: Tensor | None = None

@@ -1,6 +1,6 @@
-"""Norms, rotary embeddings and gated units on a GPU. torch.compile makes one kernel of the
-definition of each. Without these kernels torch reads and writes each array several times between
-products (see `rloo.kernels.fused_layers`, and `rloo.kernels` for a CPU).
+"""Norms, rotary embeddings and gated units on a GPU. torch.compile compiles the definition of each
+operation to one kernel. Without these kernels torch reads and writes each array several times
+between products (see `rloo.kernels.fused_layers`, and `rloo.kernels` for a CPU).
 
 With 16-bit inputs the kernels compute in float32 and round once. If the compiler is missing or its
 results are wrong, eager torch computes.
@@ -83,7 +83,8 @@ def logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tenso
 
 
 def merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Tensor:
-    """Merge two parts of an attention: outputs (T, H, D) and normalizers (H, T)."""
+    """Merge two parts of an attention, over different keys. `output` and `part` (T, H, D) are the
+    parts' outputs, `normalizer` and `more` (H, T) the log-sum-exps of their scores."""
     torch_compat.mark_varying(normalizer, 1)
     torch_compat.mark_varying(more, 1)
     let_vary(output, part)

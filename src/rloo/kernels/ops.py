@@ -103,7 +103,8 @@ def log_softmax(
     logits: Tensor, targets: Tensor, temperature: float, places: Sequence[Tensor | None]
 ) -> None:
     """Fill `places` from logits (R, V) and targets (R,): see `fused_softmax.select`. The four
-    outputs are exp(logits / temperature - the row's maximum), log-probs, entropies and sums."""
+    outputs are exp(logits / temperature - the row's maximum), log-probs, entropies, and the sum of
+    each row of the first output."""
     call("log_softmax", logits, targets, *places, *logits.shape, temperature)
 
 

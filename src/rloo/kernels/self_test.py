@@ -21,8 +21,8 @@ Pairs = Iterator[tuple[Tensor | None, Tensor | None]]
 @cache
 @torch.enable_grad()
 def difference() -> str | None:
-    """A text that names the first function of the library with results other than torch's, or None.
-    Takes milliseconds."""
+    """A text that names the first function of the library whose results differ from torch's, or
+    None if there is no such function. Takes milliseconds."""
     for name, check in _CHECKS.items():
         if not all(_are_close(ours, theirs) for ours, theirs in check(_random())):
             return f"its {name} differs from torch's"

@@ -43,8 +43,8 @@ def uses_tf32(device: torch.device) -> bool:
 
 
 def let_segments_grow() -> bool:
-    """Make GPU memory segments expandable, from the first tensor on. Returns False if torch
-    cannot."""
+    """Make torch's GPU memory segments expandable. Call this function before the first tensor is on
+    the GPU. Returns False if torch cannot do this."""
     change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if change is not None:
         change("expandable_segments:True")

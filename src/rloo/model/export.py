@@ -138,9 +138,10 @@ def _as_on_hub(model: PreTrainedModel, tensors: dict[str, Tensor]) -> dict[str, 
 
 class PolicyExport:
     """Exports a policy to an engine in other processes. The engine's weights have the type `dtype`.
-    With `merge` an adapter is merged into its base and the full model is sent. Otherwise only the
-    adapter is sent, with the rank `adapter_rank`. With `untie` a tied matrix is written twice.
-    Every method is a collective of all ranks."""
+    With `merge`, or if vLLM cannot load the adapter (`why_merged`), an adapter is merged into its
+    base and the full model is sent. Otherwise only the adapter is sent, and `adapter_rank` is the
+    largest rank of its layers. With `untie` a tied matrix is written twice. Every method is a
+    collective of all ranks."""
 
     def __init__(
         self, policy: Policy, dtype: torch.dtype, *, merge: bool = False, untie: bool = False

@@ -47,10 +47,10 @@ def attend_segments(
     scaling: float,
     used: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries (T, H, D) to keys (S, H_kv, D), of one 16-bit dtype, without gradients:
-    output (T, H, D) and normalizers (H, T) in float32. With `used`, int32 (number of segments,),
-    queries attend only to a segment's first `used` keys. The shapes of tensors then stay the same
-    while lengths change."""
+    """Attention of queries (T, H, D) to keys (S, H_kv, D), of one 16-bit dtype, without gradients.
+    Returns the output (T, H, D) and the normalizers (H, T) in float32. With `used`, int32 (number
+    of segments,), queries attend only to a segment's first `used` keys. The shapes of tensors then
+    stay the same while lengths change."""
     output, normalizer, *_ = _attend(query, key, value, segments, scaling, seqused_k=used)
     return output, normalizer
 
@@ -88,8 +88,8 @@ class GPUAttentionRanges(NamedTuple):
 def attend_packed(
     query: Tensor, key: Tensor, value: Tensor, calls: GPUAttentionRanges, *, scaling: float
 ) -> Tensor:
-    """Attention with gradients: query (T, H, D), key and value (T, H_kv, D), 16 bits, to (T, H, D).
-    See `rloo.model.flash_cpu`, which does the same on a CPU."""
+    """Attention with gradients: maps query (T, H, D), key and value (T, H_kv, D), all of one 16-bit
+    dtype, to the output (T, H, D). See `rloo.model.flash_cpu`, which does the same on a CPU."""
     output: Tensor = _Packed.apply(*map(Tensor.contiguous, (query, key, value)), calls, scaling)
     return output
 
@@ -146,9 +146,9 @@ class _Packed(torch.autograd.Function):
 def attend_dense(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of (B, H, Q, D) to (B, H, L, D), without gradients: output (B, H, Q, D) and
-    normalizers (B, H, Q, 1) in float32. The mask, broadcastable to (B, H, Q, L), is added to the
-    scores."""
+    """Attention of queries (B, H, Q, D) to keys (B, H, L, D), without gradients. Returns the output
+    (B, H, Q, D) and the normalizers (B, H, Q, 1) in float32. The mask, broadcastable to (B, H, Q,
+    L), is added to the scores."""
     shape = *query.shape[:3], key.shape[2]
     if mask is not None:
         padded = F.pad(mask.to(query.dtype), (0, -shape[-1] % _ALIGNED))

@@ -124,8 +124,8 @@ class LoRAAdapter:
 
     def keep_reference(self) -> None:
         """Store the current model as the reference for `as_reference`. If the adapter has no effect
-        yet, the reference is the base model; otherwise it uses a frozen copy of the adapter, as in
-        TRL."""
+        yet, the reference is the base model; otherwise it is the base model with a frozen copy of
+        the adapter, as in TRL."""
         if not self.has_effect:
             return
         config = copy.deepcopy(self.config)
@@ -180,7 +180,8 @@ class LoRAAdapter:
 
     def save(self, path: str | Path, state: dict[str, Tensor] | None = None) -> None:
         """Write only the adapter, as peft does: `adapter_config.json` and the tensors. If `state`
-        is given, its tensors are written instead; its names are those in `model`."""
+        is given, its tensors are written instead; their names in `state` must be those in
+        `model`."""
         if state is not None:
             state = {f"base_model.model.{name}": tensor for name, tensor in state.items()}
         with warnings.catch_warnings():
@@ -191,8 +192,8 @@ class LoRAAdapter:
             self.wrapper.save_pretrained(path, selected_adapters=[TRAINED], state_dict=state)
 
     def load(self, path: str | Path) -> None:
-        """Load the adapter that `save` wrote, bit for bit. ValueError if its configuration
-        differs."""
+        """Load the adapter that `save` wrote, bit for bit. Raises ValueError if the saved
+        configuration differs from this adapter's."""
         peft = peft_library()
         saved = _comparable(peft.PeftConfig.from_pretrained(str(path)))
         current = _comparable(self.config)
@@ -206,8 +207,8 @@ class LoRAAdapter:
 
 
 def remove(path: str | Path) -> None:
-    """Remove an earlier run's adapter from a folder, which would otherwise be loaded as an adapter
-    instead of the full model."""
+    """Remove an earlier run's adapter from a folder that gets a full model. With the adapter, the
+    folder would be loaded as an adapter."""
     for name in FILES:
         Path(path, name).unlink(missing_ok=True)
 

@@ -71,7 +71,7 @@ def predicted_peak_bytes(policy: Policy, samples: Sequence[Sample]) -> int:
     gradients, optimizer and reference.
 
     The peak is measured on samples with a small fraction of the lengths; the size of the head's
-    chunks is reduced by the same fraction. Each phase (a layer's forward or backward, the
+    chunks is reduced to the same fraction. Each phase (a layer's forward or backward, the
     vocabulary head, the reference) is measured and extrapolated separately, since another phase may
     have the highest peak at full length. If completions are short, fewer completions are measured,
     and a small micro-batch is measured in full. The policy's gradients are discarded. Predictions
@@ -249,8 +249,8 @@ def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
 
 def step_bytes(policy: Policy) -> int:
     """Peak bytes of an optimizer step in addition to weights, gradients and resident state. State
-    that is parked on the host between steps counts. The step may change the weights, so the caller
-    must discard the policy."""
+    that is parked on the host between steps is included. The step may change the weights, so the
+    caller must discard the policy."""
     policy.stepper.fill()
     policy.stepper.step()  # creates the state
     policy.stepper.fill()

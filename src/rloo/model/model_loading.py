@@ -174,9 +174,9 @@ def dtype_on_disk(name: str, revision: str = "main") -> str | None:
 def load_weights(
     model: PreTrainedModel, path: str | Path, tensors: dict[str, Tensor] | None = None
 ) -> None:
-    """Copy the weights saved in the folder `path` into `model`, bit for bit. The saved model has
-    the same class. With `tensors`, these are the weights, and only the configuration is read from
-    `path`."""
+    """Copy the weights saved in the folder `path` into `model`, bit for bit. The saved model must
+    have the class of `model`. With `tensors`, these are the weights, and only the configuration is
+    read from `path`."""
     dtype = next(model.parameters()).dtype
     if tensors is None:
         saved = load_pretrained(type(model), path, dtype=dtype)
@@ -208,9 +208,9 @@ def _loading_options(config: RLOOConfig) -> dict[str, Any]:
 
 
 def copy_from_file(model: PreTrainedModel) -> None:
-    """Replace all weights except quantised ones by copies. Before the call they are views of the
-    memory-mapped file, which keep the entire file in memory. A view is also not aligned, so
-    products of equal matrices may differ in their last bits."""
+    """Replace all weights except quantised ones by copies. Before the call, the weights are views
+    of the memory-mapped file, and the views keep the entire file in memory. A view is also not
+    aligned, so products of equal matrices may differ in their last bits."""
     for parameter in model.parameters():
         if parameter.device.type == "cpu" and parameter.is_floating_point():
             parameter.data = parameter.data.clone()

@@ -56,7 +56,7 @@ class PolicyOptimizer:
             ParkedState(optimizer, world.device) if "optimizer" in config.offload else None
         )
         # Called with the advantages after the last backward pass of a step.
-        self.before_reduce: Callable[[Any], object] = lambda _: None
+        self.after_backward: Callable[[Any], object] = lambda _: None
         # Callbacks; `before_step` may change the gradients.
         self.before_step: Callable[[], object] = lambda: None
         self.after_step: Callable[[], object] = lambda: None
@@ -64,21 +64,34 @@ class PolicyOptimizer:
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
         self._divided = any(map(is_sharded, self._parameters))
+        self._buckets = world.gradient_buckets(self._parameters)
+        # Reentrant checkpointing can add to the same gradient several times in a backward.
+        reentrant = (config.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+        self._overlaps = not reentrant
         self._limit = config.max_grad_norm or math.inf
         # A scaler that is not enabled does nothing, and its scale is 1.
         self._scaler = torch.amp.GradScaler("cuda", enabled=config.fp16)
 
-    def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """Add the gradients of `loss`; `last` marks the last micro-batch before a step."""
-        self._scaler.scale(loss).backward()
+    def backward(self, loss: Tensor, *, last: bool = True, sums: bool = False) -> None:
+        """Add the gradients of `loss`. `last` marks the last micro-batch before a step. With
+        `sums`, its backward starts to sum gradients over all processes, and a call of `start_sum`
+        must follow."""
+        overlaps = self._overlaps and last and sums
+        with self._buckets.during_backward() if self._buckets and overlaps else nullcontext():
+            self._scaler.scale(loss).backward()
 
-    def sum_gradients(self) -> None:
-        """Sum the gradients over all processes. A process may have no gradients. Gradients of
-        sharded weights are summed in the backward."""
-        if self._world.size > 1 and not self._divided:
+    def start_sum(self) -> None:
+        """Start to sum the gradients over all processes, after the last backward. A process may
+        have no gradients. Gradients of sharded weights are summed in the backward."""
+        if self._buckets is not None:
             # Without this call, the scaler of a process without a loss would have no scale.
             self._scaler.scale(torch.zeros(1, device=self._world.device))
-            self._world.all_reduce_gradients(self._parameters)
+            self._buckets.start()
+
+    def finish_sum(self) -> None:
+        """Wait for the sums that `start_sum` started."""
+        if self._buckets is not None:
+            self._buckets.finish()
 
     def step(self, scale: float = 1.0) -> dict[str, float]:
         """Take one optimizer step on the accumulated gradients and return its metrics. `scale`
@@ -147,7 +160,9 @@ class PolicyOptimizer:
             self._scaler.step(self.optimizer)
 
     def clear(self) -> None:
-        """Set the gradients to None."""
+        """Set the gradients to None, also those that are being summed."""
+        if self._buckets is not None:
+            self._buckets.reset()
         self.optimizer.zero_grad(set_to_none=True)
 
     def fill(self) -> None:

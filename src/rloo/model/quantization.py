@@ -102,10 +102,10 @@ def prepare(model: Any, config: RLOOConfig, *, adapted: bool) -> list[str]:
 
     bitsandbytes' products do not depend only on the weights. With 8 bits, the rounding of
     activations depends on the other rows of the batch. With 4 bits, some CPUs compute in bf16 if no
-    gradients are needed. The log-probs of sampler and trainer would then differ. Raises ValueError
-    for a quantised base that has no adapter, that another library has quantised, or that an earlier
-    forward has altered. Also raises ValueError if the options require quantised layers and the
-    model has none.
+    gradients are needed. The log-probs of sampler and trainer would then differ. `adapted` is
+    whether the model has an adapter. Raises ValueError for a quantised base that has no adapter,
+    that another library has quantised, or that an earlier forward has altered. Also raises
+    ValueError if the options require quantised layers and the model has none.
     """
     layers = list(quantised_layers(model))
     if not layers:

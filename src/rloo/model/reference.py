@@ -125,7 +125,7 @@ class FrozenCopy(ReferenceModel):
                 self.model.save_pretrained(folder, state_dict=self.collected)
 
     def load(self, checkpoint: str | Path) -> None:
-        """Load the copy from a checkpoint that has one."""
+        """Load the copy if the checkpoint has one."""
         folder = Path(checkpoint, FOLDER)
         if folder.is_dir():
             load_weights(self._scorer.model, folder)
@@ -166,8 +166,9 @@ def _frozen(values: Tensor) -> nn.Parameter:
 def make_reference(
     scorer: LogprobModel, adapter: LoRAAdapter | None, config: RLOOConfig
 ) -> ReferenceModel:
-    """Return the reference that the options request, from a policy before training. Raises
-    ValueError if the options offload the reference and it is not a copy."""
+    """Return the reference that the options request. It is made from the policy `scorer`, which
+    must not have been trained yet. Raises ValueError if the options offload the reference and it is
+    not a copy."""
     reference = _made(scorer, adapter, config)
     if "reference" in config.offload:
         reference.offload(scorer.model.device)

@@ -113,8 +113,8 @@ class ModelFiles:
 
     def try_save(self) -> None:
         """Save into a temporary folder, to check before training that everything can be saved.
-        Raises ValueError if not. Large or sharded weights are left out. Only the main process
-        saves, outside of `collected`."""
+        Raises ValueError if not. Large or sharded weights are left out, so `collected` need not be
+        entered. Only the main process saves."""
         if not self._world.is_main:
             return
         try:

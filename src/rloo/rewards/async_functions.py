@@ -38,9 +38,9 @@ class LoopThread:
         context: Callable[[str], AbstractContextManager[None]],
         until: str = futures.ALL_COMPLETED,
     ) -> tuple[dict[str, futures.Future[Any]], list[str]]:
-        """Run coroutine functions, each within `context(name)`, until all are done, until one fails
-        (`until` FIRST_EXCEPTION), or until `seconds` have passed. Unfinished functions are
-        cancelled.
+        """Run coroutine functions, each within `context(name)`, until all are done or `seconds`
+        have passed. If `until` is FIRST_EXCEPTION, the first failure also ends the wait. Unfinished
+        functions are cancelled.
 
         Returns the finished futures, and the names of the unfinished functions. If a coroutine
         blocks the loop, its name comes first.
@@ -67,7 +67,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def responds(self) -> bool:
-        """Return whether the loop can run a callback shortly after a call was cancelled."""
+        """Return whether the loop runs a callback within a short time. If not, a cancelled
+        coroutine still blocks the loop."""
         free = threading.Event()
         self._loop.call_soon_threadsafe(free.set)
         return free.wait(_RESPONSE_SECONDS)
@@ -124,8 +125,8 @@ async def _within(
 
 
 def is_coroutine(function: Any) -> bool:
-    """Return whether calling `function` returns a coroutine: a coroutine function, an object with
-    an async `__call__`, or `functools.partial` of either."""
+    """Return whether `function` returns a coroutine when it is called: whether it is a coroutine
+    function, an object with an async `__call__`, or `functools.partial` of either."""
     while isinstance(function, partial):
         function = function.func
     call = getattr(function, "__call__", None)  # noqa: B004 (an object with an async call)

@@ -22,8 +22,8 @@ _LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "NPROC", "STACK")
 
 
 def list_states() -> list[State]:
-    """Return the parts of the state. Those of torch are included if torch is imported, those of
-    signals only in the main thread."""
+    """Return the parts of the process's state. Parts of torch are included only if torch is
+    imported, and parts of signals only in the main thread."""
     states: list[State] = [
         ("the working directory", _read_folder, os.chdir),
         ("the mask of new files' modes", _read_mask, os.umask),

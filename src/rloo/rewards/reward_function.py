@@ -49,7 +49,8 @@ class RewardLog:
         self.extras.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Log a number; the step logs the mean. Raises ValueError for another type."""
+        """Log a number. The step's metric `name` is the mean of all logged numbers. Raises
+        ValueError for another type."""
         number = _unwrap(value)
         if not isinstance(number, numbers.Real):
             raise ValueError(f"log_metric({name!r}, ...) got {show(value)}; it takes a number")

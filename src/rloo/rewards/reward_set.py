@@ -201,8 +201,8 @@ class RewardSet:
 
     @property
     def shared(self) -> bool:
-        """Whether each rank may score its share of the groups. A function with `state_dict` and
-        without `normalize` gets all completions in one call, on the main rank."""
+        """Whether each rank may score its share of the groups. False if a function has `state_dict`
+        and no `normalize`: this function gets all completions in one call, on the main rank."""
         keeping = {name for name, _ in self._having("state_dict")}
         return not keeping - {name for name, _ in self._having("normalize")}
 

@@ -45,8 +45,8 @@ class RewardWorkerPool:
     has a separate copy of the state of their modules. `close` ends the processes."""
 
     def __init__(self, rewards: RewardSet, size: int, hub: WorkerRegistry | None = None) -> None:
-        """Start the workers on this machine, or wait for them to connect to `hub`. Raises
-        ValueError if `unavailable_reason` returns a reason."""
+        """Start the workers on this machine. With `hub`, wait instead for workers that connect to
+        it. Raises ValueError if `unavailable_reason` returns a reason."""
         if (reason := unavailable_reason(rewards)) is not None:
             raise ValueError(reason)
         setup = written((_parts(rewards), rewards.names, rewards.timeout, rewards.on_error))

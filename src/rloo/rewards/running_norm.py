@@ -43,7 +43,8 @@ class RunningMoments:
 
 
 class RunningNormReward:
-    """A reward function with the mean and deviation of its training scores so far."""
+    """A reward function whose method `normalize` standardises scores by the mean and standard
+    deviation of the training scores so far."""
 
     def __init__(self, function: Callable[..., list[float]]) -> None:
         self.__name__ = function.__name__
@@ -56,8 +57,8 @@ class RunningNormReward:
 
     def normalize(self, scores: Sequence[float | None]) -> list[float | None]:
         """Standardise scores by the mean and standard deviation of all earlier scores; None stays
-        None. The moments are updated afterwards: a scale that depends on the score itself is
-        biased."""
+        None. The moments are updated only afterwards, since a scale that depends on the score
+        itself would be biased."""
         known = [score for score in scores if score is not None]
         scaled = iter(self._past.standardise(known))
         self._past.update(known)

@@ -43,8 +43,9 @@ def blame(name: str, seconds: float | None) -> Iterator[None]:
 
 @contextmanager
 def keep_state(names: str) -> Iterator[None]:
-    """At the end of this block, restore the process state that the block changed, and raise
-    NotAllowed if it changed any. In the block, os._exit raises SystemExit."""
+    """At the end of this block, restore each part of the process's state that the block changed. If
+    the block changed any part, raise NotAllowed, which names the reward functions `names`. In the
+    block, os._exit raises SystemExit."""
     exit_now, process = os._exit, os.getpid()
 
     def refuse(status: int) -> None:

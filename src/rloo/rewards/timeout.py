@@ -28,8 +28,8 @@ _SIGNAL = getattr(signal, "SIGURG", None)  # None on Windows
 
 
 class RewardTimeout(BaseException):
-    """Raised inside a function that takes too long. This class is not an Exception, since functions
-    catch Exception."""
+    """Raised inside a function that takes too long. The base class is BaseException, since
+    functions catch Exception."""
 
 
 def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any:
@@ -38,7 +38,7 @@ def call_with_timeout(seconds: float | None, function: Callable[[], Any]) -> Any
     if not seconds:
         return function()
     in_main_thread = threading.current_thread() is threading.main_thread()
-    call = _call_here if in_main_thread and _SIGNAL is not None else _call_in_a_thread
+    call = _call_here if in_main_thread and _SIGNAL is not None else call_in_a_thread
     with process_ends_after(seconds):
         return call(seconds, function)
 
@@ -112,8 +112,9 @@ def _call_here(seconds: float, function: Callable[[], Any]) -> Any:
     return result
 
 
-def _call_in_a_thread(seconds: float, function: Callable[[], Any]) -> Any:
-    """Call the function in a daemon thread, which gets no signals; a late function continues."""
+def call_in_a_thread(seconds: float, function: Callable[[], Any]) -> Any:
+    """Call the function in a daemon thread, which gets no signals. Raises RewardTimeout at the
+    deadline; a late function continues."""
     results: list[Any] = []
     errors: list[BaseException] = []
 

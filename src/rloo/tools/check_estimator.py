@@ -21,8 +21,8 @@ EXACT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class EstimatorComparison:
-    """One row of the table: the result `found`, and leave-one-out's result `usual` for
-    comparison."""
+    """One row of the report's table: the result `found` of the estimator, and the result `usual` of
+    leave-one-out for comparison."""
 
     rewards: str
     beta: float
@@ -59,9 +59,9 @@ def report(config: RLOOConfig) -> Iterator[str]:
 def enumerate_cases(
     estimator: LoadedEstimator, betas: tuple[float, ...]
 ) -> Iterator[EstimatorComparison]:
-    """Yield comparisons for binary and graded rewards, two prompts and groups of 2 to 4. An
-    estimator of groups is enumerated for each prompt separately. An estimator of whole rollouts is
-    enumerated for both prompts together, with fewer tokens."""
+    """Yield comparisons for binary and graded rewards, two prompts, and groups of 2 to 4
+    completions. An estimator of groups is enumerated for each prompt separately. An estimator of
+    whole rollouts is enumerated for both prompts together, with fewer tokens."""
     usual = load_estimator(RLOOConfig(estimator="rloo"))
     num_tokens = 2 if estimator.over_rollout else 3
     for rewards in ("binary", "graded"):

@@ -97,9 +97,9 @@ class GradientComparison:
 def measure(
     estimator: LoadedEstimator, bandits: Sequence[TabularPolicy], size: int, beta: float
 ) -> list[GradientComparison]:
-    """Compare the gradient of `estimator` with the exact gradient at each prompt in `bandits`, over
-    all rollouts with `size` completions per prompt. All prompts have the same V. The loss is the
-    mean over completions; ratios are 1."""
+    """For each prompt in `bandits`, compare the expected gradient of `estimator` with the exact
+    gradient. The expectation is over all rollouts with `size` completions per prompt. All prompts
+    have the same V. The loss is the mean over completions; ratios are 1."""
     first, num_prompts = bandits[0], len(bandits)
     number = len(first.sequences)
     # R rollouts of N completions: the sequence and the prompt of each completion.

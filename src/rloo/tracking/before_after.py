@@ -33,7 +33,7 @@ class BeforeAfter:
 
     @classmethod
     def of_errors(cls, before: Sequence[float], after: Sequence[float], size: int) -> BeforeAfter:
-        """Compare two pairs of a mean and its standard error."""
+        """Compare two means. `before` and `after` each have a mean and its standard error."""
         first, last = ((mean - Z * error, mean + Z * error) for mean, error in (before, after))
         return cls(before[0], after[0], first, last, size)
 

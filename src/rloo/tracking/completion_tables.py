@@ -37,7 +37,8 @@ def log_tables(step: int, groups: Sequence[Group], config: RLOOConfig) -> None:
 
 
 def warn_of_unscored(groups: Sequence[Group]) -> bool:
-    """Warn, as TRL does, of a completion that no function scored; return whether there is one."""
+    """Warn, as TRL does, of the first completion that no function scored. Return whether there is
+    such a completion."""
     for group in groups:
         if None in group.rewards:
             unscored = {

@@ -24,5 +24,5 @@ def attempt(what: str, diagnose: Callable[[], T], otherwise: T, note: Note) -> T
 
 
 def warn(text: str) -> None:
-    """Issue a note as a Python warning, where no run records notes."""
+    """Issue a note as a Python warning, if there is no run that records notes."""
     warnings.warn(text, stacklevel=2)

@@ -16,7 +16,8 @@ GROWING = ("*.jsonl", "runs/*")
 
 
 class HubUploader:
-    """The hub repository of a run: `hub_model_id`, or the name of `output_dir`."""
+    """Uploads folders to the hub repository of a run. The repository's name is `hub_model_id`, by
+    default the name of the folder `output_dir`."""
 
     def __init__(self, config: RLOOConfig) -> None:
         self._config = config

@@ -24,7 +24,8 @@ _INDENT = 2
 
 class LineDisplay:
     """Prints the lines of a run. If printing fails (the terminal or reader is gone, the stream is
-    closed), printing stops and the run continues. A step takes 3 us if no line is printed.
+    closed), printing stops and the run continues. The method `step` takes 3 us if it prints no
+    line.
 
     A subclass that shows a live view on terminals (if `moves` is true) overrides `is_live`,
     `sample`, `stop` and the methods with an underscore.

@@ -58,9 +58,10 @@ class HealthyRange:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric, one row of the table. `name` may contain `<function>`, a reward function's name,
-    `<task>`, the name of a reasoning-gym task, or `<k>`, a number. `unit` is empty for a pure
-    number. `meaning` is a plain sentence. `note` is text that a page adds to `meaning`."""
+    """A metric, one row of the table. `name` may contain a placeholder: `<function>` (a reward
+    function's name), `<task>` (the name of a reasoning-gym task) or `<k>` (a number). `unit` is
+    empty for a pure number. `meaning` is a plain sentence. `note` is text that a page adds to
+    `meaning`."""
 
     name: str
     unit: str

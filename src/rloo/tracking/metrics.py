@@ -21,7 +21,8 @@ OWN = {row.name for row in of_steps() if not row.name.startswith("rewards/")}
 
 
 def require_free(names: Iterable[str], taken: Collection[str]) -> None:
-    """Raise ValueError if a user's metric has the name of a metric of the run or in `taken`."""
+    """Raise ValueError if a name in `names`, the metrics of a user's function, is in `taken` or is
+    the name of a metric that the run writes."""
     for name in names:
         if name in OWN or name in taken:
             raise ValueError(

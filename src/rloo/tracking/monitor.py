@@ -185,9 +185,9 @@ class Monitor:
             self.note(f"{name} cannot be written: {error}; its rows are kept for later")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a row to metrics.jsonl and show progress: on a terminal in a live view, and always
-        as a line at every log (without a live view also every 10 s). With `disable_tqdm` lines are
-        printed only at logs, as by Trainer."""
+        """Append a row to metrics.jsonl and show progress in the live view, if there is one. A line
+        is printed at every log, and without a live view also every 10 s. With `disable_tqdm` lines
+        are printed only at logs, as by Trainer."""
         self._record(METRICS, [{"step": step, **metrics}])
         if (unscored := metrics.get("reward/unscored")) and not self._told_of_unscored:
             self._told_of_unscored = True

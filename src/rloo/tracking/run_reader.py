@@ -207,9 +207,9 @@ def read_begun(folder: Path) -> RunFolder:
 
 
 def read_rows(path: Path, faults: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the rows of a file in ROWS, sorted by step if they have steps. A text with the number
-    of invalid lines is appended to `faults`. An incomplete last line is not counted, since the run
-    may be writing it."""
+    """Return the rows of a file that is named in ROWS, sorted by step if they have steps. A text
+    with the number of invalid lines is appended to `faults`. An incomplete last line is not
+    counted, since the run may be writing it."""
     rows, lost = [], 0
     written = _text(path, faults)
     lines = written.split("\n")

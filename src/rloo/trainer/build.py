@@ -140,7 +140,8 @@ def make_source(
 
 
 def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
-    """Convert the published `rows`; return rows with prompts and reward columns, and notes."""
+    """Convert `rows` from a published format. Return the rows with prompts and with the columns
+    that rewards need, and notes about the conversion."""
     found, of_prompts = with_conversation(rows, args.prompt_template)
     found = found if found is not rows else with_prompts(rows, args.prompt_template)
     found, of_references = with_reference(found, args.reference, rewards.reads)
@@ -162,7 +163,8 @@ def load_given(spec: Rows | None, split: str, args: RLOOConfig) -> Dataset | Ite
 
 
 def arrange(source: Prompts, args: RLOOConfig) -> Prompts:
-    """Order the prompts as the spec of the dataset does; without a spec the order is unchanged."""
+    """Return the prompts `source` in the order of the dataset's spec (`DatasetSpec.arrange`). If
+    the dataset has no spec, `source` is unchanged."""
     spec = dataset_spec(args.dataset)
     arranged: Prompts = source if spec is None else spec.arrange(source, args)
     return arranged

@@ -59,10 +59,10 @@ def settings_of(policy: Policy) -> EvaluationSettings:
 def evaluate(
     engine: Engine, prompts: Sequence[Prompt], judge: RewardScorer, settings: EvaluationSettings
 ) -> tuple[dict[str, Any], list[Group]]:
-    """The metrics (sampled and greedy accuracy, pass@k, mean reward, lengths) and the sampled
-    groups. `*_interval` are 95 % intervals over the prompts. `reward_kind`, the kind of the first
-    reward, is "0 or 1" or `graded`. Raises ValueError if a k of pass@k exceeds the number of
-    samples."""
+    """Evaluate on `prompts`. Return the metrics (sampled and greedy accuracy, pass@k, mean reward,
+    lengths) and the sampled groups. `*_interval` are 95 % intervals over the prompts.
+    `reward_kind`, the kind of the first reward, is "0 or 1" or `graded`. Raises ValueError if a k
+    of pass@k exceeds the number of samples."""
     num_samples, threshold = settings.num_samples, settings.pass_threshold
     if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
@@ -98,8 +98,8 @@ def kind_of(groups: Sequence[Group], threshold: float) -> str:
 
 
 def pass_at_k(num_passed: int, num_samples: int, k: int) -> float:
-    """The probability that k samples, chosen without replacement, include one that passed: the
-    unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1)."""
+    """The probability that k of the samples, chosen without replacement, include at least one that
+    passed: the unbiased estimate of Chen et al. 2021 (arXiv 2107.03374, equation 1)."""
     failed = num_samples - num_passed
     return 1.0 - math.comb(failed, k) / math.comb(num_samples, k)
 

@@ -24,7 +24,7 @@ MEMBERS, STOP = ".members.json", ".stop"
 
 @contextmanager
 def heartbeat(parts: TrainerComponents) -> Iterator[None]:
-    """Inside the block, accept remote workers, write the members file, and treat a stop file like
+    """In this block, accept remote workers, write the members file, and treat a stop file like
     SIGTERM. The run must own the folder. Collective."""
     world, folder = parts.world, parts.monitor.output_dir
     place = {"host": socket.gethostname(), "pid": os.getpid()}

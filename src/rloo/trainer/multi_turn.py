@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from datasets import Dataset, IterableDataset
 
@@ -13,7 +13,7 @@ from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import context_of
-from rloo.config.tool_options import check_tools, refuse_in_vain
+from rloo.config.tool_options import check_rollout_func, refuse_in_vain
 from rloo.config.user_functions import load_function
 from rloo.data.iterable_dataset import Prompts
 from rloo.data.prompt_dataset import PromptDataset
@@ -24,6 +24,7 @@ from rloo.rewards import RewardSet
 from rloo.types import Engine
 
 if TYPE_CHECKING:  # a run without tools does not load them
+    from rloo.engines.async_engine import AsyncEngine
     from rloo.episodes.environments import EnvironmentPool
     from rloo.episodes.tools import ToolSet
 
@@ -38,8 +39,8 @@ Factories = Factory | str | Mapping[str, Factory | str] | None
 @dataclass(frozen=True, slots=True)
 class MultiTurnSetup:
     """The tools, environments or rollout function of a run. The keys of `tools` are names of
-    environments. The key is None if one environment serves all rows, or if there is no environment.
-    If the setup is empty, completions are single turns, and no method has an effect."""
+    environments. If one environment serves all rows, or if there is no environment, the only key is
+    None. If the setup is empty, completions are single turns, and no method has an effect."""
 
     tools: Mapping[str | None, ToolSet] = field(default_factory=dict)
     environments: EnvironmentPool | None = None
@@ -116,8 +117,8 @@ class MultiTurnSetup:
         return [*specs, *own], args
 
     def with_environment_rewards(self, rewards: RewardSet) -> RewardSet:
-        """Return `rewards`, after setting which parameters the reward functions may have in
-        addition to the dataset's columns."""
+        """Set the parameters that reward functions may have in addition to the dataset's columns
+        (`rewards.offered`). Return `rewards`."""
         if self.environments is not None:
             rewards.offered = ("environments",)
         if self.rollout_func is not None:  # a rollout_func may return any column
@@ -125,9 +126,9 @@ class MultiTurnSetup:
         return rewards
 
     def wrap_engine(self, engine: Engine, policy: Policy, trainer: Any) -> Engine:
-        """Wrap `engine` in an engine whose completions are episodes. Without tools, return
-        `engine`. Raises ValueError for an unsuitable chat template, and for combinations that do
-        not work with several processes."""
+        """Wrap `engine` in an engine whose completions are episodes. Without tools and without a
+        rollout function, return `engine`. Raises ValueError for an unsuitable chat template, and
+        for combinations that do not work with several processes."""
         if self.rollout_func is not None or self.tools:
             self._check_processes(engine, trainer)
         if self.rollout_func is not None:
@@ -161,6 +162,12 @@ class MultiTurnSetup:
             args.max_prompt_length,
             context_of(policy.model.config.get_text_config()),
         )
+        if args.samples_beside:
+            from rloo.episodes.async_multi_turn import AsyncMultiTurnEngine
+
+            return AsyncMultiTurnEngine(
+                cast("AsyncEngine", engine), casts, limits, self.environments
+            )
         return MultiTurnEngine(engine, casts, limits, self.environments)
 
     def _check_processes(self, engine: Engine, trainer: Any) -> None:
@@ -213,8 +220,8 @@ def multi_turn_setup(
         refuse_in_vain(args)
         if own is None:
             return MultiTurnSetup()
-    check_tools(args, own=own is not None)
     if own is not None:
+        check_rollout_func(args)
         return MultiTurnSetup(rollout_func=own)
     if "tools" in (args.chat_template_kwargs or {}):
         raise ValueError(

@@ -18,8 +18,8 @@ class InitialLearningRates:
     """The initial state of a learning-rate schedule, with which the schedule can be restarted."""
 
     def __init__(self, scheduler: Any, remake: Callable[[int], Any] | None = None) -> None:
-        """`remake(steps)` creates a schedule for `steps` steps; None: the user's schedule is
-        reused."""
+        """`remake(steps)` creates a schedule for `steps` steps. If `remake` is None, the user's
+        schedule is reused."""
         self._scheduler, self._remake = scheduler, remake
         self._state = copy.deepcopy(scheduler.state_dict())
 

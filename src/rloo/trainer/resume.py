@@ -71,7 +71,8 @@ def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) 
 
 
 def changed_options(before: Mapping[str, Any], config: RLOOConfig) -> list[str]:
-    """The options that affect the computation and have changed, with both values."""
+    """The options whose values in `before` and `config` differ, with both values. Options that do
+    not affect the computation, or that a run chooses automatically, are left out."""
     before, now = by_entry(resolved_form(before)), by_entry(config.to_dict())
     return [
         f"{name} {before[name]} -> {now[name]}"

@@ -53,7 +53,8 @@ RESULT = {"steps", "config", "totals"}
 @dataclass(frozen=True, slots=True)
 class StartPoint:
     """The start of a run: a checkpoint, or None for step 0. With `same_options` the run resumes
-    only if its options equal the checkpoint's. `finished` is the summary of a finished run."""
+    only if its options equal the checkpoint's. If `resume_from_checkpoint` is "auto" and the run in
+    the folder has finished, `finished` is its summary. Otherwise `finished` is empty."""
 
     checkpoint: Path | None
     same_options: bool = False

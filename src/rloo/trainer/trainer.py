@@ -17,7 +17,7 @@ from rloo.algorithm.async_rollout import make_rollouts
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.kl_controller import KLController
 from rloo.algorithm.oom_retry import recompute_advantages, with_oom_retry
-from rloo.algorithm.stages import advantages_stage, before_reduce, update_stage
+from rloo.algorithm.stages import advantages_stage, after_backward, update_stage
 from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.batch_sizes import batches_of
@@ -396,7 +396,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
             clock,
         )  # fmt: skip
         stop = StopSignals(usr1_saves=args.on_sigusr1 == "save")
-        policy.stepper.before_reduce = partial(before_reduce, world, batches, stop)
+        policy.stepper.after_backward = partial(after_backward, world, batches, stop)
         parts = TrainerComponents(
             args, world, batches, workload, policy, engine, rollouts, self.monitor, events, clock,
             stop, with_oom_retry(advantages_stage),

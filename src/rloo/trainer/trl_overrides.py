@@ -97,7 +97,7 @@ def refuse_replacement(name: str) -> None:
 
 def own_optimizers(trainer: Any, given: Given, num_steps: int, own: Mapping[str, Any]) -> Given:
     """The optimizer and the schedule: those in `given`, else those that the overrides of a subclass
-    create. Each is None if neither exists."""
+    create. An optimizer or schedule that is neither given nor created is None."""
 
     def overrides(name: str) -> bool:
         return getattr(type(trainer), name) is not own[name]

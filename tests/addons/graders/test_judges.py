@@ -246,6 +246,20 @@ def test_an_answer_ends_where_its_tags_its_line_or_its_box_end():
 
 
 @pytest.mark.parametrize(
+    ("text", "formula"),
+    [
+        ("The product is $F_{n}F_k $.", "F_{n}F_k"),
+        ("The product is $ F_{n}F_k$", "F_{n}F_k"),
+        ("It costs $5 in $", "$5"),
+        ("Between $3 and 4 $.", None),
+    ],
+)
+def test_a_formula_at_the_end_may_have_a_space_at_one_side(text, formula):
+    found = read_answer(text)
+    assert (found and found.text) == formula
+
+
+@pytest.mark.parametrize(
     ("texts", "normal"),
     [
         (

@@ -89,6 +89,7 @@ def test_every_fault_is_named_at_once(tmp_path):
         ({"slurm_srun_options": '["none"]'}, "slurm_srun_options has 'none'"),
         ({"slurm_max_requeues": -1}, "slurm_max_requeues is -1; it must be at least 0"),
         ({"port": 80}, "port is 80"),
+        ({"backend": "slurm", "port": 49_001}, "port is 49001; with backend slurm it is from"),
         ({"trainer_gpus": 0}, "trainer_gpus is 0; it must be at least 1"),
     ],
 )

@@ -16,6 +16,7 @@ from support.launched_runs import (
     environment_here,
     groups,
     gsm8k,
+    on_machines,
     processes,
     rank,
     rloo,
@@ -126,6 +127,11 @@ def test_gsm8k_ends_the_same_by_ray_and_on_this_machine(launch, tmp_path):
     subprocess.run(local, env=here, cwd=tmp_path, check=True)
     assert launch(*arguments).wait(600) == 0, printed(tmp_path)
     assert weights(tmp_path / "run") == weights(tmp_path / "local")
+
+
+def test_the_example_for_ray_trains_with_a_server(launch, tmp_path):
+    assert launch(*on_machines("ray", tmp_path)).wait(600) == 0, printed(tmp_path)
+    assert steps(tmp_path / "run") == 2
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from support.launched_runs import (
     environment_here,
     groups,
     gsm8k,
+    on_machines,
     processes,
     rank,
     rloo,
@@ -130,6 +131,13 @@ def test_gsm8k_and_one_that_samples_elsewhere_end_as_on_this_machine(slurm, laun
     assert weights(apart / "run") == weights(tmp_path / "local")
     told = slurm.run("scontrol", "show", "job", job)
     assert "HetJobOffset=1" in told and "Comment=engines" in told
+
+
+def test_the_example_for_slurm_trains_with_a_server(slurm, launch, tmp_path):
+    arguments = on_machines("slurm", tmp_path)
+    job = submit(launch, tmp_path, *arguments, "--slurm.partition=null")
+    assert slurm.wait(job, *ENDS) == "COMPLETED", log_of(tmp_path)
+    assert steps(tmp_path / "run") == 2
 
 
 def test_slurm_reads_the_quoted_directives(slurm, launch, tmp_path):

@@ -74,6 +74,13 @@ def test_parameters_are_counted_without_weights():
     assert num_parameters(quantised) == 0
 
 
+def test_a_model_that_cannot_be_built_is_not_checked_with_a_note_that_says_why(capsys):
+    assert num_parameters(transformers.CLIPVisionConfig()) is None
+    said = capsys.readouterr().out
+    assert said.startswith("not checked: whether a server's GPUs have room for the KV cache of one")
+    assert "its weights: ValueError: Unrecognized configuration class" in said
+
+
 def server(**options):
     return ServerConfig(
         "m", **{"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "arguments": (), **options}

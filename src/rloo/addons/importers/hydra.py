@@ -113,9 +113,10 @@ def _located(name: str, path: str, places: Sequence[str]) -> Path | None:
 def read_composed(
     path: str, seen: tuple[str, ...] = (), places: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """(values of a YAML file, which override the values of the files in its `defaults`; names of
-    missing files). The folders `places` are searched too. Raises ValueError for an unreadable file,
-    and for a file whose `defaults` include the file itself."""
+    """Return the values of a YAML file, merged over the values of the files in its `defaults`, and
+    the names of the files in `defaults` that are missing. Files are also searched in the folders
+    `places`. Raises ValueError for an unreadable file, and for a file whose `defaults` include the
+    file itself."""
     real = os.path.realpath(path)
     if real in seen:
         raise ValueError(f"{path} is built on itself (defaults)")

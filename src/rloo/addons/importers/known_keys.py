@@ -161,7 +161,8 @@ AREAL: Known = {
 
 
 def is_known(key: str, known: Known) -> bool:
-    """Whether the system has `key`, according to the key's name in the innermost listed section."""
+    """Whether the system has `key`. The key is looked up in the innermost section of `known` that
+    contains it. A key outside of all these sections counts as known."""
     for section in sorted(known, key=len, reverse=True):
         if key.startswith(section):
             return key[len(section) :].partition(".")[0] in {*known[section], "_target_"}

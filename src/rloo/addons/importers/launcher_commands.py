@@ -32,8 +32,8 @@ def program_of(line: str) -> str | None:
 
 
 def started_with(before: Sequence[str]) -> dict[str, Any]:
-    """The launcher flags among the words `before` the program. A name consists of launcher and
-    flag, a value is a text."""
+    """The launcher flags among the words `before` the program. A key is the launcher's name
+    followed by the flag; a value is a text."""
     flags: dict[str, Any] = {}
     starter, name = "", None
     for word in before[:-1]:

@@ -16,7 +16,6 @@ from rloo.addons.importers.nemo_rl_optimizer import read_adapter, read_optimizer
 from rloo.addons.importers.settings_reader import (
     ENGINES,
     IN_MEMORY,
-    NOT_AHEAD,
     PROCESSES,
     ImportResult,
     SettingsReader,
@@ -137,11 +136,7 @@ def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict
         read |= {"dynamic_sample": True, "max_resample_times": max(most - 1, 1)}
     source.leave("grpo.dynamic_sampling_max_gen_batches", "it acts with use_dynamic_sampling only")
     if source.take("grpo.async_grpo.enabled", bool, False):
-        age = source.take("grpo.async_grpo.max_trajectory_age_steps", int, 1)
-        if "dynamic_sample" in read:
-            source.give_back("grpo.async_grpo.enabled", True, NOT_AHEAD)
-        else:
-            read["max_staleness"] = age
+        read["max_staleness"] = source.take("grpo.async_grpo.max_trajectory_age_steps", int, 1)
     return read, each
 
 

@@ -16,7 +16,6 @@ from rloo.addons.importers.openrlhf_objective import read_objective
 from rloo.addons.importers.settings_reader import (
     ENGINES,
     IN_MEMORY,
-    NOT_AHEAD,
     PROCESSES,
     ImportResult,
     SettingsReader,
@@ -160,11 +159,7 @@ def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict
             f"groups whose mean reward is not within {low:g} and {high:g} are replaced there; here "
             "those of equal rewards"
         )
-    if not source.take("train.async_enable", bool, False):
-        return read, each
-    if "dynamic_sample" in read:
-        source.give_back("train.async_enable", True, NOT_AHEAD)
-    else:
+    if source.take("train.async_enable", bool, False):
         read["max_staleness"] = source.take("train.async_queue_size", int, 1)
     return read, each
 

@@ -22,7 +22,6 @@ from rloo.config.yaml_io import read_value
 ENGINES = "completions are sampled by our own engines (rollout_engine)"
 IN_MEMORY = "micro-batches follow from memory (max_tokens_per_micro_batch)"
 PROCESSES = "num_processes or a launcher says how many, and parallel whether they divide weights"
-NOT_AHEAD = "dynamic_sample draws further prompts by the scores, so not ahead of training"
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _UNKNOWN = object()
 CUT = "the shell leaves it out: a comment or a missing backslash ends the command before it"
@@ -136,8 +135,8 @@ class SettingsReader:
             self.left.append(Unmapped(key, value, reason))
 
     def leave_unread(self, unread: Mapping[str, Mapping[str, Any]]) -> None:
-        """List words of the source that are no settings as ones without a counterpart. `unread`
-        maps the reason to the words."""
+        """Add words of the source that are no settings to the settings without a counterpart.
+        `unread` maps the reason to the words."""
         for reason, words in unread.items():
             for key, value in words.items():
                 why = reason if _is_known(key) else NOT_IN_FILE
@@ -150,8 +149,8 @@ class SettingsReader:
         known: Known | None = None,
     ) -> ImportResult:
         """The result of the import. Each remaining key is left with the first of `reasons` (reason
-        -> key prefixes) that has a matching prefix. A key that is missing in the system's `known`
-        sections is left as unknown."""
+        -> key prefixes) that has a matching prefix. A key that belongs to a section in `known`, but
+        is not listed there, is left as unknown."""
         for key in list(self.values):
             if not is_resolved(key):
                 self.leave(key, NOT_IN_FILE)
@@ -181,8 +180,8 @@ def greedy(source: SettingsReader, key: str) -> None:
 
 
 def one_of(source: SettingsReader, key: str, ours: str, files: list[str]) -> str:
-    """The only file of `files`. If there are several, their folder, if it has no other data files,
-    or else the first file, with a note."""
+    """The only file of `files`. If there are several files, the result is their folder, provided
+    that it has no other data files. Otherwise it is the first file, and a note is added."""
     folders = {os.path.dirname(file) for file in files}
     folder = folders.pop() if len(folders) == 1 else ""
     if len(files) == 1:

@@ -36,8 +36,9 @@ _OF_SHELLS = re.compile(r"(?:.*/)?(?:activate\S*|\.\w+|\w*\.env|set_env\.sh|setv
 def read_script(text: str, path: str = "") -> ShellScript:
     """A script's variables and commands. As in a shell, variables are expanded (unset ones from the
     environment), functions are called, and integer arithmetic is computed. Parts that are known
-    only at run time stay as written. Raises ValueError for an unclosed quotation mark, and for text
-    that doubles or nests without limit."""
+    only at run time stay as written. Raises ValueError for an unclosed quotation mark, for
+    expansions of more than `MOST_LETTERS` characters in total, and for text that is nested too
+    deeply."""
     script = ShellScript(path=path)
     try:
         _Reader(text.replace("\r\n", "\n"), script).read()

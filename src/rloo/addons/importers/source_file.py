@@ -28,8 +28,8 @@ _FILE_FLAGS = ("config", "config_path", "config_name", "config_dir")
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command in a `script`: the `words` after the program's name, and the words `before` them,
-    up to and including the name."""
+    """A command in a `script`. `before` are its words up to and including the program's name;
+    `words` are the words after the name."""
 
     words: list[str]
     before: list[str] = field(default_factory=list)
@@ -77,8 +77,9 @@ def read_launch(
     source: str, mark: re.Pattern[str], program: str, settings: re.Pattern[str] | None = None
 ) -> LaunchCommand:
     """The single command of `program` (matched by `mark`) in a command line, or in the script at
-    the path `source`. If there is none, the command of another program (a fork) that uses the
-    system's `settings`. Raises ValueError for no command, or for several different ones."""
+    the path `source`. If there is none, the result is the command of another program (a fork) that
+    uses the system's `settings`. Raises ValueError for no command, or for several different
+    ones."""
     text, folder = _text_of(source)
     script = read_script(text, source if is_script(source) else "")
     if text.lstrip().startswith("--"):  # only flags, maybe one per line
@@ -154,8 +155,9 @@ def read_settings(
     own: re.Pattern[str] | None = None,
 ) -> ComposedSettings:
     """The settings of a YAML file, script or command line, with `key=value` overrides after it.
-    `home` is the folder where the program searches a file name. `own` matches the system's
-    settings, which identify the program of a fork. Raises ValueError for an unreadable source."""
+    `home` is the folder in which the program searches for a configuration file that is given by its
+    name. `own` matches the system's settings. A command with such settings is accepted even if it
+    runs another program (a fork). Raises ValueError for an unreadable source."""
     if is_yaml(source) and (" " not in source or Path(source).is_file()):
         values, missing = read_composed(source)
         given, flags, others = read_overrides(overrides)

@@ -157,8 +157,9 @@ _REASONS: dict[str, tuple[str, ...]] = {
 
 def import_verl(text: str, overrides: Sequence[str] = (), version: str = "") -> ImportResult:
     """Import verl's YAML file or script at the path `text`, or a command line, with `overrides`
-    after it. The source is for the `version` (as 0.3), or for the version that its keys imply.
-    Raises ValueError for an unreadable source or value."""
+    after it. `version` is the version of verl (such as 0.3) that the source is for; without it, the
+    keys of the source determine the version. Raises ValueError for an unreadable source or
+    value."""
     given = read_settings(text, overrides, _MARK, "verl.trainer.main_ppo", "verl/trainer", _SETTING)
     source = SettingsReader(follow_references(given.values), _NAMES)
     source.notes += given.notes

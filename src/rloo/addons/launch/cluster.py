@@ -195,8 +195,10 @@ def _faults(cluster: Cluster) -> list[str]:
     for name in ("trainer_gpus", "threads"):
         if (value := getattr(c, name)) is not None and value < 1:
             found.append(f"{name} is {value}; it must be at least 1")
-    if not 1024 <= c.port <= 64_000:
-        found.append(f"port is {c.port}; it must be from 1,024 to 64,000")
+    # A Slurm job adds 16 times the last three digits of its number, and one for each server.
+    last = 49_000 if c.backend == "slurm" else 64_000
+    if not 1024 <= c.port <= last:
+        found.append(f"port is {c.port}; with backend {c.backend} it is from 1,024 to {last:,}")
     if c.backend == "local" and c.nodes > 1:
         found.append(f"nodes is {c.nodes} and backend is local, which is this machine (backend)")
     total, wanted = c.nodes * c.gpus_per_node, c.trainers + c.engine_gpus

@@ -2,9 +2,9 @@
 
 The processes get torchrun's environment variables. torchrun's agent (torch.distributed.launcher) is
 not used, for three reasons. The agent restarts ranks that ended because of bad input. The agent
-ends a run at every signal that it forwards, although SIGUSR1 may only request a save. After the
-death of a rank, the agent kills ranks that are still saving after 30 s, whatever its
-shutdown_timeout.
+ends a run at every signal that it forwards, although SIGUSR1 may only request a save. When a rank
+has died, the agent kills ranks that need more than 30 s to save, even if its shutdown_timeout is
+longer.
 """
 
 from __future__ import annotations

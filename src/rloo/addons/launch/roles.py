@@ -23,8 +23,9 @@ AGAIN = ("--resume_from_checkpoint", "auto")
 
 @dataclass(frozen=True)
 class Role:
-    """`count` processes of one kind with `gpus` GPUs each. They run on the nodes from number
-    `first` on, `per_node` on each node. `line` is the shell command of a process."""
+    """`count` processes of one kind with `gpus` GPUs each. They run on consecutive nodes, starting
+    at node number `first`, with `per_node` processes on each node. `line` is the shell command of a
+    process."""
 
     name: str
     count: int

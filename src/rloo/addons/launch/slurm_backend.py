@@ -53,15 +53,15 @@ def script(job: LaunchJob) -> str:
 
 
 def shown(job: LaunchJob) -> str:
-    """The script and the command that submits it, as `--dry_run` prints them. Without the folder
-    of the logs a job fails, and Slurm reports no reason."""
+    """The script, and the command that creates the folder of the logs and submits the script, as
+    `--dry_run` prints them. If this folder is missing, a job fails, and Slurm reports no reason."""
     logs, path = (shlex.quote(str(file)) for file in (_path(job).parent / LOGS, _path(job)))
     return f"{script(job)}\n# mkdir -p {logs} && sbatch {path}\n"
 
 
 def submit(job: LaunchJob) -> int:
-    """Write the script to the run's folder and submit it, `slurm_chain` times. Prints the job
-    numbers. Raises ValueError if Slurm is missing or refuses the job."""
+    """Write the script to the run's folder, and submit it as `slurm_chain` jobs that run one after
+    the other. Prints the job numbers. Raises ValueError if Slurm is missing or refuses the job."""
     if shutil.which("sbatch") is None:
         raise ValueError("there is no sbatch here; submit from a node of the cluster (backend)")
     path = _path(job)

@@ -20,12 +20,13 @@ def unsafe(text: str) -> str | None:
 
 
 def directive(name: str, value: object) -> str:
-    """An option of sbatch as a directive contains it."""
+    """An option of sbatch in the form of a directive (the text after `#SBATCH`), quoted if
+    necessary."""
     return f"--{name}={_quoted(str(value))}"
 
 
 def directives(option: str) -> str:
-    """One entry of `slurm.options` as a directive contains it."""
+    """One entry of `slurm.options` in the form of a directive, quoted if necessary."""
     return " ".join(map(_quoted, split_option(option)))
 
 

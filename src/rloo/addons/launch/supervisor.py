@@ -42,8 +42,8 @@ class Supervisor:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> threading.Thread:
-        """Supervise in a new thread, which runs until the process is not restarted any more: a
-        child process dies with the thread that started it. Returns the thread."""
+        """Supervise in a new thread, and return the thread. It runs until the process is not
+        restarted any more, since a child process dies with the thread that started it."""
         thread = threading.Thread(target=self._keep, daemon=True)
         thread.start()
         return thread

@@ -162,7 +162,7 @@ def _learn(
     whole_groups, iterations = credit.from_update, terms.batches.num_iterations
     updates, steps = [], []
     computed: list[float] = []
-    policy.stepper.before_reduce = lambda _: computed.append(watch.now())
+    policy.stepper.after_backward = lambda _: computed.append(watch.now())
     for _ in range(min(2, iterations)):
         begun = watch.now()
         metrics = update(policy, samples, credit, terms)

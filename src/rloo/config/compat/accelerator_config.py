@@ -28,7 +28,7 @@ _REFUSED = {
 def read_accelerator_config(given: Any) -> dict[str, Any]:
     """All fields of `accelerator_config`. `given` is a mapping, an AcceleratorConfig or a JSON file
     with some of the fields; the others have their defaults. Raises ValueError for an unknown field,
-    and for a value that would change a step."""
+    and for a value that would change the optimizer steps."""
     if isinstance(given, str) and not given.lstrip().startswith("{"):
         check_file(given, "accelerator_config", most=_LARGEST)
         with reading(given, "accelerator_config"):

@@ -331,13 +331,15 @@ def resolve(
 
 
 def implied_by(options: Mapping[str, Any]) -> set[str]:
-    """Our options that aliases in `options` imply (explicit values have priority)."""
+    """The names of our options that aliases in `options` also set. An explicit value of such an
+    option has priority."""
     return {name for name, (alias, _) in _IMPLIED.items() if alias in options}
 
 
 def with_prompts(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values`, under our names, with GLOBAL_BATCH converted to `num_prompts`. Raises ValueError if
-    GLOBAL_BATCH is not a multiple of `num_generations`, and if `num_prompts` has another value."""
+    GLOBAL_BATCH is not a multiple of `num_generations`, or contradicts a `num_prompts` in
+    `values`."""
     values = dict(values)
     if (total := values.pop(GLOBAL_BATCH, None)) is None:
         return values

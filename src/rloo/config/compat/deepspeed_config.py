@@ -1,7 +1,7 @@
 """DeepSpeed's JSON file (`deepspeed`): settings that are used, and settings that must be options.
 
 The value "auto" is replaced by the options, as in transformers' Trainer. If a setting is also an
-option, any other value must be equal to the option.
+option, a value other than "auto" must be equal to the option.
 """
 
 from __future__ import annotations
@@ -112,8 +112,9 @@ def read(given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options `given` with the content of `deepspeed`, and `parallel` from its stage unless
-    `parallel` is given. Empty without `deepspeed`."""
+    """The options `given`, in which a file that `deepspeed` names is replaced by the file's
+    settings. If `parallel` is not given, it is set from the ZeRO stage. Empty if `deepspeed` is not
+    given."""
     if given.get("deepspeed") is None:
         return {}
     settings = read(given["deepspeed"])

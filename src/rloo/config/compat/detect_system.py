@@ -1,4 +1,5 @@
-"""Detects files of other systems, for one error per file instead of one per option."""
+"""Detects files of other systems, so that such a file causes one error and not one error per
+option."""
 
 from __future__ import annotations
 
@@ -113,6 +114,7 @@ def refuse_foreign(path: str) -> None:
 
 
 def refuse_unconverted(path: str) -> None:
-    """Raise ValueError if `path` is a file of a system whose files are not converted."""
+    """Raise ValueError if `path` is a file of a known system that `rloo config --from` does not
+    convert."""
     if _found(path) in _OTHERS:
         refuse_foreign(path)

@@ -36,10 +36,11 @@ def option_types() -> dict[str, Any]:
 
 
 def shown_to_parsers(kind: type[Options]) -> type[Options]:
-    """`kind`, a base class of RLOOConfig, with the fields from which parsers build flags: options
-    of TRL and ours, each with a type that parsers support. Options of scripts (`OF_SCRIPTS`) are
-    InitVars, which parsers ignore and `dataclasses.replace` accepts. Type checkers and editors
-    still use `TrainingOptions`."""
+    """Give `kind`, a base class of RLOOConfig, the fields from which parsers build flags, and
+    return `kind`. The fields are our options and options of TRL, each with a type that parsers
+    support. Options that TRL's scripts parse separately (`OF_SCRIPTS`) are InitVars, which parsers
+    ignore and `dataclasses.replace` accepts. Type checkers and editors still read the fields of
+    `TrainingOptions`."""
     shown = make_dataclass(
         "Shown", _fields(), bases=(TrainingOptions,), init=False, repr=False, eq=False, kw_only=True
     )

@@ -85,7 +85,7 @@ def as_options(values: Mapping[str, Any]) -> dict[str, Any]:
 def read_recipe(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a file with the keys of open-r1 and TRL converted to our options. Keys that
     only open-r1's scripts use are removed with a warning. Raises ValueError for several datasets,
-    and for environment variables."""
+    and for keys that set environment variables."""
     taken = as_options(values)
     for reason, keys in SCRIPTS.items():
         found = [f"{name} {taken.pop(name)}" for name in keys if name in taken]

@@ -223,9 +223,9 @@ _PLACERS: dict[str, Callable[..., None]] = {"offload": _as_word, "": _nowhere}
 def over_file(
     line: Mapping[str, Any], file: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The options `line` of a command line, merged with the options of a `file`. `given` are the
-    options as the user wrote them. An old name among them sets only one entry of a mapping or list;
-    the file's other entries are kept."""
+    """The options `line` of a command line, with entries added from the options of a `file`: an old
+    name on the command line sets only one entry of a mapping or list, and the file's other entries
+    are kept. `given` are the options of the command line under the names that the user wrote."""
     merged = dict(line)
     for name in given:
         old = _retired().get(name)
@@ -250,7 +250,8 @@ def value_of(config: Any, name: str) -> Any:
 
 
 def assigned(config: Any, name: str, value: Any) -> tuple[str, Any]:
-    """The option and its complete new value, for an assignment of `value` to an old name."""
+    """The current option and its complete new value, if a script assigns `value` to the old name
+    `name`."""
     now, faults = current_form({name: value})
     if faults:
         raise ConfigErrors(faults)
@@ -273,7 +274,7 @@ def resolved_form(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options_of(names: Iterable[str]) -> frozenset[str]:
-    """The current options for `names`, which may include old names."""
+    """The current names of the options in `names`, which may include old names."""
     return frozenset(place_of(name).partition(".")[0] or name for name in names) - {*_GONE}
 
 

@@ -78,7 +78,7 @@ class TrainingArgumentsMixin(TrainingOptions):
 
     def get_process_log_level(self) -> int:
         """The level of `log_level` on the main process, and of `log_level_replica` on other
-        processes. "passive" is the current level of transformers."""
+        processes. "passive" means the current level of transformers."""
         from transformers.training_args import trainer_log_levels
         from transformers.utils import logging
 
@@ -93,9 +93,9 @@ class TrainingArgumentsMixin(TrainingOptions):
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """The first process of each machine (`local`) or of the run runs the block first, then the
-        other processes do. If no trainer has connected the processes yet, accelerate connects
-        them."""
+        """The first process of each machine (without `local`: of the whole run) runs the block
+        first. Then the other processes run the block. If no trainer has connected the processes
+        yet, accelerate connects them."""
         if self.world_size == 1:
             yield
             return
@@ -108,9 +108,9 @@ class TrainingArgumentsMixin(TrainingOptions):
 
 
 def setter_of(args: TrainingArgumentsMixin, name: str) -> Callable[..., Any]:
-    """The method `name` of TrainingArguments (set_training, set_save, ...) for our options. The
-    method assigns options, also its defaults, and returns `args`. Raises AttributeError for an
-    unknown method."""
+    """The method `name` of TrainingArguments (set_training, set_save, ...), applied to our options
+    `args`. A call assigns every parameter of the method to an option, also parameters that are not
+    given, and returns `args`. Raises AttributeError for an unknown method."""
     from transformers import TrainingArguments
 
     method = getattr(TrainingArguments, name)

@@ -35,7 +35,8 @@ LENGTH = ("max_steps", "num_train_epochs")
 
 @shown_to_parsers
 class TRLCompatibleOptions(TrainingArgumentsMixin):
-    """The base class of RLOOConfig, with all features that a dataclass does not have.
+    """The base class of RLOOConfig, with the features that scripts for TRL need and that a
+    dataclass does not have.
 
     The decorator `dataclass` writes `__init__`, `__eq__` and `__repr__` unless a class defines
     them. `__init_subclass__` copies these methods of the base class into each subclass. A script's
@@ -148,7 +149,7 @@ class AssignedOptions:
 
 
 def own_fields(kind: type[TRLCompatibleOptions]) -> frozenset[str]:
-    """The fields that a subclass has added, which are no options."""
+    """The names of the fields that a subclass has added. These fields are no options."""
     return frozenset(kind.__dataclass_fields__.keys() - TRLCompatibleOptions.__dataclass_fields__)
 
 

@@ -174,8 +174,8 @@ NOT_OF_RLOO_CONFIG = {
 
 
 def warn_without_effect(name: str, value: Any) -> None:
-    """Warn that `name` has no effect here, unless `value` is its default. Raises the errors of
-    `read_accelerator_config`."""
+    """Warn that `name` has no effect here, unless `value` is its default. For `accelerator_config`,
+    raises the errors of `read_accelerator_config`."""
     default, reason = WITHOUT_EFFECT[name]
     if name == "accelerator_config":
         given = read_accelerator_config(value)
@@ -199,8 +199,8 @@ _PRESET_OF = {
 
 
 def refuse(name: str, value: Any, among: Mapping[str, Any]) -> None:
-    """Raise ValueError with the reason, unless `value` changes nothing. If the options in `among`
-    do not use vLLM, there is only a warning for a vLLM option, as in TRL."""
+    """Raise ValueError with the reason, unless `value` changes nothing. `among` are all given
+    options. If they do not use vLLM, a vLLM option causes only a warning, as in TRL."""
     accepted, reason = REFUSED[name]
     if any(_is_same(name, value, allowed) for allowed in accepted):
         return

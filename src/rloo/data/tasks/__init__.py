@@ -1,5 +1,5 @@
-"""Datasets by name: the embedded task, whose name is also the name of a model, and datasets that a
-program generates (`NAME:WHAT`)."""
+"""Datasets by name: the embedded task, whose name is also the name of the embedded model, and
+datasets that a program generates (`NAME:WHAT`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ EMBEDDED_FILE = Path(__file__).parent / "countdown.yaml"
 
 
 def load_task_rows(name: str, split: str, options: TrainingOptions | None = None) -> Dataset | None:
-    """The rows of a dataset: split "train" or "heldout" of the embedded task, or of `NAME:WHAT`
-    with `options` (or the defaults). None for other names."""
+    """The rows of a split of a dataset: of the embedded task ("train" or "heldout"), or of a
+    dataset `NAME:WHAT`, which is generated with `options` (None: the defaults). None if `name` is
+    another name."""
     from datasets import Dataset  # here, so that names can be checked without this import
 
     if (spec := dataset_spec(name)) is not None:

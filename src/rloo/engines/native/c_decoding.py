@@ -22,8 +22,8 @@ _STEPS = 16
 
 @dataclass(frozen=True, slots=True)
 class PrefilledPrompts:
-    """Prefilled prompts: their cache, the logits (P, V) after each prompt, and each row's prompt
-    (R,)."""
+    """Prefilled prompts: their cache, the logits (P, V) after each prompt, and the index of each
+    row's prompt, int64 (R,)."""
 
     cache: PackedPrompts
     logits: Tensor

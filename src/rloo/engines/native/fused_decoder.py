@@ -237,7 +237,8 @@ class FusedDecoder:
         ends: Tensor | None = None,
     ) -> Tensor:
         """The logits (B, V) after the last token, from input_ids and positions, int64 (B, Q). With
-        `ends` (P,), for a single row, the logits (P, V) after the tokens at these indices."""
+        `ends` (P,), which requires a single row (B = 1), the result is the logits (P, V) after the
+        tokens at these indices."""
         with torch.autocast(input_ids.device.type, enabled=False):
             batch, length = input_ids.shape
             hidden = F.embedding(input_ids.flatten(), self._embedding).to(self._precise)

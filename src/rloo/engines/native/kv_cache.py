@@ -235,8 +235,8 @@ class DecodeCache(Cache):
         return self._lengths[self._numbers.argsort()].tolist()
 
     def go_on(self, rows: Tensor, lengths: Tensor, max_tokens: int) -> None:
-        """Resume only these rows (original numbers). Their first `lengths` completion tokens stay
-        in the cache. Rows may have at most `max_tokens` completion tokens."""
+        """Resume only the rows with these original numbers. Their first `lengths` completion tokens
+        stay in the cache. Rows may have at most `max_tokens` completion tokens."""
         assert self._lengths is not None
         places = self._numbers.argsort()[rows]
         _take(self._keys, places)

@@ -76,7 +76,7 @@ class ActiveRows:
         return int(self.alive.sum()) if self._can_end else len(self.alive)
 
     def keep(self, order: Tensor) -> None:
-        """Keep only the rows `order`."""
+        """Keep only the rows with the indices `order`, in this order."""
         for name in ("index", "alive", "positions", "tokens", "seen", "_keys", "_noise", "_ends"):
             if (rows := getattr(self, name)) is not None:
                 setattr(self, name, rows[order])

@@ -58,8 +58,8 @@ def can_decode(
 
 class StaticCache:
     """Keys and values of R rows, with `slots` tokens each, and of their packed prompts, for forward
-    passes over one token per row. `prompt_of_row` (R,) is sorted. This class is used instead of
-    `DecodeCache`."""
+    passes over one token per row. `prompt_of_row` (R,) must be sorted. This class is used instead
+    of `DecodeCache`."""
 
     def __init__(self, prompts: PromptCache, prompt_of_row: Tensor, slots: int) -> None:
         assert prompts.dtype is not None
@@ -98,7 +98,7 @@ class StaticCache:
         self._alone = Segments(rows, rows * self._slots, 1, self._slots)
 
     def keep(self, order: Tensor) -> None:
-        """Keep only the rows `order`, which is sorted by prompt."""
+        """Keep only the rows with the indices `order`, which must be sorted by prompt."""
         self.size = len(order)
         for buffers in self._own.values():
             for buffer in buffers:

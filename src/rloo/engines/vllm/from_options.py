@@ -88,7 +88,8 @@ def serving_alone(config: RLOOConfig, name: str, gpus: Sequence[int] | None = No
     memory = smallest_gpu(gpus, serving.tensor_parallel_size)
     if memory is not None:
         parameters = num_parameters(known, trust_remote_code=config.trust_remote_code)
-        require_room(serving, known, parameters, memory, longest_sequence(config))
+        if parameters is not None:
+            require_room(serving, known, parameters, memory, longest_sequence(config))
     return serving
 
 

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rloo.config.file_checks import largest_of_layers
+from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.server_process import ServerConfig
 from rloo.model.attention import head_size, num_kv_heads
 from rloo.model.token_budget import gigabytes
@@ -80,17 +81,23 @@ def _cached_tokens(config: Any, kind: str, tokens: int) -> int:
     return min(tokens, window)
 
 
-def num_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
+def num_parameters(config: Any, *, trust_remote_code: bool = False) -> int | None:
     """The number of parameters of a language model with this configuration, counted on a module
-    without weights. 0 if they are quantised, or if the module cannot be built."""
+    without weights. 0 if they are quantised. If the module cannot be built, print a note, and
+    return None."""
     config = config.get_text_config()
     if getattr(config, "quantization_config", None) is not None:
         return 0
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception:  # model code may fail in any way
-        return 0
+    except Exception as error:  # model code may fail in any way
+        say(
+            "not checked: whether a server's GPUs have room for the KV cache of one completion, "
+            "since the model's parameters cannot be counted without its weights: "
+            f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        )
+        return None
     return sum(parameter.numel() for parameter in model.parameters())
 
 

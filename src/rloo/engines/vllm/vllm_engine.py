@@ -83,7 +83,7 @@ class VLLMEngine:
         self._token = secrets.token_hex(4)
         # Whether all servers can load deltas.
         self._extended = bool(settings.urls) or settings.server.extended
-        self._begun: list[Future[list[Completion]]] = []
+        self._begun: set[Future[list[Completion]]] = set()
         self._wanted: ServerWeights | None = None  # published, but not loaded yet
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
@@ -313,11 +313,11 @@ class VLLMEngine:
                 self._run(fleet.end())
 
     def submit(
-        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, noise: int
+        self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
     ) -> list[Future[list[Completion]]]:
         """Sample without waiting, in the main process. Return one future per prompt, which gets the
         prompt's completions."""
-        requests = requests_of(prompts, sample_indices(count, prompts), sampling, noise)
+        requests = requests_of(prompts, sample_indices(samples, prompts), sampling, noise)
         fleet = self._open.fleet
         assert fleet is not None, "load comes first"
 
@@ -326,14 +326,15 @@ class VLLMEngine:
             return completions
 
         begun = [self._loop.submit(one(request)) for request in requests]
-        self._begun = [*(future for future in self._begun if not future.done()), *begun]
+        self._begun.update(begun)
+        for future in begun:
+            future.add_done_callback(self._begun.discard)
         return begun
 
     def cancel_pending(self) -> None:
         """Cancel all submitted requests."""
-        for future in self._begun:
+        for future in self._begun.copy():
             future.cancel()
-        self._begun = []
 
     def busy_seconds(self) -> float:
         """The total seconds of sampling so far."""

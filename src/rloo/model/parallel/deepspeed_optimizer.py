@@ -39,12 +39,10 @@ class ZeroOptimizer(PolicyOptimizer):
         self._divided, self._factor = True, 1.0
         self.zero = ZeroModel(scorer, optimizer, settings, world)
 
-    def backward(self, loss: Tensor, *, last: bool = True) -> None:
-        """See `PolicyOptimizer`. All processes must make the same number of calls."""
+    def backward(self, loss: Tensor, *, last: bool = True, sums: bool = False) -> None:
+        """See `PolicyOptimizer`. All processes must make the same number of calls. DeepSpeed sums
+        gradients in every backward."""
         self.zero.backward(loss, last=last)
-
-    def sum_gradients(self) -> None:
-        """Do nothing: DeepSpeed sums gradients in the backward."""
 
     def _clip(self) -> float:
         norm = self.zero.norm()

@@ -15,6 +15,12 @@ def plan(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+def cells(said: str, name: str) -> list[str]:
+    """The cells of the row of a layout."""
+    line = next(line for line in said.splitlines() if line[2:].startswith(name))
+    return [cell for cell in line[2:].split("  ") if cell.strip()]
+
+
 def test_a_plan_says_what_to_take_and_where_each_number_comes_from(capsys):
     said = plan(capsys, "--num_gpus", "16", "--gpu_price", "2.5", *SIZE, *USUAL)
     assert "8B: 8.0" in said and "the shape of Qwen3-8B" in said
@@ -29,12 +35,11 @@ def test_a_plan_says_what_to_take_and_where_each_number_comes_from(capsys):
 
 def test_given_rates_count_and_are_marked(capsys):
     usual = plan(capsys, "--num_gpus", "8", *SIZE, *USUAL)
-    fast = plan(capsys, "--num_gpus", "8", "--training_share=0.5", *SIZE, *USUAL)
-    assert "training_share 0.5 (given)" in fast and "(given)" not in usual
+    fast = plan(capsys, "--num_gpus", "8", "--training_share=0.9", *SIZE, *USUAL)
+    assert "training_share 0.9 (given)" in fast and "(given)" not in usual
 
     def seconds(said):
-        line = next(line for line in said.splitlines() if "in turn " in line)
-        return float(line.split("the same")[1].split()[0])
+        return float(cells(said, "in turn")[3])
 
     assert seconds(fast) < seconds(usual)
 
@@ -42,6 +47,26 @@ def test_given_rates_count_and_are_marked(capsys):
 def test_a_model_is_counted_from_its_configuration(capsys):
     said = plan(capsys, "--num_gpus", "1", "--model", "countdown", *USUAL)
     assert "countdown: 0.00 B (counted from its configuration)" in said
+
+
+def test_a_layout_that_was_published_is_planned(capsys):
+    """NeMo RL trained Qwen3-32B on 32 H100, with engines of four GPUs on the same GPUs."""
+    run = ["--num_prompts", "64", "--num_generations", "32", "--max_completion_length", "3992"]
+    said = plan(capsys, "--num_gpus", "32", "--parameters", "32.8B", *run)
+    trainers, engines = (cell.strip() for cell in cells(said, "in turn")[1:3])
+    assert trainers == "32 fsdp2" and engines in ("the same x 2", "the same x 4", "the same x 8")
+    only = plan(capsys, "--num_gpus", "2", "--parameters", "14B", "--use_peft", "true", *USUAL)
+    assert "* in turn" in only
+    assert "--rollout_engine vllm --vllm_tensor_parallel_size 2" in only
+
+
+def test_an_adapter_needs_less_memory_and_its_weights_are_sent_faster(capsys):
+    full = cells(plan(capsys, "--num_gpus", "8", *SIZE, *USUAL), "apart, S 1")
+    adapter = plan(capsys, "--num_gpus", "8", "--use_peft", "true", *SIZE, *USUAL)
+    sync, gigabytes = (float(cell) for cell in cells(adapter, "apart, S 1")[8:10])
+    assert sync < 0.05 * float(full[8])
+    assert "replicate" in cells(adapter, "apart, S 1")[1] and "fsdp2" in full[1]
+    assert gigabytes == pytest.approx(33, rel=0.05)  # four bytes a frozen parameter
 
 
 @pytest.mark.parametrize(
@@ -62,7 +87,6 @@ def test_a_model_is_counted_from_its_configuration(capsys):
         (["--num_gpus", "8", "--parameters", "big"], "parameters is big; it must be a size"),
         (["--num_gpus", "8", "--completion_tokens", "9999"], "completion_tokens is 9999; it must"),
         (["--num_gpus", "1", "--parameters", "70B"], "70B does not fit 1 x h100"),
-        (["--num_gpus", "8", "--use_peft", "true"], "use_peft is true; a plan of GPUs knows"),
         (["--num_gpus", "8", "--num_gpu", "4"], "unknown option --num_gpu"),
     ],
 )

@@ -46,12 +46,12 @@ def make_code(
 ) -> CodeReward:
     """Make a `CodeReward`. With `partial`, the reward is the share of the tests that pass; by
     default it is 1.0 if all tests pass, else 0.0. For programs in another language, `command` runs
-    the program, and `build` is run once before it. Both run in a folder where `file` has the
-    program's text: `command="node main.js", file="main.js"`. `wall` is `bwrap` or `landlock`; the
-    default is the first that works on this machine. `workers` is the number of parallel workers;
-    the default is one per processor. Programs and tests may import the standard library and the
-    `packages`: `packages=["numpy"]`. `limits` are fields of
-    `rloo.addons.graders.code.sandbox_pool.ResourceLimits`."""
+    the program, and `build` is run once before it. Both run in a folder in which the file named
+    `file` contains the program's text: `command="node main.js", file="main.js"`. `wall` is the kind
+    of sandbox, `bwrap` or `landlock`; the default is the first that works on this machine.
+    `workers` is the number of parallel workers; the default is one per processor. Programs and
+    tests may import the standard library and the `packages`: `packages=["numpy"]`. `limits` are
+    fields of `rloo.addons.graders.code.sandbox_pool.ResourceLimits`."""
     if not sys.platform.startswith("linux"):
         raise ValueError("the reward 'code' needs Linux")
     if wall not in (None, *ISOLATION_BACKENDS):
@@ -82,15 +82,15 @@ class CodeReward:
     the program with tests.
 
     The program is the last fenced block of Python that defines the names which the tests use. With
-    `command`, blocks of any language count. Without such a block, the program is the complete text.
-    A row has one of these sets of columns, in which lists may be JSON text: `tests` (a list of
-    Python statements, or one text); `inputs` and `outputs` (the standard input and output of a
-    program); `function` and `cases` (pairs of a list of arguments and the result); the columns of a
-    published dataset (`rloo.addons.graders.code.problem_formats`).
+    `command`, it is the last fenced block of any language. Without such a block, the program is the
+    complete text. A row has one of these sets of columns, in which lists may be JSON text: `tests`
+    (a list of Python statements, or one text); `inputs` and `outputs` (the standard input and
+    output of a program); `function` and `cases` (pairs of a list of arguments and the result); the
+    columns of a published dataset (`rloo.addons.graders.code.problem_formats`).
 
     The reward is None if the row has no tests, if the tests cannot run, or if the sandbox failed.
-    The metric `rewards/code_reward/unjudged` is the share of rows whose tests cannot run or whose
-    sandbox failed.
+    The metric `rewards/code_reward/unjudged` is the share of completions that got no reward
+    although their row has tests.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ class IsolatedProcess:
     user: int | None = None
 
     def remove_folder(self, seconds: float = 5.0) -> None:
-        """Remove the folder once the worker's forks have emptied it. After `seconds`, remove the
-        folder with its contents, as its user."""
+        """Remove the folder once the worker's forks have emptied it. If it still exists after
+        `seconds`, remove it with its contents, as the user of the sandbox."""
         if self.folder is None:
             return
         end = time.monotonic() + seconds
@@ -105,8 +105,8 @@ def start(
     wall: str, channel: socket.socket, library: Sequence[str] = (), processor: int | None = None
 ) -> IsolatedProcess:
     """Start a sandboxed process that is connected to `channel`. The process can read the folders
-    `library`. Its programs run on `processor` (None: the first one). Raises IsolationUnavailable
-    and OSError."""
+    `library`. Its programs run on the CPU number `processor` (None: the first CPU that this process
+    may use). Raises IsolationUnavailable and OSError."""
     user = _user()
     python = find_python(user)
     inner = [python.path, *_FLAGS, "-c", _BOOT]

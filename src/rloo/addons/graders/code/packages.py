@@ -15,8 +15,8 @@ from rloo.distributed.worker_pool import wait_result
 
 
 def library_of(modules: Sequence[str], reward: str) -> AllowedModules:
-    """The `AllowedModules` for `modules`: their names, and the folders from which programs import
-    them and the packages that they need. Raises ValueError if a module is not installed, or not
+    """The `AllowedModules` for `modules`: the names of the modules, and the folders that contain
+    the modules and their dependencies. Raises ValueError if a module is not installed, or not
     readable for the user that runs programs."""
     folders = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
     folders += [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
@@ -47,8 +47,8 @@ def is_open_to_all(folder: str) -> bool:
 
 
 def fault_of(staff: SandboxPool, request: dict[str, Any], expected: str) -> str | None:
-    """Run the program of `request`. Returns a description of the fault if the program's output is
-    not `expected`, else None. A fault also closes the pool."""
+    """Run the program of `request`. If the program's output is not `expected`, close the pool and
+    return a description of the fault, else return None."""
     answer = wait_result(staff.submit(request))
     if answer.get("output") == expected:
         return None

@@ -41,11 +41,11 @@ _START_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class ResourceLimits:
     """The limits of one program. `seconds` (for one run or case) and `total_seconds` count the CPU
-    time of all its processes, and time in which all of them are idle. The wall-clock time is at
-    most `wall_seconds`. `memory` limits the bytes of all its processes, including kernel memory,
-    and the address space of each process of our interpreter. `processes` counts processes and
-    threads. `output` is the bytes of one run's output or of one value. `disk` and `files` are the
-    bytes and the number of its files."""
+    time of all its processes, and time in which all of them are idle. The function `wall_seconds`
+    computes the limits on wall-clock time from both. `memory` limits the bytes of all its
+    processes, including kernel memory, and the address space of each process of our interpreter.
+    `processes` counts processes and threads. `output` is the bytes of one run's output or of one
+    value. `disk` and `files` are the bytes and the number of its files."""
 
     seconds: float = 5.0
     total_seconds: float = 30.0

@@ -9,8 +9,8 @@ the first of the following that exists:
    answer is ..." after a box,
 2. the sentence after the last "answer is" or "answer:",
 3. the complete text, or else its last line, if this text is only an answer,
-4. the last formula or the last number, whichever ends later; in tags, instead, the last line, or
-   the only number or formula that this line states.
+4. outside of tags, the last formula or the last number, whichever ends later; inside tags, the
+   only number or formula that the last line states, or else the last line.
 
 Boxes joined by `and`, `or` or a comma are one answer with several parts. If the text denies an
 answer, the text has no answer.
@@ -67,6 +67,7 @@ _ANSWER_IS = re.compile(
 _FINAL = re.compile(r"\bfinal answer is\b", re.IGNORECASE)
 _FORMULA = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$(?!\s)((?:[^$\\]|\\.)*?(?<!\s))\$(?!\d)|(?<!\\)\$\s([^$]+)\s\$"
+    r"|(?<!\\)\$ ?((?i:[^$\\\na-z]|\\[a-z]+|\\[^a-z]|(?<![a-z])[a-z](?![a-z]))+?) ?\$(?=[.\s]*\Z)"
     r"|\\\((.+?)\\\)|\\\[(.+?)\\\]"
     r"|\\begin\{(?:align|equation|gather)\*?\}(.+?)\\end\{(?:align|equation|gather)\*?\}",
     re.DOTALL,
@@ -118,8 +119,8 @@ _CORRECTING = word_set(
 
 @dataclass(frozen=True, slots=True)
 class ExtractedAnswer:
-    """The answer of a text. The answer is empty if the text denies it. `parts` are the contents of
-    joined boxes."""
+    """An answer found in a completion. `text` is the answer, or empty if the completion denies it.
+    `parts` are the contents of joined boxes."""
 
     text: str
     parts: tuple[str, ...] = ()

@@ -1,9 +1,9 @@
 """Detects from the structure of the sentence whether the words around an answer deny the answer.
 
 A denial before the answer counts if the answer is its predicate (`it cannot be 42`). It does not
-count if a finite verb or a relation is between them (`the number that did not pass is 42`). A
-denial after the answer counts if it refers to the answer (`42 is wrong`, `42. No, it is not.`) and
-not to something else (`42. No other solutions exist.`).
+count if a finite verb or a relation is between the denial and the answer (`the number that did not
+pass is 42`). A denial after the answer counts if it refers to the answer (`42 is wrong`, `42. No,
+it is not.`) and not to something else (`42. No other solutions exist.`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ _MARKS = re.compile(
 
 def value_side(text: str, asked: str = "") -> str | None:
     """The right side of `m+n = 42`, if the left side is a name of the value: words, letters, or
-    words of the question (`asked`). None for other texts: in `2x = 42`, x is another number."""
+    words of the question (`asked`). None for other texts, such as `2x = 42`, whose left side is not
+    a name of 42."""
     name, _, value = text.partition("=")
     return value.strip() if value.strip() and "=" not in value and _is_name(name, asked) else None
 

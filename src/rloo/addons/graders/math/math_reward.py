@@ -33,7 +33,8 @@ _NO_REFERENCE = "the reward 'math' needs the reference in a column 'answer' or '
 
 
 def make_math(*, seconds: float = 5.0) -> MathReward:
-    """A `MathReward` whose math-verify processes have about `seconds` of CPU time per call each."""
+    """Make a `MathReward`. Each of its math-verify processes has about `seconds` of CPU time per
+    call."""
     if not 0 < seconds <= 3600:
         raise ValueError(
             f"seconds is {seconds}; the time of a call needs to be above 0 and at most 3600 "
@@ -55,9 +56,9 @@ class MathReward:
     numbers are compared exactly. For other forms math-verify decides, in `os.cpu_count()` parallel
     judges (at most 8). Each judge has `seconds` of CPU time per call, plus 0.1 s per answer. The
     wall-clock limit of a call, for a busy machine, is ten times this CPU time, but at most this CPU
-    time plus 120 s. An expression has 0.25 s of a judge's CPU time. If this is too short, and time
-    is left after all others, it has a second try of 0.5 s. An expression that takes longer or needs
-    too much memory scores 0.
+    time plus 120 s. An expression has 0.25 s of a judge's CPU time. If this is too short, the
+    expression is judged again with 0.5 s, provided that time is left after all other expressions.
+    An expression that takes longer or needs too much memory scores 0.
 
     The reward is None if the reference is None or unreadable. It is also None if the judge of the
     answer was killed or stopped, or if the time of the call was over before the answer's turn. The

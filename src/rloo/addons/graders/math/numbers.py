@@ -103,8 +103,8 @@ class NumberSpan:
 
 def read_numeral(text: str, asked: str = "", is_reference: bool = False) -> Number | None:
     """The number that `text` represents, or None. A unit is a noun, or a multiplier that the
-    question has (`asked`, from `wording.asked_in`). The caller checks `Number.mark`. In a
-    reference, the right side of an equation is no number."""
+    question has (`asked`, from `wording.asked_in`). The caller must check `Number.mark`. Unless
+    `is_reference`, `text` may also be an equation whose right side is the number (`m+n = 42`)."""
     if len(text) > MAX_CHARACTERS:
         return None
     cleaned = clean(text)
@@ -140,7 +140,8 @@ def _rounds_to(value: Fraction, other: Fraction, decimals: int) -> bool:
 
 def last_numeral_said(text: str, asked: str = "", only: bool = False) -> NumberSpan | None:
     """The last number of a text; None if there is no number, or if the words or signs next to the
-    number change the answer. With `only`, the sentence must state nothing but the number."""
+    number change the answer. With `only`, the result is also None if the sentence states anything
+    besides the number."""
     matches = list(_SAID.finditer(text))
     if not matches:
         return None

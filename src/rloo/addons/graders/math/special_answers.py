@@ -1,5 +1,5 @@
 """Reads answers that are no expressions: words, dates and times, choices, numbers in another base,
-remainders. The arguments of all functions are texts in normal form."""
+remainders. The arguments of all functions must be texts in normal form (`normal_form.clean`)."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _read_date(plain: str) -> str | None:
 
 
 def read_choice(text: str) -> tuple[str, str] | None:
-    """The letter of a choice as a capital, and the text after it, which must not name another
-    choice."""
+    """The letter of a choice as a capital, and the text after it. None for other texts, for example
+    if the text after the letter names another choice."""
     plain = _TEXT.sub(r" \1 ", text).strip(" *")
     found = _CHOICE.fullmatch(plain)
     if found is None:
@@ -114,7 +114,8 @@ def read_based(text: str) -> tuple[str, int] | None:
 
 
 def read_remainder(text: str) -> tuple[int, frozenset[int]] | None:
-    r"""The modulus and the remainders of `x \\equiv 3 \\pmod{7}`; None if one is not reduced."""
+    r"""The modulus and the remainders of `x \\equiv 3 \\pmod{7}`; None if a remainder is not
+    smaller than the modulus."""
     found = _REMAINDER.fullmatch(_TEXT.sub(r"\1", text).strip())
     if found is None or not (modulus := int(found[3])):
         return None

@@ -117,8 +117,9 @@ _VERBS = word_set(
 
 
 def asked_in(question: str, reference: str = "") -> str:
-    """The sentences of a question that request the answer: the last one that asks for a value, and
-    all that ask for a form. The multipliers in a reference count as requested, too."""
+    """The sentences of a question that request the answer: the last sentence that asks for a value,
+    and all sentences that ask for a form of the value. The multipliers in a reference count as
+    requested, too."""
     task, forms = "", [f"in {word}." for word in words_of(reference) if word in MULTIPLIERS]
     for sentence in _SENTENCE.split(question):
         if sentence.rstrip(" $*_)\\]\"'}").endswith("?") or _TASK.search(sentence):
@@ -144,9 +145,9 @@ def changes_value(words: str, asked: str = "") -> bool:
 
 
 def changes_value_after(words: str, asked: str = "", *, in_prose: bool = False) -> bool:
-    """Whether the words after a number change its value. With `in_prose`, only the first two words,
-    and judgements anywhere, can change it: a sentence may continue with `not` or `less than` about
-    something else."""
+    """Whether the words after a number change its value. With `in_prose`, later words than the
+    second are ignored, except for judgements such as `wrong`: a sentence may continue with `not` or
+    `less than` about something else."""
     plain = _RATE.sub("", words)
     said = words_of(plain)
     first, beside = set(said[:1]), set(said[:2])
@@ -193,7 +194,7 @@ def is_statement(words: str) -> bool:
 
 def is_unit(text: str, attached: bool = False, asked: str = "") -> bool:
     """Whether `text` after a number is a unit: empty, or up to five words that do not change the
-    number. `attached` means that no space is between them."""
+    number. `attached` means that no space separates `text` from the number."""
     opened = _TEXT.sub(lambda found: f" {found[1].strip()}", text)  # keeps an exponent attached
     opened = re.sub(r"^\(([A-Za-z /]+)\)$|(?<=[A-Za-z])[.!]$", r"\1", opened.strip())
     words = [word for word in re.split(r"[\s/]+|\\cdot", opened) if word]

@@ -65,12 +65,12 @@ class Curriculum:
     """A prompt sampler (`rloo.data.sampler.PromptSampler`); `cells` has the task and level of each
     prompt.
 
-    The probability of a task and level is proportional to weight / open levels of the task * max(4
-    p (1 - p), 0.05), where p is the pass rate of the task and level. The prompts of a task and
-    level are drawn in a random order. When all have been drawn, they are drawn again in a new
-    random order. A draw is a function of (seed, number of earlier draws, pass rates), so every
-    process and a resumed run make the same draws. A completion passes if its first reward is at
-    least `threshold`. Completions without a score do not count.
+    The probability of a task and level is proportional to w / n * max(4 p (1 - p), 0.05), where w
+    is the task's weight, n is the number of the task's open levels, and p is the pass rate of the
+    task and level. The prompts of a task and level are drawn in a random order. When all have been
+    drawn, they are drawn again in a new random order. A draw is a function of (seed, number of
+    earlier draws, pass rates), so every process and a resumed run make the same draws. A completion
+    passes if its first reward is at least `threshold`. Completions without a score do not count.
     """
 
     cells: Sequence[TaskLevel]
@@ -115,7 +115,8 @@ class Curriculum:
         return {name: part / total for name, part in parts.items()}
 
     def update(self, groups: Sequence[Group]) -> None:
-        """Count the completions of sampled prompts, and open levels."""
+        """Count the passed and the scored completions of `groups`. Then open each level whose next
+        lower level is passed."""
         for cell in self._cells:
             found = [g for g in groups if _cell_of(g) == cell.name]
             scores = [s for g in found for s in next(iter(g.scores.values())) if s is not None]

@@ -1,7 +1,8 @@
 """The only file that imports reasoning-gym (the extra `gym`). The import is made when a function of
 this file is called.
 
-The functions use the library's tasks, levels and scorers, but no rows, prompts or completions.
+The functions use the tasks, levels and scorers of reasoning-gym. They do not use this package's
+classes for rows, prompts and completions.
 `score_all` runs in a sandbox, which gets this file and the codec as text. Therefore this file
 imports nothing else of the package.
 """

@@ -2,8 +2,8 @@
 changed.
 
 An environment that controls its rollouts sends the complete conversation for each turn. This module
-compares it with the known part: the model's turns keep their sampled tokens, and new messages are
-appended.
+compares it with the part of the conversation that is already stored: the model's turns keep their
+sampled tokens, and new messages are appended.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class IncrementalRenderer:
         return Conversation(number, tokens, messages, text)
 
     def tell(self, rollout: Conversation, messages: list[Message], tools: Schemas) -> None:
-        """Append the new ones of `messages` to the rollout. Raises ValueError if `messages` do not
-        begin with the messages of the rollout, and ContextOverflow if no tokens are left for a
-        turn."""
+        """Append those of `messages` that are new to the rollout. Raises ValueError if `messages`
+        do not begin with the messages of the rollout, and ContextOverflow if no tokens are left for
+        a turn."""
         known, behind = len(rollout.messages), messages[len(rollout.messages) :]
         if messages[:known] != rollout.messages or not behind:
             raise ValueError(

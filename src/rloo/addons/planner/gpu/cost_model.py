@@ -12,6 +12,7 @@ import numpy as np
 
 from rloo.addons.planner.gpu.gpu_specs import GPU, IN_A_MACHINE
 from rloo.addons.planner.gpu.model_shapes import ModelShape
+from rloo.addons.planner.gpu.update_cost import UpdateCost, slowest_share
 from rloo.config.vllm_options import SEPARATE_GPUS
 
 # Bytes per parameter: in training (float32 weights and gradients, two AdamW moments), of the
@@ -30,7 +31,11 @@ _OF_LAYER, _LOGITS = 34, 2**26 * 4 * 2
 class RolloutCost:
     """The work of a rollout: `groups` groups of `samples` completions, after prompts of `prompt`
     tokens. Completions have `completion` tokens on average and at most `longest`. `rates` are the
-    values of `gpu_specs.RATES`."""
+    values of `gpu_specs.RATES`. The rollout is trained `iterations` times, in `steps` optimizer
+    steps in total. With `adapter` above 0, an adapter of this rank is trained. `scored` is the
+    number of forward passes without training, apart from those of the reference. A micro-batch has
+    at most `micro_tokens` tokens. If micro-batches are not `packed` to the same number of tokens,
+    GPUs with sharded weights wait for the fullest one in every micro-batch."""
 
     shape: ModelShape
     gpu: GPU
@@ -42,6 +47,12 @@ class RolloutCost:
     longest: int
     reference: bool
     checkpointing: bool
+    iterations: int = 1
+    steps: int = 1
+    adapter: int = 0
+    scored: int = 0
+    micro_tokens: float = float("inf")
+    packed: bool = True
 
     @property
     def rows(self) -> int:
@@ -75,6 +86,11 @@ class RolloutCost:
         """The expected length of the longest among `rows` completions."""
         return float((1 - (1 - self.alive) ** rows).sum())
 
+    @cached_property
+    def longest_row(self) -> float:
+        """The expected length of the longest completion of a rollout."""
+        return self.longest_of(self.rows)
+
     def length_of_longest(self, share: float) -> float:
         """The quantile of the completion length at the probability `share`."""
         if self.ending >= 1.0 or share >= 1.0:
@@ -87,7 +103,7 @@ class RolloutCost:
         """Seconds of one decoding step of `rows` rows at context length `context`, on `parallel`
         GPUs."""
         shape, gpu, rates = self.shape, self.gpu, self.rates
-        read = ENGINE * shape.products + rows * context * shape.cache_bytes
+        read = ENGINE * shape.read(rows) + rows * context * shape.cache_bytes
         by_memory = read / parallel / (gpu.bandwidth * rates["decoding_share"])
         computed = rows * (
             2.0 * shape.products + 4.0 * shape.layers * shape.heads * shape.head_dim * context
@@ -136,30 +152,58 @@ class RolloutCost:
             return float("inf"), float("inf")
         step = float(self.decoding(rows, self.prompt + self.completion / 2, parallel))
         through = self.sampled * step / (engines * rows) + self.prefill(engines, parallel)
-        slowest = self.longest_of(self.rows) * step / (staleness + 1)
+        slowest = self.longest_row * step / (staleness + 1)
         return max(through, slowest), step
 
     # -- training --------------------------------------------------------------------------------
 
+    @property
+    def trained(self) -> int:
+        """The number of trained parameters: of the model, or of the adapters on all its layers."""
+        return self.adapter * self.shape.sides if self.adapter else self.shape.parameters
+
+    def update(self, trainers: int, *, divided: bool) -> UpdateCost:
+        """The updates of the fullest of `trainers` GPUs."""
+        positions = np.arange(self.longest, dtype=np.float64)
+        square = float((self.alive * positions).sum())
+        attended = self.groups * self.prompt**2 / 2 + self.rows * (
+            self.prompt * self.completion + square
+        )
+        times = self.micro_batches(trainers, divided=divided)
+        variance = max(0.0, 2 * square + self.completion - self.completion**2)
+        spread = variance**0.5 * self.rows / self.tokens
+        each = self.steps / self.iterations if self.packed else times
+        fullest = slowest_share(trainers, self.rows / trainers / each, spread)
+        return UpdateCost(
+            shape=self.shape,
+            gpu=self.gpu,
+            rates=self.rates,
+            tokens=self.iterations * fullest * self.tokens / trainers,
+            attended=attended / self.tokens,
+            forward=(1 + self.checkpointing) + (self.reference + self.scored) / self.iterations,
+            micro_batches=self.iterations * times,
+            steps=self.steps,
+            trained=self.trained / trainers if divided else self.trained,
+            adapter=self.adapter > 0,
+        )
+
     def training(self, trainers: int, *, divided: bool) -> tuple[float, float]:
         """Return (seconds of computing a rollout's updates, seconds of communication). Replicated
-        trainers exchange gradients once. With sharded weights, every micro-batch gathers the
-        weights twice and reduces the gradients."""
-        shape = self.shape
-        passes = 3 + self.checkpointing + self.reference
-        context = self.prompt + self.completion / 2
-        operations = passes * (
-            self.groups * self.prompt * shape.operations(self.prompt / 2)
-            + self.sampled * shape.operations(context)
-        )
-        computing = operations / trainers / (self.gpu.operations * self.rates["training_share"])
+        trainers exchange gradients once per optimizer step. With sharded weights, every micro-batch
+        gathers the weights twice and reduces the gradients."""
+        computing = self.update(trainers, divided=divided).seconds
         rate = self._network(trainers)
         others = (trainers - 1) / trainers
         if not divided:
-            return computing, 2 * WEIGHTS * shape.parameters * others / rate
-        tokens = self.tokens / trainers
-        times = max(1.0, np.ceil(tokens / max(1.0, self.micro_batch(trainers, divided=True))))
-        return computing, times * 3 * WEIGHTS * shape.parameters * others / rate
+            return computing, self.steps * 2 * WEIGHTS * self.trained * others / rate
+        sent = 2 * WEIGHTS * self.shape.parameters + WEIGHTS * self.trained
+        times = self.iterations * self.micro_batches(trainers, divided=True)
+        return computing, times * sent * others / rate
+
+    def micro_batches(self, trainers: int, *, divided: bool) -> float:
+        """The number of micro-batches of a GPU."""
+        most = max(1.0, self.micro_batch(trainers, divided=divided))
+        return max(self.steps / self.iterations, np.ceil(self.tokens / trainers / most))
 
     @property
     def tokens(self) -> float:
@@ -170,22 +214,33 @@ class RolloutCost:
         """Bytes that a trainer's GPU holds throughout, including the reference model; sharded
         trainers also hold gathered layers."""
         shape = self.shape
-        each = (TRAINED + WEIGHTS * self.reference) * shape.parameters
-        layer = (shape.products - shape.hidden * shape.vocabulary) / shape.layers
+        # The reference of an adapter is the model without it.
+        frozen = shape.parameters * (self.adapter > 0 or self.reference)
+        each = TRAINED * self.trained + WEIGHTS * frozen
+        inner = float(shape.products - shape.hidden * shape.vocabulary)
+        if shape.experts:
+            inner += shape.expert_parameters * (1 - shape.chosen / shape.experts)
+        layer = inner / shape.layers
         ends = shape.hidden * shape.vocabulary
         return each / trainers + 2 * WEIGHTS * max(layer, ends) if divided else float(each)
 
     def micro_batch(self, trainers: int, *, divided: bool) -> float:
-        """The number of tokens whose activations fit in the remaining memory."""
+        """The number of tokens of a micro-batch."""
+        return min(self.micro_tokens, self.capacity(trainers, divided=divided))
+
+    def capacity(self, trainers: int, *, divided: bool, held: float = 0.0) -> float:
+        """The number of tokens whose activations fit in the remaining memory, in addition to `held`
+        other bytes."""
         shape = self.shape
-        free = USABLE * self.gpu.memory - self.trainer_bytes(trainers, divided=divided) - _LOGITS
+        held += self.trainer_bytes(trainers, divided=divided) + _LOGITS
+        free = USABLE * self.gpu.memory - held
         inputs = 2 * shape.layers if self.checkpointing else _OF_LAYER * shape.layers
         return max(0.0, free / (shape.hidden * (inputs + _OF_LAYER)))
 
     def publishing(self, trainers: int, *, divided: bool, apart: bool) -> float:
         """Seconds until engines have new weights. Sharded weights are gathered first. The weights
         are then sent to separate servers, or copied on the trainer's GPU."""
-        size = self.shape.parameters
+        size = self.trained
         copied = (WEIGHTS + ENGINE) * size / self.gpu.bandwidth
         sent = ENGINE * size / self.rates["weight_rate"] if apart else copied
         others = (trainers - 1) / trainers if divided else 0.0

@@ -126,10 +126,6 @@ def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
             "num_prompts is not given; how long a rollout takes on many GPUs depends on it "
             "(num_prompts)"
         )
-    if config.use_peft:
-        raise ValueError(
-            "use_peft is true; a plan of GPUs knows the costs of full training only (use_peft)"
-        )
     batches = batches_of(config, 1)
     longest = config.max_completion_length
     mean = asked.number("completion_tokens", max(1.0, longest / 2))
@@ -149,6 +145,9 @@ def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
         longest=longest,
         reference=config.beta > 0,
         checkpointing=config.gradient_checkpointing,
+        iterations=batches.num_iterations,
+        steps=batches.parts_per_rollout * batches.num_iterations,
+        adapter=config.lora_r if config.use_peft else 0,
     )
 
 

@@ -12,9 +12,10 @@ IN_A_MACHINE = 8
 
 @dataclass(frozen=True, slots=True)
 class GPU:
-    """The maker's figures for a GPU: bytes of memory, dense bf16 operations per second, and bytes
-    per second of the memory, of NVLink in one direction, and of the network in a usual machine with
-    eight GPUs."""
+    """The maker's figures for a GPU: bytes of memory (as torch reports them: a GPU of 80 GB has
+    79.2 GiB), dense bf16 operations per second, and bytes per second of the memory, of NVLink in
+    one direction, and of the network in a usual machine with eight GPUs. `attention` is the
+    operations per second of FlashAttention-2 on the GPU."""
 
     name: str
     memory: float
@@ -22,27 +23,32 @@ class GPU:
     bandwidth: float
     nvlink: float
     network: float
+    attention: float
     source: str
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100", 80e9, 312e12, 2.039e12, 300e9, 25e9, "NVIDIA A100 80GB SXM, DGX A100"),
-        GPU("h100", 80e9, 989e12, 3.35e12, 450e9, 50e9, "NVIDIA H100 SXM, DGX H100"),
-        GPU("h200", 141e9, 989e12, 4.8e12, 450e9, 50e9, "NVIDIA H200 SXM, DGX H200"),
-        GPU("b200", 180e9, 2250e12, 8e12, 900e9, 50e9, "NVIDIA DGX B200, an eighth of it"),
+        GPU("a100", 85e9, 312e12, 2.039e12, 300e9, 25e9, 225e12, "NVIDIA A100 80GB SXM, DGX A100"),
+        GPU("h100", 85e9, 989e12, 3.35e12, 450e9, 50e9, 350e12, "NVIDIA H100 SXM, DGX H100"),
+        GPU("h200", 150e9, 989e12, 4.8e12, 450e9, 50e9, 350e12, "NVIDIA H200 SXM, DGX H200"),
+        GPU("b200", 191e9, 2250e12, 8e12, 900e9, 50e9, 350e12, "NVIDIA DGX B200, an eighth of it"),
     )
 }
+
+# The source of fitted rates.
+FITTED = "seven times published by prime-rl and SkyRL (python -m benchmarks.published --fit)"
 
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
     """A number that a plan relies on and that can be overridden. The kind is `source` (published by
-    others), `measured` (by this project) or `assumed` (there is no figure)."""
+    others), `fitted` (to published times), `measured` (by this project) or `assumed` (there is no
+    figure)."""
 
     value: float
-    kind: Literal["measured", "source", "assumed"]
+    kind: Literal["measured", "source", "fitted", "assumed"]
     meaning: str
     source: str
 
@@ -50,11 +56,48 @@ class Assumption:
 RATES = MappingProxyType(
     {
         "training_share": Assumption(
-            0.33,
+            0.65,
+            "assumed",
+            "of the GPU's bf16 operations that products with weights have",
+            "five sixths of a large product's share on an H100 (docs/benchmarks.md: 774 of 989 "
+            "TFLOP/s); the fitted rates compensate for other values",
+        ),
+        "attention_speed": Assumption(
+            1.0,
             "source",
-            "of the GPU's bf16 operations that training has",
-            "torchtitan, docs/performance.md: 33 to 39 % for Llama 3.1 8B under FSDP2 on 8 and 128 "
-            "H100; Llama 3, arXiv 2407.21783: 38 to 43 % on 8,192 to 16,384 H100",
+            "speed of attention in training, relative to FlashAttention-2",
+            "FlashAttention-2, arXiv 2307.08691: 225 TFLOP/s on A100; FlashAttention-3, arXiv "
+            "2407.08608: 350 on H100, and 1.5 to 2.0 times as fast itself; B200 is assumed as H100",
+        ),
+        "layer_bytes": Assumption(
+            215.0,
+            "fitted",
+            "bytes that other kernels of a layer move per token, pass and unit of width",
+            FITTED,
+        ),
+        "vocabulary_bytes": Assumption(
+            150.0,
+            "fitted",
+            "bytes that log-probs and entropy move per token, pass and vocabulary entry",
+            FITTED,
+        ),
+        "expert_bytes": Assumption(
+            130.0,
+            "fitted",
+            "bytes that a chosen expert moves per token, pass and unit of width",
+            FITTED,
+        ),
+        "adapter_bytes": Assumption(
+            14.0,
+            "fitted",
+            "bytes that an adapter moves per token, pass and input or output of its matrix",
+            FITTED,
+        ),
+        "micro_batch_overhead": Assumption(
+            0.1,
+            "assumed",
+            "seconds of a micro-batch in which the GPU waits for the host",
+            "no published figure for this use; the fitted rates compensate for other values",
         ),
         "decoding_share": Assumption(
             0.6,

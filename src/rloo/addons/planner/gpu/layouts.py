@@ -15,8 +15,8 @@ _PARALLEL, _STALENESS, _PARTS = (1, 2, 4, 8), (0, 1, 2, 4), 16
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """A division of GPUs: `trainers` GPUs train, and `engines` servers of `parallel` GPUs each
-    sample. With 0 engines the trainers' GPUs train and sample in turn. `divided` is true for fsdp2,
-    and false for replicate."""
+    sample. With 0 engines the trainers' GPUs train and sample in turn, with an engine on each
+    `parallel` of them. `divided` is true for fsdp2, and false for replicate."""
 
     trainers: int
     engines: int
@@ -51,7 +51,8 @@ class Forecast:
     @property
     def training(self) -> float:
         """Seconds of training. Sharded weights are gathered ahead, so that computing and sending
-        overlap. With replicated weights, gradients are sent once, at the end."""
+        overlap. With replicated weights, gradients are sent once. That this overlaps with the last
+        backward is not counted."""
         if self.layout.divided:
             return max(self.computing, self.sending)
         return self.computing + self.sending
@@ -82,13 +83,12 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
     shape, gpu = job.shape, job.gpu
     held = job.trainer_bytes(layout.trainers, divided=layout.divided)
     together = layout.engines == 0
-    # With in-process engines, the engine's copy and the trainer's state share the GPU.
-    copy = ENGINE * shape.parameters if together else 0.0
-    micro = job.micro_batch(layout.trainers, divided=layout.divided)
-    micro -= copy / (shape.hidden * (2 * shape.layers + 34))
+    # With engines on the trainers' GPUs, the engine's copy and the trainer's state share the GPU.
+    copy = ENGINE * shape.parameters / layout.parallel if together else 0.0
+    micro = job.capacity(layout.trainers, divided=layout.divided, held=copy)
     if micro < job.prompt + job.longest or held + copy > USABLE * gpu.memory:
         return None
-    engines = layout.engines or layout.trainers
+    engines = layout.engines or layout.trainers // layout.parallel
     room = job.room(layout.parallel, held if together else 0.0)
     if room < 1:
         return None
@@ -113,11 +113,12 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
 
 def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
     """The layouts of `gpus` GPUs that are compared."""
-    for divided in (False, True)[: 1 + (gpus > 1)]:
-        yield ParallelLayout(gpus, 0, 1, divided, 0)
-    for parallel in _PARALLEL:
-        if job.shape.kv_heads % parallel:
-            continue
+    sizes = [parallel for parallel in _PARALLEL if job.shape.kv_heads % parallel == 0]
+    for parallel in sizes:
+        for divided in (False, True)[: 1 + (gpus > 1)]:
+            if gpus % parallel == 0:
+                yield ParallelLayout(gpus, 0, parallel, divided, 0)
+    for parallel in sizes:
         most = (gpus - 1) // parallel
         for engines in sorted({max(1, round(most * n / _PARTS)) for n in range(1, _PARTS + 1)}):
             trainers = gpus - engines * parallel

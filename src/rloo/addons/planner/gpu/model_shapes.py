@@ -13,7 +13,10 @@ _UNITS = {"m": 1e6, "b": 1e9, "": 1.0}
 class ModelShape:
     """A decoder with attention and a gated feed-forward part in each layer. `products` is the
     number of parameters in matrices that multiply each token, with the output matrix of the
-    vocabulary and without the embedding lookup. `origin` describes the source."""
+    vocabulary and without the embedding lookup. `sides` is the sum of inputs and outputs of all
+    matrices in the layers, to which adapters are added. In a mixture of experts, `chosen` of
+    `experts` experts multiply a token, and all experts have `expert_parameters` parameters.
+    `origin` describes the source."""
 
     name: str
     layers: int
@@ -25,6 +28,10 @@ class ModelShape:
     products: int
     vocabulary: int
     origin: str
+    sides: int = 0
+    experts: int = 0
+    chosen: int = 0
+    expert_parameters: int = 0
 
     @property
     def cache_bytes(self) -> int:
@@ -36,16 +43,65 @@ class ModelShape:
         `products`, and four per head dimension and attended token."""
         return 2.0 * self.products + 4.0 * self.layers * self.heads * self.head_dim * context
 
+    def read(self, rows: Any) -> Any:
+        """The parameters in matrices that a decoding step of `rows` rows reads: of the experts,
+        those that at least one row has chosen."""
+        if not self.experts:
+            return self.products
+        share = self.chosen / self.experts
+        untouched = (1 - share) ** rows
+        return self.products + self.expert_parameters * (1 - share - untouched)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """The sizes in a model's config.json. `feed` is the width of the feed-forward part, or of an
+    expert. `matrices` is the number of vocabulary matrices: one (tied) or two."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed: int
+    vocabulary: int
+    matrices: int
+    experts: int = 0
+    chosen: int = 0
+
+    def shape(self, name: str, origin: str) -> ModelShape:
+        """The shape of a model with these sizes."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        hidden, ends = self.hidden, self.hidden * self.vocabulary
+        attention = 2 * hidden * (query + key) + hidden * self.experts
+        sides = 4 * hidden + 2 * query + 2 * key
+        expert = 3 * hidden * self.feed
+        # A model without experts has one that multiplies every token.
+        products = self.layers * (attention + expert * (self.chosen or 1)) + ends
+        unused = self.layers * expert * (self.experts - self.chosen)
+        return ModelShape(
+            name=name,
+            layers=self.layers,
+            hidden=hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            parameters=products + unused + (self.matrices - 1) * ends,
+            products=products,
+            vocabulary=self.vocabulary,
+            origin=origin,
+            sides=self.layers * (sides + (0 if self.experts else 3 * (hidden + self.feed))),
+            experts=self.experts,
+            chosen=self.chosen,
+            expert_parameters=self.layers * expert * self.experts,
+        )
+
 
 def _known(name: str, layers: int, hidden: int, heads: int, feed: int, matrices: int) -> ModelShape:
-    """A shape with eight key-value heads of 128 dimensions, as all models of TYPICAL have.
-    `matrices` is the number of vocabulary matrices: one (tied) or two."""
+    """A shape with eight key-value heads of 128 dimensions, as all models of TYPICAL have."""
     vocabulary = 128256 if name.startswith("Llama") else 151936
-    attention = 2 * hidden * heads * 128 + 2 * hidden * 8 * 128
-    products = layers * (attention + 3 * hidden * feed) + hidden * vocabulary
-    parameters = products + (matrices - 1) * hidden * vocabulary
-    origin = f"the shape of {name}, from its config.json"
-    return ModelShape(name, layers, hidden, heads, 8, 128, parameters, products, vocabulary, origin)
+    sizes = LayerSizes(layers, hidden, heads, 8, 128, feed, vocabulary, matrices)
+    return sizes.shape(name, f"the shape of {name}, from its config.json")
 
 
 TYPICAL = (
@@ -82,13 +138,14 @@ def shape_of_size(text: str) -> ModelShape:
         layers=layers,
         parameters=near.parameters + more,
         products=near.products + more,
+        sides=near.sides // near.layers * layers,
         origin=f"{near.origin}, with {layers} layers",
     )
 
 
 def shape_of_config(name: str, config: Any) -> ModelShape:
     """The shape of a model's configuration, counted on a module without weights. Raises ValueError
-    for a mixture of experts."""
+    for a mixture of experts whose experts are not counted."""
     import torch
     import transformers
 
@@ -96,26 +153,40 @@ def shape_of_config(name: str, config: Any) -> ModelShape:
     from rloo.model.attention import head_size, num_kv_heads
 
     config = config.get_text_config()
-    if getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    lookup = model.get_input_embeddings().weight
+    output = model.get_output_embeddings().weight
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    # The experts of a layer are one tensor with three dimensions.
+    expert_parameters = sum(p.numel() for p in model.parameters() if p.dim() == 3)
+    experts = _experts(config)
+    chosen = getattr(config, "num_experts_per_tok", None) or 0
+    if bool(expert_parameters) != bool(experts and chosen):
         raise ValueError(
             f"the model {name} is a mixture of experts, of which a plan of GPUs knows no costs in "
             "this version; give its active size (parameters)"
         )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
-    lookup = model.get_input_embeddings().weight
-    tied = model.get_output_embeddings().weight is lookup
-    heads = largest_of_layers(config, "num_attention_heads")
+    products = sum(p.numel() for p in matrices) - (0 if output is lookup else lookup.numel())
     return ModelShape(
         name=name,
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        heads=heads,
+        heads=largest_of_layers(config, "num_attention_heads"),
         kv_heads=num_kv_heads(config),
         head_dim=head_size(config),
         parameters=sum(p.numel() for p in model.parameters()),
-        products=matrices - (0 if tied else lookup.numel()),
+        products=products + (expert_parameters * chosen // experts if experts else 0),
         vocabulary=config.vocab_size,
         origin="counted from its configuration",
+        sides=sum(sum(p.shape) for p in matrices if p is not lookup and p is not output),
+        experts=experts,
+        chosen=chosen if experts else 0,
+        expert_parameters=expert_parameters,
     )
+
+
+def _experts(config: Any) -> int:
+    """The number of experts in a layer; 0 for a model without experts."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for name in names if (n := getattr(config, name, None))), 0)

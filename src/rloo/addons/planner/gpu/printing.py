@@ -70,12 +70,12 @@ def table(plan: GPUPlan) -> list[str]:
         cost = plan.gpus * (plan.price or 0.0) / 3600 / rate * 1e6
         seconds = (one.seconds, one.sampling, one.computing, one.sending, one.publishing)
         step, *parts = (f"{each:.3g}" for each in seconds)
-        engines = f"{at.engines:,}" + (f" x {at.parallel}" if at.parallel > 1 else "")
+        engines = f"{at.engines:,}" if at.engines else "the same"
         rows.append(
             [
                 f"{'*' if name == plan.chosen else ' '} {name}",
                 f"{at.trainers:,} {'fsdp2' if at.divided else 'replicate'}",
-                engines if at.engines else "the same",
+                engines + (f" x {at.parallel}" if at.parallel > 1 else ""),
                 step,
                 f"{rate:,.0f}",
                 *parts,
@@ -93,8 +93,8 @@ def advice(plan: GPUPlan) -> list[str]:
     one, job = plan.ways[plan.chosen], plan.job
     at = one.layout
     options = f"--parallel {'fsdp2' if at.divided else 'replicate'}"
-    if at.engines:
-        options += " --rollout_engine vllm_server"
+    if at.engines or at.parallel > 1:
+        options += f" --rollout_engine {'vllm_server' if at.engines else 'vllm'}"
         options += f" --vllm_tensor_parallel_size {at.parallel}" if at.parallel > 1 else ""
     if at.staleness:
         options += f" --max_staleness {at.staleness} --async_kwargs.partial_rollouts true"

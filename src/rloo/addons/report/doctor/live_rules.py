@@ -38,7 +38,8 @@ class LiveDoctor:
             self._newest.rows.append(row)
 
     def add_completions(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows of completions.jsonl, after the rollout's row of metrics.jsonl was added."""
+        """Add rows of completions.jsonl. The row of metrics.jsonl of the same rollout must have
+        been added before."""
         kept = {part.rows[0].get("step"): part for part in (*self._first, *self._last)}
         for row in rows:
             if (part := kept.get(row.get("step"))) is not None:

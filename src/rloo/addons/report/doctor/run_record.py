@@ -96,8 +96,8 @@ class RecordedRun:
 
     @property
     def rises(self) -> list[BeforeAfter]:
-        """The significant increases of the reward since the start. Increases up to the end of the
-        run are listed before increases up to any time."""
+        """The significant increases of the reward since the start of the run. The increases up to
+        the end of the run come first, then the increases up to other times."""
         rows, of_set = [r for r in self.rollouts if math.isfinite(r["reward"])], self.of_first_set
         parts = [rows[at : at + FEWEST] for at in range(0, len(rows) - FEWEST + 1, FEWEST)]
         means = [mean_reward(part) for part in parts]
@@ -115,8 +115,8 @@ class RecordedRun:
 
     @property
     def prompts(self) -> int:
-        """The prompts per rollout (4 if unknown); 1 if no rollout has a standard error of
-        reward."""
+        """The number of prompts per rollout (4 if unknown). It is 1 if no rollout has a standard
+        error of the reward."""
         errors = [row.get("reward/standard_error", math.nan) for row in self.rollouts]
         return int(self.option("num_prompts", 4)) if any(map(math.isfinite, errors)) else 1
 

@@ -62,7 +62,8 @@ class Screen(LineDisplay):
         self._reward.add(step, metrics.get("reward", math.nan))
 
     def evaluated(self, step: int, metrics: Mapping[str, Any], dataset: str = "") -> None:
-        """Add an evaluation to the curve; only the first evaluation set has a curve."""
+        """Add an evaluation to the curve of the first evaluation set. Evaluations of other sets are
+        ignored."""
         name, value, words = held_out(metrics)
         self._followed = dataset if self._followed is None else self._followed
         if dataset != self._followed or not math.isfinite(value):
@@ -78,7 +79,8 @@ class Screen(LineDisplay):
         self._held_out.curve.add(step, value)
 
     def sample(self, step: int, group: Group) -> None:
-        """Print a completion of `group` above the live view, if there is one, every few steps."""
+        """Every few steps, print a completion of `group` above the live view. Without a live view,
+        nothing is printed."""
         every = STEPS_BETWEEN_SAMPLES
         if self._region is None or step // every == self.sampled_at // every:
             return

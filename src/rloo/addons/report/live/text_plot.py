@@ -26,8 +26,8 @@ class TextCurve:
 
     @property
     def points(self) -> list[Point]:
-        """The points of the curve. Each is the mean of the same number of neighbouring values; the
-        last may be of fewer values."""
+        """The points of the curve. Each point is the mean of the same number of neighbouring
+        values; the last point may be the mean of fewer values."""
         return [*self._whole, *([_mean(self._open)] if self._open else [])]
 
     def add(self, x: float, y: float) -> None:

@@ -1,7 +1,7 @@
-"""The main loop of a sandbox worker: a new fork answers each request.
+"""The main loop of a sandbox worker: for each request, the worker forks a process, the clerk.
 
-The worker never reads a request. A fork of the worker, the clerk, reads it. Before reading, the
-clerk forks the stage process, the parent of programs. Therefore no program inherits expected
+The clerk reads and answers the request; the worker never reads one. Before reading, the clerk forks
+the stage process, which is the parent of the programs. Therefore no program inherits expected
 results in its memory, neither of this request nor of an earlier one.
 """
 

@@ -35,8 +35,9 @@ KINDS: dict[str, type] = {"ListNode": ListNode, "TreeNode": TreeNode}
 
 
 def signature(name: str, texts: list[str]) -> list[str] | None:
-    """The annotations of a function's arguments, followed by the annotation of its result. They
-    come from the first of `texts` that mentions nodes; None if no text mentions nodes."""
+    """The annotations of the arguments of the function `name`, followed by the annotation of its
+    result. They come from the first definition of the function in `texts` whose annotations mention
+    nodes; None if there is none."""
     for text in texts:
         tree = parse(text) or parse(f"{text.rstrip()} pass")
         for node in ast.walk(tree) if tree is not None else ():
@@ -49,8 +50,9 @@ def signature(name: str, texts: list[str]) -> list[str] | None:
 
 
 def solve(names: dict[str, Any], function: Any, hints: list[str], given: list[Any]) -> Any:
-    """Call a function with lists converted to nodes, and convert its result back. If the function
-    returns None, the result is its first argument, as changed by the call."""
+    """Call `function` with the arguments `given`, and return its result. Lists become nodes, and
+    nodes in the result become lists, as the annotations `hints` (from `signature`) require. If the
+    function returns None, the result is its first argument, as changed by the call."""
     hints, wanted = hints[:-1], hints[-1]
     hints = hints + [""] * (len(given) - len(hints))
     made = [_made(names, hint, item) for hint, item in zip(hints, given, strict=False)]

@@ -3,8 +3,8 @@
 Plain values arrive as copies of Python's built-in types, so the program never decides their
 comparisons. Other objects get a proxy. Two proxies are equal if three conditions hold: the
 program's `==` is true, the objects' states are equal and not empty, and the state depends on the
-constructor's arguments. A proxy never equals a plain value. Any data that a program sends is a
-value, an error of the program or its end, never an error of the judge.
+constructor's arguments. A proxy never equals a plain value. Data from a program is treated as a
+value, as an error of the program, or as its end. The data never causes an error of the judge.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class RemoteProgram:
         return found
 
     def find(self, name: str) -> Any:
-        """The object with this name in the program. Tests treat a capitalised name as a class, so
-        its instances may override methods like `issubset`. Raises ProgramExited and lookup
+        """The object with this name in the program. An object with a capitalised name counts as a
+        class, whose instances may override methods like `issubset`. Raises ProgramExited and lookup
         errors."""
         found = self.ask("name", name)
         if isinstance(found, Proxy) and name[:1].isupper():

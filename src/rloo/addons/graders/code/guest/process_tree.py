@@ -32,9 +32,9 @@ class ProgramTimeOver(BaseException):
 
 def kill_all(outsider: int) -> None:
     """Kill every descendant of this process. The process must have restricted its signals. Linux
-    signals all descendants in one step, so no new fork survives. If a process outside the sandbox
-    (`outsider`, the parent or process 1) could be signalled, raises SandboxFailed before any
-    kill."""
+    signals all descendants in one step, so no new fork survives. Before any kill, raises
+    SandboxFailed if a process outside the sandbox (`outsider`, the parent or process 1) could be
+    signalled."""
     refused = False
     for pid in {outsider, os.getppid(), 1}:
         try:
@@ -104,8 +104,8 @@ class SandboxedProcess:
                 os.close(file)
 
     def finish(self) -> int | None:
-        """Kill the started process if it is still running. Returns its exit status (minus a
-        signal's number), or None if it had to be killed."""
+        """Kill the started process if it is still running. Returns its exit status (minus the
+        signal's number if a signal ended it), or None if this function had to kill it."""
         if self._running is None or self._over is not None:
             return None
         killed = not select.select([self._control], [], [], 0)[0]
@@ -145,8 +145,8 @@ class SandboxedProcess:
                 return [file for file, _ in ready]
 
     def run(self, request: dict[str, Any], given: bytes) -> tuple[bytes, int | None]:
-        """Run a process with `given` as its input. Returns its output, and its exit status (None if
-        it was killed for its time or output)."""
+        """Run a process with `given` as its input. Returns the output and the exit status of the
+        process; the status is None if a limit on time or output ended the process."""
         read, stdin = os.pipe()
         stdout, write = os.pipe()
         self.grant()

@@ -44,8 +44,8 @@ def parse(text: str) -> ast.Module | None:
 
 def definitions(tree: ast.Module) -> dict[str, str | None]:
     """The names that a module binds outside functions and classes. Each name maps to its import
-    (`math`, `math:gcd`), or to None unless it has exactly one import. `from math import *` is
-    represented by the name `*math`."""
+    (`math`, `math:gcd`), or to None if it is not imported or is bound in several different ways.
+    `from math import *` is represented by the name `*math`."""
     found: dict[str, str | None] = {}
 
     def bind(name: str, origin: str | None = None) -> None:
@@ -91,7 +91,7 @@ def imports(tree: ast.Module, name: str) -> list[str]:
 
 
 def uses(tree: ast.AST) -> set[str]:
-    """The names that a text reads but never binds, except for built-in names."""
+    """The names that the code in `tree` reads but never binds, except for built-in names."""
     read, bound = set[str](), set(dir(builtins))
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -141,8 +141,9 @@ def implied(source: str, *, always: bool) -> dict[str, Any]:
 
 
 def choose(request: dict[str, Any], wanted: Iterable[str] = ()) -> str:
-    """The program text of a request: its `program`, or one of its `blocks`. If the text continues
-    the Python code of the request's `prompt`, that code is put before the text."""
+    """The program text of a request: its `program`, or one of its `blocks`, preferably the last
+    that defines a name in `wanted`. If the text continues the Python code of the request's
+    `prompt`, that code is put before the text."""
     if "command" in request:
         blocks = request.get("blocks") or [("", request.get("program", ""))]
         return str(blocks[-1][1])

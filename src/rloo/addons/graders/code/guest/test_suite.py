@@ -44,9 +44,9 @@ class TestUnit:
 
 @dataclass
 class TestSuite:
-    """The tests of a row. `setup` runs before the program and the tests. The tests' function
-    `check` is called with `entry`. Tests may import `packages` and the standard library. Raises
-    TestsUnusable."""
+    """The tests of a row. `setup` runs before the program and the tests. If `entry` is given, it is
+    the name of a function of the program, and the tests' function `check` is called with this
+    function. Tests may import `packages` and the standard library. Raises TestsUnusable."""
 
     tests: list[str]
     setup: str = ""
@@ -92,7 +92,7 @@ class TestSuite:
 
     @property
     def wanted(self) -> list[str]:
-        """The names that a program must define, as far as this is known before the program."""
+        """The names that a program must define, as far as they are known without the program."""
         known = {*dir(builtins), *self.taken}
         entry = self.entry.replace("()", "").rpartition(".")[2]
         return [name for name in self.asked.values() if name not in known] + [entry] * bool(entry)
