@@ -5,10 +5,11 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from rloo import kernels
 from rloo.engines.vllm.server_plugin.rloo_weights import (
+    COUNTS,
     VersionReader,
     WrongDigestError,
     apply_changes,
@@ -53,7 +54,7 @@ def made(tmp_path):
     policy = make_policy()
     store = WeightStore(tmp_path / "store")
     store.folder.mkdir()
-    writer, source = DeltaWriter(store), PolicyExport(policy, torch.bfloat16)
+    writer, source = DeltaWriter(store, torch.bfloat16), PolicyExport(policy, torch.bfloat16)
     return policy, store, writer, source
 
 
@@ -105,7 +106,7 @@ def chosen():
 
 
 @pytest.mark.parametrize("in_c", [False, True])
-@pytest.mark.parametrize("places", [[], [0], [6], [3, 65535, 65540], [65534, 131069, 262139]])
+@pytest.mark.parametrize("places", [[], [0], [6], [3, 65535, 65536], [65534, 131072, 262139]])
 def test_changed_values_survive_their_way(places, in_c, chosen):
     if in_c and (why := kernels.unavailable_reason()):
         pytest.skip(why)
@@ -113,10 +114,11 @@ def test_changed_values_survive_their_way(places, in_c, chosen):
     before = torch.randn(262140 if places and places[-1] > 6 else 7).bfloat16()
     now, base = before.clone(), before.clone()
     now[places] = float("nan")
-    found, gaps, values = update_values(before, now)
+    found, changes, counts, digest = update_values(before, now)
     assert torch.equal(before.view(torch.int16), now.view(torch.int16))
-    assert len(places) <= found == len(gaps) <= len(places) + 4
-    apply_changes(base, gaps, values)
+    assert len(places) == found == len(changes) == counts.sum()
+    assert digest == digest_tensor(now)
+    apply_changes(base, changes, counts)
     assert torch.equal(base.view(torch.int16), now.view(torch.int16))
 
 
@@ -130,11 +132,30 @@ def test_c_and_numpy_find_the_same_and_say_where_there_are_too_many(chosen):
         for in_c in (False, True):
             kernels.use(in_c)
             old = before.clone()
-            count, gaps, values = update_values(old, now)
+            count, changes, counts, digest = update_values(old, now)
             assert torch.equal(old, now)
-            found.append((count, gaps.tolist(), values.tolist()))
-        assert found[0] == found[1]
-        assert (found[0][0] > len(found[0][1])) == (share == 0.9)
+            found.append((count, counts.tolist(), digest, changes.tolist()))
+        assert found[0][:3] == found[1][:3]
+        few = found[0][0] == len(found[0][3])
+        assert few == (share < 0.9) and (found[0] == found[1] or not few)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 130, 131_072, 131_074, 262_147])
+def test_c_rounds_as_torch_and_has_the_digest_of_numpy(size, chosen):
+    if why := kernels.unavailable_reason():
+        pytest.skip(why)
+    kernels.use(True)
+    now = torch.randn(size) * 10.0 ** torch.randint(-44, 38, (size,))
+    now[: size // 2].view(torch.int32)[::2] &= -65536
+    now[: size // 2].view(torch.int32)[::2] |= 0x8000  # halfway between two values
+    now[0] = float("inf")
+    old = torch.zeros(size).bfloat16()
+    found, _, _, digest = update_values(old, now)
+    assert torch.equal(old, now.bfloat16()) and digest == digest_tensor(old)
+    assert found == int((old.view(torch.int16) != 0).sum())
+    now[-1] = float("nan")
+    update_values(old, now)
+    assert old[-1].isnan() and torch.equal(old[:-1], now[:-1].bfloat16())
 
 
 def test_a_digest_detects_a_flipped_bit_and_swapped_words():
@@ -150,10 +171,12 @@ def test_a_digest_detects_a_flipped_bit_and_swapped_words():
     assert digest_tensor(tensor[:-1]) != digest_tensor(tensor[:-2])
 
 
-def damage(file) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 0x10
-    file.write_bytes(data)
+def damage(file, kind="") -> None:
+    """Flip a bit of a value, or of a count."""
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.startswith(COUNTS) == (kind == COUNTS))
+    tensors[name].view(torch.int16).view(-1)[-1] ^= 0x1000
+    save_file(tensors, file)
 
 
 @pytest.mark.parametrize("damaged", [0, 1, 2])
@@ -175,6 +198,23 @@ def test_damage_anywhere_in_the_chain_is_refused_and_repaired(made, tmp_path, da
     assert store.base(3) is None
     store.drop_older(3)
     assert [path.name for path in store.folder.iterdir()] == ["v00000003"]
+
+
+def test_a_delta_that_cannot_be_read_is_refused_like_a_wrong_digest(made):
+    policy, store, writer, source = made
+    for version in range(2):
+        writer.write(version, source.write)
+        nudge(policy, version)
+    file = sorted(store.path(1).glob("*.safetensors"))[0]
+    before = file.read_bytes()
+    damage(file, COUNTS)
+    with pytest.raises(WrongDigestError, match="a delta of the weights is damaged"):
+        VersionReader(store.path(1)).read()
+    file.write_bytes(before[: len(before) // 2])
+    with pytest.raises(WrongDigestError, match=f"{file.name} is damaged"):
+        VersionReader(store.path(1)).read()
+    file.write_bytes(before)
+    VersionReader(store.path(1)).read()
 
 
 def test_a_base_stays_as_long_as_its_deltas_and_a_delta_without_it_is_not_read(made):

@@ -1,8 +1,8 @@
 """Versions of the weights as deltas: only what has changed since the version before is written.
 
 At the learning rates of reinforcement learning, a step changes few of the values of 16 bits, but
-some in almost every matrix. A delta therefore has the changed values of a tensor, each with its
-distance from the changed value before."""
+some in almost every matrix. A delta therefore has the changed values of a tensor with their
+places."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rloo import kernels
 from rloo.engines.vllm.server_plugin.rloo_weights import (
-    GAPS,
-    VALUES,
+    CHANGES,
+    COUNTS,
     combine_digests,
     digest_tensor,
 )
@@ -38,10 +39,11 @@ Write = Callable[[Path, LayerSink], None]
 class DeltaWriter:
     """Writes versions into `store`. The first version is complete, and so is a version after a long
     chain of deltas. The tensors of the newest version stay in host memory. A new version is
-    compared with them, and a complete folder of the newest version can be written at any time."""
+    compared with them, and a complete folder of the newest version can be written at any time. The
+    weights are exported as `dtype`."""
 
-    def __init__(self, store: WeightStore) -> None:
-        self._store = store
+    def __init__(self, store: WeightStore, dtype: torch.dtype = torch.float32) -> None:
+        self._store, self._dtype = store, dtype
         self._tensors: dict[str, Tensor] = {}
         self._layers: list[list[str]] = []
         self._digests: dict[str, int] = {}
@@ -77,6 +79,7 @@ class DeltaWriter:
 
     def _write(self, folder: Path, base: int | None, before: str, write: Write) -> dict[str, Any]:
         sink = _Sink(folder, self._tensors, self._digests, complete=base is None)
+        sink.rounds = self._dtype == torch.bfloat16 and kernels.in_use()
         write(folder, sink)
         size = sum(tensor.nbytes for tensor in self._tensors.values())
         if base is None:
@@ -110,7 +113,7 @@ class _Sink:
     def __init__(
         self, folder: Path, tensors: dict[str, Tensor], digests: dict[str, int], *, complete: bool
     ) -> None:
-        self.complete = complete
+        self.complete, self.rounds = complete, False
         self._folder, self._tensors, self._digests = folder, tensors, digests
         self._files = CompleteFiles(folder)
         self.layers: list[list[str]] = []
@@ -128,6 +131,7 @@ class _Sink:
             if found:
                 self.places[name] = {"file": file, "sparse": name not in found}
         if self.complete:
+            tensors = {name: self._tensors[name] for name in tensors}
             self.written += sum(tensor.nbytes for tensor in tensors.values())
             self._files.save(tensors)
         elif parts:
@@ -141,22 +145,24 @@ class _Sink:
 
     def _update(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Update the tensor `name`, and return the tensors that a delta has for it."""
+        rounded = self.rounds and tensor.dtype == torch.float32
+        dtype = torch.bfloat16 if rounded else tensor.dtype
         old = self._tensors.get(name)
-        if old is None or old.shape != tensor.shape or old.dtype != tensor.dtype:
-            self._tensors[name] = tensor.clone()
+        if old is None or old.shape != tensor.shape or old.dtype != dtype:
+            tensor = self._tensors[name] = tensor.to(dtype, copy=True)
             self._digests[name] = digest_tensor(tensor)
             return {name: tensor}
         self.compared += tensor.numel()
-        if tensor.itemsize == 2:
-            tensor = tensor.contiguous()
-            found, gaps, values = update_values(old, tensor)
+        if old.itemsize == 2:
+            found, changes, counts, digest = update_values(old, tensor.contiguous())
+            parts = {CHANGES + name: changes, COUNTS + name: counts}
+            sparse = found == len(changes)
         else:
             found = 0 if torch.equal(tensor, old) else int((tensor != old).sum())
             old.copy_(tensor)
+            parts, sparse, digest = {}, False, digest_tensor(old) if found else 0
         self.changed += found
         if found == 0:
             return {}
-        self._digests[name] = digest_tensor(tensor)
-        if tensor.itemsize == 2 and found == len(gaps):
-            return {GAPS + name: gaps, VALUES + name: values}
-        return {name: tensor}
+        self._digests[name] = digest
+        return parts if sparse else {name: old}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,9 +33,11 @@ Named = Iterable[tuple[str, Tensor]]
 
 class LayerSink(Protocol):
     """Receives exported layers in the main process. `complete` is whether every tensor is written,
-    so that the folder needs a model's configuration and tokenizer."""
+    so that the folder needs a model's configuration and tokenizer. A sink that `rounds` receives
+    float32 tensors of the host as they are, and rounds them to bfloat16."""
 
     complete: bool
+    rounds: bool
 
     def save(self, tensors: dict[str, Tensor]) -> None:
         """Receive the tensors of a layer, under the hub's names."""
@@ -47,7 +49,7 @@ class LayerSink(Protocol):
 class CompleteFiles:
     """Writes every layer into `folder` as safetensors: one file per layer and an index."""
 
-    complete = True
+    complete, rounds = True, False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -81,7 +83,8 @@ def export_weights(
     collective. A rank that passes None as `sink` writes nothing. Each rank holds one full layer at
     a time. With `untie` a tied matrix is written twice."""
     twins = tied_outputs(model) if untie else {}
-    layers = _layers(named, dtype, keep=sink is not None)
+    unchanged = {dtype, torch.float32} if sink is not None and sink.rounds else {dtype}
+    layers = _layers(named, dtype, unchanged, keep=sink is not None)
     # A for loop's variable would keep one layer in memory while the next is gathered.
     while (tensors := next(layers, None)) is not None:
         if sink is not None:
@@ -102,10 +105,12 @@ def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
     return {name: f"{owner}.weight"} if name and owner and name != f"{owner}.weight" else {}
 
 
-def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's full tensors on the host, or empty dicts if `keep` is false. The memory of
-    converted tensors is used again for the next layer, since to allocate it takes longer than to
-    convert."""
+def _layers(
+    named: Named, dtype: torch.dtype, unchanged: Collection[torch.dtype], *, keep: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's full tensors on the host, or empty dicts if `keep` is false. Tensors of
+    the host that have a dtype in `unchanged` are not converted. The memory of converted tensors is
+    used again for the next layer, since to allocate it takes longer than to convert."""
     current, tensors = None, dict[str, Tensor]()
     memory: dict[str, Tensor] = {}
     for name, tensor in named:
@@ -118,7 +123,7 @@ def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[st
         whole = full_tensor(tensor)
         if keep:
             wanted = dtype if whole.is_floating_point() else whole.dtype
-            if whole.device.type == "cpu" and whole.dtype == wanted:
+            if whole.device.type == "cpu" and whole.dtype in (wanted, *unchanged):
                 tensors[name] = whole
             else:
                 key = name.removeprefix(layer)

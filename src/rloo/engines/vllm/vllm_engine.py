@@ -107,7 +107,7 @@ class VLLMEngine:
             store = WeightStore.made_in(self._settings.weights_folder, self._token)
             few = source.adapter_rank is None and source.dtype.itemsize == 2
             deltas = few and self._extended and not self._settings.server.transfers
-            self._open.versions = VersionFolders(store, deltas=deltas)
+            self._open.versions = VersionFolders(store, source.dtype, deltas=deltas)
         if first and source.adapter_rank is not None:
             self._write("base", source.write_base)
             self._start()

@@ -45,11 +45,12 @@ class WeightPublisher(Protocol):
 
 
 class VersionFolders:
-    """The versions of a run in `store`. With `deltas`, versions are deltas where possible."""
+    """The versions of a run in `store`. With `deltas`, versions are deltas where possible. The
+    weights are exported as `dtype`."""
 
-    def __init__(self, store: WeightStore, *, deltas: bool) -> None:
+    def __init__(self, store: WeightStore, dtype: torch.dtype, *, deltas: bool) -> None:
         self.store = store
-        self._deltas = DeltaWriter(store) if deltas else None
+        self._deltas = DeltaWriter(store, dtype) if deltas else None
 
     def publish(self, version: int, label: str, source: WeightPublisher) -> ServerWeights:
         """Write a version in the main process, which takes part in the collective."""

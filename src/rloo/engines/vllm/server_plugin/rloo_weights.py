@@ -11,17 +11,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 MANIFEST, INDEX = "manifest.json", "model.safetensors.index.json"
-# Prefixes of the two tensors that a delta has for a tensor of which few values have changed: the
-# distance of each changed value from the one before, and the new values.
-GAPS, VALUES = "gaps:", "values:"
+# Prefixes of the two tensors that a delta has for a tensor of which few values have changed: see
+# `apply_changes`.
+CHANGES, COUNTS = "changes:", "counts:"
+# The number of values of which a place has 16 bits.
+PLACES = 1 << 16
 # The worker extension of a server that can load deltas, and the method that servers call.
 EXTENSION, METHOD = "rloo_weights.VersionLoader", "load_version"
-_MASK, _STEP = (1 << 64) - 1, 0x9E3779B97F4A7C15
-_WEIGHTS = np.random.PCG64(0).random_raw(1 << 15) | np.uint64(1)
+# The digest's factors within a block of words, and its factor from block to block.
+DIGEST_FACTORS = np.random.PCG64(0).random_raw(1 << 15) | np.uint64(1)
+DIGEST_STEP = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
 
 
 class WrongDigestError(RuntimeError):
@@ -34,10 +38,10 @@ def digest_tensor(tensor: Tensor) -> int:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     end = data.nbytes // 8 * 8
     words, total = data[:end].view(np.uint64), data.nbytes
-    for start in range(0, len(words), len(_WEIGHTS)):
-        part = words[start : start + len(_WEIGHTS)]
-        total = (total * _STEP + int(np.dot(part, _WEIGHTS[: len(part)]))) & _MASK
-    return (total * _STEP + int.from_bytes(data[end:].tobytes(), "little")) & _MASK
+    for start in range(0, len(words), len(DIGEST_FACTORS)):
+        part = words[start : start + len(DIGEST_FACTORS)]
+        total = (total * DIGEST_STEP + int(np.dot(part, DIGEST_FACTORS[: len(part)]))) & _MASK
+    return (total * DIGEST_STEP + int.from_bytes(data[end:].tobytes(), "little")) & _MASK
 
 
 def combine_digests(digests: dict[str, int]) -> str:
@@ -88,8 +92,8 @@ class VersionReader:
                     continue
                 if where["sparse"]:
                     tensor, owned = tensor if owned else tensor.clone(), True
-                    gaps, values = (files.tensor(where["file"], p + name) for p in (GAPS, VALUES))
-                    apply_changes(tensor, gaps, values)
+                    parts = (files.tensor(where["file"], p + name) for p in (CHANGES, COUNTS))
+                    apply_changes(tensor, *parts)
                 else:
                     tensor, owned = files.tensor(where["file"], name), False
             self._digests[name] = digest_tensor(tensor)
@@ -105,10 +109,16 @@ class VersionReader:
             )
 
 
-def apply_changes(tensor: Tensor, gaps: Tensor, values: Tensor) -> None:
-    """Set the changed values of a dense tensor of 16-bit values."""
-    places = np.cumsum(gaps.view(torch.int16).numpy().view(np.uint16), dtype=np.int64) - 1
-    tensor.view(torch.int16).reshape(-1).numpy()[places] = values.view(torch.int16).numpy()
+def apply_changes(tensor: Tensor, changes: Tensor, counts: Tensor) -> None:
+    """Set the changed values of a dense tensor of 16-bit values. Each of the `changes` has the new
+    value in its upper 16 bits. The lower 16 bits are its place in a block of `PLACES` values, and
+    `counts` has the number of changes in each block. Raises WrongDigestError for other words."""
+    words, firsts = changes.numpy().view(np.uint32), np.arange(len(counts)) * PLACES
+    values = tensor.view(torch.int16).reshape(-1).numpy().view(np.uint16)
+    try:
+        values[np.repeat(firsts, counts.numpy()) + (words & 0xFFFF)] = words >> 16
+    except (ValueError, IndexError) as error:
+        raise WrongDigestError(f"a delta of the weights is damaged: {error}") from error
 
 
 class _Files:
@@ -120,9 +130,12 @@ class _Files:
 
     def tensor(self, file: str, name: str) -> Tensor:
         """The tensor `name` in `file`."""
-        if file != self._name:
-            self._name, self._opened = file, safe_open(self._folder / file, "pt")
-        found: Tensor = self._opened.get_tensor(name)
+        try:
+            if file != self._name:
+                self._name, self._opened = file, safe_open(self._folder / file, "pt")
+            found: Tensor = self._opened.get_tensor(name)
+        except SafetensorError as error:
+            raise WrongDigestError(f"{self._folder / file} is damaged: {error}") from error
         return found
 
 
