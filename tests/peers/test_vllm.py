@@ -108,6 +108,43 @@ def test_the_embedded_run_learns_and_outlives_its_server(tmp_path):
     trainer.engine.close()
 
 
+def change_few(policy, seed, share=0.03):
+    """Change few of the values, so much that log-probs move."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            chosen = torch.rand_like(parameter) < share
+            parameter.add_(1.5 * parameter.std().nan_to_num(0.0) * chosen)
+
+
+def test_a_server_loads_deltas_and_repairs_a_damaged_one(tmp_path, capsys):
+    """A version in bfloat16 has the changed values only. The server computes the digest of all."""
+    trainer = RLOOTrainer(args=make_config(tmp_path, "rollout_dtype", "bfloat16"))
+    policy, engine = trainer.policy, trainer.engine
+    store, prompt = None, list(trainer._source.next(1)[0].token_ids)
+    for seed in range(5):
+        before = engine._source.logprobs(prompt, prompt[:16])
+        change_few(policy, seed)
+        after = engine._source.logprobs(prompt, prompt[:16])
+        if store is not None and seed == 3:
+            file = sorted(store.path(engine.version).glob("*.safetensors"))[0]
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        policy.load_into(engine)
+        store = engine._open.versions.store
+        moved = max(abs(a - b) for a, b in zip(before, after, strict=True))
+        assert moved > 3 * (differs := apart(trainer)), (moved, differs)
+        said = capsys.readouterr().out
+        assert ("it loads the complete weights" in said) == (seed == 3), said
+        assert engine.stats()["engine/lost"] == 0
+        based = store.base(engine.version) is not None
+        assert based == (seed not in (0, 4))  # after a repair a version is complete
+        share = engine.stats().get("engine/changed_share", 0.0)
+        assert share < 0.04 and (share > 0.02) == (seed > 0)
+    engine.close()
+
+
 def answer(url: str, path: str, key: str | None, body: bytes | None = None) -> int:
     """The status of what a server answers to a stranger."""
     headers = {"Content-Type": "application/json"} | (

@@ -199,6 +199,15 @@ class _State:
             self.loading[worker] = self.wanted[0]
             return self.wanted
 
+    def repair(self, worker: Worker) -> tuple[int, Path]:
+        """Write the newest version completely, for a worker that refused a delta. Return the
+        version and its folder. The version may be newer than that of `take`."""
+        with self._lock:
+            assert self.deltas is not None, "only deltas have a digest"
+            version, folder = self.deltas.write_complete()
+            self.loading[worker] = version
+            return version, folder
+
 
 class _JoinedCompletions:
     """A future of the `count` completions of one prompt, which several workers may sample."""
@@ -324,8 +333,7 @@ def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]
         try:
             worker.call(encode(wanted), state.seconds)
         except WrongDigestError:
-            assert state.deltas is not None, "only deltas have a digest"
-            version, folder = state.deltas.write_complete()
+            version, folder = state.repair(worker)
             wanted |= {"load": str(folder), "version": version}
             worker.call(encode(wanted), state.seconds)
         state.loaded[worker] = version
