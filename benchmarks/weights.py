@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -35,8 +36,8 @@ def make_model(folder: str | None) -> PreTrainedModel:
         found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         return found
     torch.manual_seed(0)
-    sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 9}
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+    sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 9}
+    heads: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=8192, **sizes, **heads))
 
 
@@ -44,8 +45,9 @@ def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seed: int) ->
     """One step of a policy gradient on 8 completions of 32 tokens."""
     torch.manual_seed(seed)
     prompts = torch.randint(5, model.config.vocab_size, (8, 8))
+    generate: Any = model.generate
     with torch.no_grad():
-        rows = model.generate(
+        rows = generate(
             prompts, do_sample=True, min_new_tokens=32, max_new_tokens=32, pad_token_id=0
         )
     logprobs = model(rows[:, :-1]).logits.log_softmax(-1).gather(-1, rows[:, 1:, None])

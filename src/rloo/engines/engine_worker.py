@@ -85,7 +85,8 @@ class EngineWorker:
             kind = getattr(importlib.import_module(module), name)
             self._model = load_pretrained(kind, reader.root, dtype=torch.float32).to(how.device)
             copy_from_file(self._model)
-            self._tokenizer = load_processing_class(reader.root, trust=how.trust_remote_code)
+            trust = how.trust_remote_code
+            self._tokenizer = load_processing_class(str(reader.root), trust=trust)
             inputs = EngineInputs(
                 self._model,
                 how.pad_token_id,

@@ -181,8 +181,8 @@ def load_weights(
     if tensors is None:
         saved = load_pretrained(type(model), path, dtype=dtype)
     else:
-        config = type(model.config).from_pretrained(path)
-        given = {"config": config, "state_dict": tensors}
+        given: dict[str, Any] = {"config": type(model.config).from_pretrained(path)}
+        given["state_dict"] = tensors
         saved = load_pretrained(type(model), None, dtype=dtype, **given)
     own = model.state_dict(keep_vars=True)
     for name, whole in saved.state_dict().items():
