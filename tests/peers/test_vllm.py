@@ -22,6 +22,7 @@ from rloo.cli import EMBEDDED
 from rloo.config.parsing import parse_command_line
 from rloo.engines.vllm.from_options import must_untie, serving_of
 from rloo.engines.vllm.server_process import LocalServer, guarded_environment
+from rloo.model.export import PolicyExport
 from rloo.types import Sampling
 from support import training
 from support.chat import add, make_brace_tokenizer, make_talkative_model
@@ -121,11 +122,12 @@ def test_a_server_loads_deltas_and_repairs_a_damaged_one(tmp_path, capsys):
     """A version in bfloat16 has the changed values only. The server computes the digest of all."""
     trainer = RLOOTrainer(args=make_config(tmp_path, "rollout_dtype", "bfloat16"))
     policy, engine = trainer.policy, trainer.engine
-    store, prompt = None, list(trainer._source.next(1)[0].token_ids)
+    source = PolicyExport(policy, torch.bfloat16)
+    store, tokens = None, list(range(3, 19))
     for seed in range(5):
-        before = engine._source.logprobs(prompt, prompt[:16])
+        before = source.logprobs(tokens, tokens)
         change_few(policy, seed)
-        after = engine._source.logprobs(prompt, prompt[:16])
+        after = source.logprobs(tokens, tokens)
         if store is not None and seed == 3:
             file = sorted(store.path(engine.version).glob("*.safetensors"))[0]
             data = bytearray(file.read_bytes())

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
+from rloo.engines.weight_store import WeightStore
 from support.engines import make_prompts
 from support.fake_vllm import Status
 from support.models import make_model
@@ -33,23 +34,34 @@ def methods(server) -> list[str]:
     return [body["method"] for route, body in server.bodies if route == "/collective_rpc"]
 
 
-def start(made, policy, *extensions, **settings):
-    return made(
-        policy,
-        servers=len(extensions),
-        extensions=extensions,
-        dtype=torch.bfloat16,
-        tolerance=0.2,
-        **settings,
-    )
+@pytest.fixture
+def start(made, tmp_path):
+    def start(policy, *extensions, **settings):
+        return made(
+            policy,
+            servers=len(extensions),
+            extensions=extensions,
+            dtype=torch.bfloat16,
+            tolerance=0.2,
+            weights_folder=tmp_path,
+            **settings,
+        )
+
+    return start
 
 
-def test_servers_with_the_extension_are_sent_what_has_changed(made):
+def store_of(folder) -> WeightStore:
+    """The only store in a folder."""
+    (found,) = folder.iterdir()
+    return WeightStore(found)
+
+
+def test_servers_with_the_extension_are_sent_what_has_changed(start, tmp_path):
     policy = make_policy()
-    engine, servers, said = start(made, policy, EXTENSION, EXTENSION)
+    engine, servers, said = start(policy, EXTENSION, EXTENSION)
     for seed in range(4):
         policy.load_into(engine)
-        store = engine._open.versions.store
+        store = store_of(tmp_path)
         assert all(has(server, policy) for server in servers)
         assert store.base(engine.version) == (engine.version - 1 if seed else None)
         nudge(policy, seed)
@@ -62,14 +74,14 @@ def test_servers_with_the_extension_are_sent_what_has_changed(made):
 
 
 @pytest.mark.parametrize("extensions", [("",), (EXTENSION, "")])
-def test_complete_versions_are_written_if_a_server_cannot_load_deltas(made, extensions):
+def test_complete_versions_are_written_if_a_server_cannot_load_deltas(start, extensions, tmp_path):
     policy = make_policy()
-    engine, servers, _ = start(made, policy, *extensions)
+    engine, servers, _ = start(policy, *extensions)
     for seed in range(2):
         policy.load_into(engine)
         assert all(has(server, policy) for server in servers)
         nudge(policy, seed)
-    assert engine._open.versions.store.all() == [engine.version]
+    assert store_of(tmp_path).all() == [engine.version]
     assert "engine/changed_share" not in engine.stats()
     assert methods(servers[-1]) == ["reload_weights"] * 2
 
@@ -81,11 +93,11 @@ def damage(store, version) -> None:
     file.write_bytes(data)
 
 
-def test_a_delta_with_a_wrong_digest_is_refused_and_the_complete_weights_are_loaded(made):
+def test_a_delta_with_a_wrong_digest_is_replaced_by_complete_weights(start, tmp_path):
     policy = make_policy()
-    engine, (server, other), said = start(made, policy, EXTENSION, EXTENSION)
+    engine, (server, other), said = start(policy, EXTENSION, EXTENSION)
     policy.load_into(engine)
-    store = engine._open.versions.store
+    store = store_of(tmp_path)
     nudge(policy, 1)
     damage(store, engine.version)  # the base of the next version
     policy.load_into(engine)
@@ -102,10 +114,10 @@ def test_a_delta_with_a_wrong_digest_is_refused_and_the_complete_weights_are_loa
 
 
 @pytest.mark.parametrize("extension", [EXTENSION, ""])
-def test_a_server_without_the_base_is_given_all_weights(made, extension):
+def test_a_server_without_the_base_is_given_all_weights(start, extension):
     """A server of the user is started again, with or without the extension."""
     policy = make_policy()
-    engine, (server,), said = start(made, policy, EXTENSION, restarts=2)
+    engine, (server,), said = start(policy, EXTENSION, restarts=2)
     for seed in range(3):
         policy.load_into(engine)
         nudge(policy, seed)
