@@ -40,7 +40,7 @@ MODULE_WORDS = set(
     batch before bf16 blocks buckets budget build c cache callbacks card cases causes check
     checkpoint checks child cli client cluster code codec command commands compare compat compatible
     completion config consistency console content context controller conversation cost countdown
-    counter cpu cuda curriculum data dataset decode decoder decoding deepspeed delta deltas denial
+    counter cpu cuda curriculum data dataset decode decoder decoding deepspeed delta denial
     detect dir display distributed doctor document downsampling dry engine engines env environment
     environments episodes equality equation estimate estimator estimators eval evaluate exact
     executor exit expansion export expression extraction ffi fields file finding flash form formats

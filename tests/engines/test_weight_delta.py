@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rloo import kernels
+from rloo.engines.delta_values import update_values
 from rloo.engines.vllm.server_plugin.rloo_weights import (
     COUNTS,
     VersionReader,
@@ -17,7 +18,6 @@ from rloo.engines.vllm.server_plugin.rloo_weights import (
 )
 from rloo.engines.weight_delta import DeltaWriter
 from rloo.engines.weight_store import WeightStore
-from rloo.kernels.deltas import update_values
 from rloo.model.export import PolicyExport
 from support.vllm_engines import make_policy
 

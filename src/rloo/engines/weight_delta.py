@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rloo import kernels
+from rloo.engines.delta_values import update_values
 from rloo.engines.vllm.server_plugin.rloo_weights import (
     CHANGES,
     COUNTS,
@@ -25,7 +26,6 @@ from rloo.engines.vllm.server_plugin.rloo_weights import (
     digest_tensor,
 )
 from rloo.engines.weight_store import WeightStore
-from rloo.kernels.deltas import update_values
 from rloo.model.export import CompleteFiles, LayerSink
 
 # A chain of deltas ends when it has this share of the bytes of its complete version, since every
