@@ -124,7 +124,8 @@ def make_rollouts(folder: Path, engines: int, groups: int, steps: int, tokens: i
     from rloo.engines.vllm.requests import TOKENS_ROUTE
     from rloo.engines.vllm.server_process import ServerConfig
     from rloo.engines.vllm.server_state import ServerState
-    from rloo.engines.vllm.vllm_engine import VLLMEngine, VLLMSettings
+    from rloo.engines.vllm.settings import VLLMSettings
+    from rloo.engines.vllm.vllm_engine import VLLMEngine
 
     class Engine(VLLMEngine):
         async def _members(self, model: str) -> list[ServerState]:

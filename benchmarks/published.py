@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from math import log
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,15 @@ class Point:
         return self.predicted / float(self.facts["seconds"])
 
 
+@cache
+def read_file() -> dict[str, Any]:
+    """The content of published.toml."""
+    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+
+
 def read_points(rates: dict[str, float] | None = None) -> list[Point]:
     """The points of published.toml, with the plan's rates or with `rates` instead of some."""
-    data = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    data = read_file()
     return [make_point(facts, data, rates or {}) for facts in data["point"]]
 
 
@@ -168,9 +175,10 @@ def fitted_rates() -> dict[str, float]:
     least, factor = error(rates), 1.3
     while factor > 1.005:
         tried = [rates | {name: rates[name] * by} for name in rates for by in (factor, 1 / factor)]
-        best = min(tried, key=error)
-        if error(best) < least:
-            rates, least = best, error(best)
+        errors = [error(one) for one in tried]
+        if min(errors) < least:
+            least = min(errors)
+            rates = tried[errors.index(least)]
         else:
             factor **= 0.5
     return rates

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rloo.engines.native.static_decoding import LEAST_ROWS
 from support.gpu import pretended
 from support.gpu.phases import counted
+from support.linked_vllm import LinkedServers
 from support.markers import slow_but
 from support.models import make_model, make_wide
 from support.training import ROWS, make_config, make_trainer, metrics_of, weights
@@ -26,6 +27,10 @@ ROOT = Path(__file__).parent.parent
 WAITS_A_STEP = 8
 # transformers asks whether a mask hides anything, twice in the forward of a padded micro-batch.
 ITS_MASKS = "model/forward.py"
+
+
+# Bytes beside a sleeping server: for the optimizer's state and some completions, not for all.
+LEFT = 900_000
 
 
 class Refused(Exception):
@@ -155,6 +160,38 @@ def test_where_memory_does_not_suffice_once_the_run_goes_on_with_less(tmp_path, 
     check(config, device)
     notes = json.loads((tmp_path / "run/summary.json").read_text())["notes"]
     assert sum("memory did not suffice" in note for note in notes) == 1
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_server_on_this_gpu_sleeps_while_memory_is_tried_and_the_model_is_trained(tmp_path, held):
+    """A sleeping server that holds almost all memory leaves less to a micro-batch. When it wakes,
+    the cache of the trainer is empty."""
+    linked, emptied = LinkedServers(), []
+    config = make_config(
+        tmp_path, use_cpu=False, use_vllm=True, max_steps=2, gradient_checkpointing=True,
+        max_prompt_length=20, num_generations=8,
+        engine_kwargs={"executable": linked.executable},
+    )  # fmt: skip
+    try:
+        with pretended() as device, counted(device):
+            total = device.total
+
+            def seen(call):
+                if call.startswith("/sleep") and held:
+                    device.total = device.reserved + LEFT
+                if call.startswith("/wake_up"):
+                    emptied.append(device.reserved == device.allocated)
+                    device.total = total
+
+            linked.seen = seen
+            trainer = make_trainer(config)
+            trainer.train()
+    finally:
+        linked.close()
+    check(config, device)
+    assert len(emptied) == 2 * config.max_steps and all(emptied)
+    notes = json.loads((tmp_path / "run/summary.json").read_text())["notes"]
+    assert any("from step 1 on a micro-batch has at most" in note for note in notes) == held
 
 
 @pytest.mark.slow

@@ -234,8 +234,8 @@ CHANGES = {
         "graded",
     ),
     "sum over ranks": (
-        r"(?<=grad\.copy_\()part\.view_as\(grad\)",
-        r"part.view_as(grad).mul_(1 + 2.0**-23)",
+        r"part\.view_as\(parameter\)",
+        r"part.mul_(1 + 2.0**-23).view_as(parameter)",
         "ranks",
     ),
     "kernel": (r"return 1\.0f / \(1\.0f \+ exp", r"return 1.0000001f / (1.0f + exp", "graded"),

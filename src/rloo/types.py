@@ -254,6 +254,8 @@ class EngineCapabilities:
     between `load` and the end of `sample`. `exact_noise`: `noise` determines every random draw;
     without `exact_noise`, equal calls may differ. `filters`: the engine supports top-k, top-p,
     min-p and a repetition penalty. `central`: only the main rank samples, for all ranks.
+    `ranks_per_engine`: so many consecutive ranks share an engine. The first of them samples for
+    all of them. The others call `sample` without prompts.
     `whole_groups`: a rank samples all completions of a prompt, unless there are more ranks than
     prompts. `keeps_finished`: finished completions stay in the batch until the last completion of
     the batch ends.
@@ -275,6 +277,7 @@ class EngineCapabilities:
     cast_bytes: int = 0
     cache_bytes: int | None = None
     central: bool = False
+    ranks_per_engine: int = 1
     whole_groups: bool = False
     keeps_finished: bool = False
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -22,6 +24,7 @@ from rloo.cli import EMBEDDED
 from rloo.config.parsing import parse_command_line
 from rloo.engines.vllm.from_options import must_untie, serving_of
 from rloo.engines.vllm.server_process import LocalServer, guarded_environment
+from rloo.engines.weight_store import WeightStore
 from rloo.model.export import PolicyExport
 from rloo.types import Sampling
 from support import training
@@ -45,16 +48,20 @@ def _small_and_quiet():
         yield
 
 
-def make_config(folder, *arguments):
-    given = {
+def given(folder, *arguments):
+    """The options of a command line."""
+    values = {
         "rollout_engine": "vllm",
         "engine_kwargs.executable": json.dumps(["/bin/sh", PROGRAM]),
         "engine_kwargs.serve_args": json.dumps(ARGUMENTS), "output_dir": str(folder / "run"),
         "num_threads": "1", "disable_tqdm": "true",
     }  # fmt: skip
-    given |= dict(zip(arguments[::2], arguments[1::2], strict=True))
-    options = [part for name, value in given.items() for part in (f"--{name}", value)]
-    return parse_command_line([str(EMBEDDED), *options])
+    values |= dict(zip(arguments[::2], arguments[1::2], strict=True))
+    return [part for name, value in values.items() for part in (f"--{name}", value)]
+
+
+def make_config(folder, *arguments):
+    return parse_command_line([str(EMBEDDED), *given(folder, *arguments)])
 
 
 def change(policy, seed):
@@ -120,7 +127,8 @@ def change_few(policy, seed, share=0.03):
 
 def test_a_server_loads_deltas_and_repairs_a_damaged_one(tmp_path, capsys):
     """A version in bfloat16 has the changed values only. The server computes the digest of all."""
-    trainer = RLOOTrainer(args=make_config(tmp_path, "rollout_dtype", "bfloat16"))
+    options = ("rollout_dtype", "bfloat16", "engine_kwargs.weights_dir", str(tmp_path))
+    trainer = RLOOTrainer(args=make_config(tmp_path, *options))
     policy, engine = trainer.policy, trainer.engine
     source = PolicyExport(policy, torch.bfloat16)
     store, tokens = None, list(range(3, 19))
@@ -134,7 +142,7 @@ def test_a_server_loads_deltas_and_repairs_a_damaged_one(tmp_path, capsys):
             data[-1] ^= 1
             file.write_bytes(data)
         policy.load_into(engine)
-        store = engine._open.versions.store
+        store = WeightStore(next(tmp_path.glob("rloo-weights-*")))
         moved = max(abs(a - b) for a, b in zip(before, after, strict=True))
         assert moved > 3 * (differs := apart(trainer)), (moved, differs)
         said = capsys.readouterr().out
@@ -145,6 +153,32 @@ def test_a_server_loads_deltas_and_repairs_a_damaged_one(tmp_path, capsys):
         share = engine.stats().get("engine/changed_share", 0.0)
         assert share < 0.04 and (share > 0.02) == (seed > 0)
     engine.close()
+
+
+def test_two_processes_have_a_server_each(tmp_path):
+    """Their log-probs are the trainer's in every step, and in the first step they sample what one
+    process and its server sample."""
+    few = (
+        "max_steps", "3", "num_prompts", "4", "num_generations", "4", "seed", "5",
+        "max_completion_length", "32",
+        "eval_on_start", "false", "eval_strategy", "no", "eval_split", "null",
+    )  # fmt: skip
+    found = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        options = [*given(folder, *few), "--use_cpu", "true", "--num_processes", str(processes)]
+        command = [sys.executable, "-m", "rloo", "train", str(EMBEDDED), *options]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=550)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        run = folder / "run"
+        rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
+        assert max(row["mismatch/max"] for row in rows) < 1e-4
+        assert {row["engine/lost"] for row in rows} == {0}
+        asked = [log.read_text().count("POST /v1/completions") for log in run.glob("logs/vllm-*")]
+        assert len(asked) == processes and min(asked) >= 3 + 6 // processes
+        lines = (run / "completions.jsonl").read_text().splitlines()
+        found[processes] = [json.loads(line)["completion"] for line in lines][:16]
+    assert found[1] == found[2]
 
 
 def answer(url: str, path: str, key: str | None, body: bytes | None = None) -> int:
@@ -179,9 +213,9 @@ def test_a_given_server_is_given_adapters_and_answers_nobody_without_the_key(tmp
             await (await server.wait(240.0)).close()
 
         asyncio.run(ready())
-        given = {"rollout_engine": "vllm_server", "vllm_server_base_url": server.url}
+        elsewhere = {"rollout_engine": "vllm_server", "vllm_server_base_url": server.url}
         shared = ("use_peft", "true", "lora_target_modules", "all-linear")
-        extra = [part for pair in given.items() for part in pair]
+        extra = [part for pair in elsewhere.items() for part in pair]
         config = make_config(tmp_path, *shared, *extra, "engine_kwargs.executable", "vllm")
         trainer = RLOOTrainer(args=config)
         for seed in range(3):

@@ -23,6 +23,7 @@ ROUTES = (
     "/health", "/openapi.json", "/server_info", "/tokenize", "/pause", "/resume", "/weight_info",
     "/collective_rpc", "/update_weight_version", "/v1/completions", "/sleep", "/wake_up",
 )  # fmt: skip
+_WARNINGS = threading.Lock()
 LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
@@ -117,7 +118,8 @@ class FakeVLLM:
             from peft import PeftModel
 
             base = copy.deepcopy(self.model)
-            with warnings.catch_warnings():  # see support.adapters
+            # See support.adapters. The filters are those of all threads.
+            with _WARNINGS, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
                 adapted = PeftModel.from_pretrained(base, body["lora_path"])
             self.adapters[body["lora_name"]] = adapted.eval()

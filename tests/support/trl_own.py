@@ -14,8 +14,8 @@ from pathlib import Path
 OUTCOMES, TRAINER = "RLOO_TRL_OUTCOMES", "RLOO_TRL_TRAINER"
 _MOCKED = "the test replaces transformers' generate, which does not sample here"
 _LOOP = (
-    "the test counts calls of Trainer's training_step, which rloo does not call. Its optimizer "
-    "steps begin in one pass over a rollout and end in the next pass"
+    "the test counts calls of Trainer's training_step, which rloo does not call. In this "
+    "test, an optimizer step begins in one pass over a rollout and ends in the next pass"
 )
 _SERVER = "the test needs a vLLM server, and TRL skips the test"
 _VIDEO = "the processor of Gemma 4 needs torchvision; no substitute model can be made without it"

@@ -6,7 +6,8 @@ import torch
 
 from rloo.distributed import World
 from rloo.engines.vllm.server_process import ServerConfig
-from rloo.engines.vllm.vllm_engine import VLLMEngine, VLLMSettings
+from rloo.engines.vllm.settings import VLLMSettings
+from rloo.engines.vllm.vllm_engine import VLLMEngine
 from rloo.model.export import PolicyExport
 from rloo.model.micro_batch import make_sample
 from rloo.model.policy import Policy

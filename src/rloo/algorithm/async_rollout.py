@@ -98,7 +98,6 @@ class AsyncRolloutGenerator(RankRollout):
 
     def __post_init__(self) -> None:
         self._after, self._epoch = self._position(), self.prompts.epoch
-        self._start_rollout()
         if self.engine.capabilities.whole_groups:
             self.why_here = "it has the data of the episodes"
         else:

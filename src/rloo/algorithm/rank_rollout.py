@@ -49,9 +49,8 @@ def generate_on_ranks(
     noise: int,
     world: World,
 ) -> list[list[Completion]]:
-    """Return the completions of all prompts, as `engine.sample`. Each rank samples an equal part,
-    unless the engine is `central`: then the main rank samples all. If there are more ranks than
-    prompts, several ranks sample one group."""
+    """Return the completions of all prompts, as `engine.sample`. Each engine samples an equal part.
+    If there are more engines than prompts, several engines sample one group."""
     if world.collectives is None:
         return engine.sample(prompts, count, sampling, noise)
     mine = _part(engine.capabilities, len(prompts), count, world)
@@ -68,13 +67,16 @@ def generate_on_ranks(
 
 
 def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: World) -> range:
-    """The indices of the completions that this rank samples."""
-    if capabilities.central:
-        return range(prompts * count if world.is_main else 0)
-    if capabilities.whole_groups and prompts >= world.size:
-        groups = world.share(prompts)
-        return range(groups.start * count, groups.stop * count)
-    return world.share(prompts * count)
+    """The indices of the completions that this rank samples: the share of all ranks that have the
+    same engine, if this rank is the first of them. Otherwise no completions."""
+    ranks = world.size if capabilities.central else capabilities.ranks_per_engine
+    if world.rank % ranks:
+        return range(0)
+    # Whole groups, unless there are more engines than prompts.
+    unit = count if capabilities.whole_groups and prompts * ranks >= world.size else 1
+    units = prompts * count // unit
+    first, last = world.share(units), world.share(units, world.rank + ranks - 1)
+    return range(first.start * unit, last.stop * unit)
 
 
 def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:

@@ -455,7 +455,8 @@ class TrainingOptions(MappingsAsValues):
     vllm_server_timeout: float = VLLM.from_trl(240.0,
         "Time in seconds that a vLLM server may take to start.", expert=True)
     vllm_tensor_parallel_size: int = VLLM.from_trl(1,
-        "Number of GPUs per server (tensor parallelism).")
+        "Number of GPUs per server (tensor parallelism); on the trainer's GPUs, one server for so "
+        "many processes.")
     vllm_gpu_memory_utilization: float | None = VLLM.from_trl(None,
         "Share of a GPU's memory that a server reserves; null: 0.3 on the trainer's GPU and on a "
         "CPU, 0.9 on separate GPUs.")

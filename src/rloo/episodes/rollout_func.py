@@ -134,12 +134,12 @@ class RolloutFuncEngine:
         completions."""
         numbers = sample_indices(samples, prompts)
         keyed = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
-        if not keyed:
-            return [[] for _ in prompts]
         rows = [prompt for prompt, _ in keyed]
         self._now, self._turns, self.rows = (sampling, noise, keyed), 0, rows
         try:
-            with kept_across_turns(self._inner):
+            with kept_across_turns(self._inner):  # all ranks that share an engine enter together
+                if not keyed:
+                    return [[] for _ in prompts]
                 given = self._function([prompt.content for prompt in rows], self._trainer())
         finally:
             self._now, self.rows = None, ()

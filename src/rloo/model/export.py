@@ -145,8 +145,8 @@ class PolicyExport:
     """Exports a policy to an engine in other processes. The engine's weights have the type `dtype`.
     With `merge`, or if vLLM cannot load the adapter (`why_merged`), an adapter is merged into its
     base and the full model is sent. Otherwise only the adapter is sent, and `adapter_rank` is the
-    largest rank of its layers. With `untie` a tied matrix is written twice. Every method is a
-    collective of all ranks."""
+    largest rank of its layers. With `untie` a tied matrix is written twice. Every method but
+    `free_cache` is a collective of all ranks."""
 
     def __init__(
         self, policy: Policy, dtype: torch.dtype, *, merge: bool = False, untie: bool = False
@@ -184,6 +184,11 @@ class PolicyExport:
             export_weights(sink, self._policy.model, named, self.dtype, untie=self.untie)
         if folder is not None and sink is not None and sink.complete:
             self._policy.files.save_description(folder)
+
+    def free_cache(self) -> None:
+        """Return the GPU memory that torch has cached to the GPU, in this process."""
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def logprobs(self, prompt: Sequence[int], completion: Sequence[int]) -> list[float]:
         """The log-probs of a completion's tokens at temperature 1."""

@@ -131,7 +131,6 @@ def test_where_the_processes_are():
         ({"engine_gpus": 1}, ["--num_processes", "2"], "leave num_processes out"),
         ({"engine_gpus": 1}, ["--sampler_processes", "2"], "follows from what is placed where"),
         ({"scorers": 1}, [], "own process samples and calls rewards"),
-        ({"engine_gpus": 1}, ["--dynamic_sample", "true"], "dynamic_sample is true"),
     ],
 )
 def test_a_run_that_contradicts_its_cluster_is_refused(options, arguments, said):

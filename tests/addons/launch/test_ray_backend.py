@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rloo.trainer.run_lock import refuse_if_owned
 from support.launched_runs import (
     RUN,
     STEPS,
@@ -68,6 +69,15 @@ def printed(folder: Path) -> str:
     return (folder / "launch.log").read_text()[-4000:]
 
 
+def is_free(run: Path) -> bool:
+    """Whether no process, such as one that is just ending, has the lock of a run."""
+    try:
+        refuse_if_owned(run)
+    except ValueError:
+        return False
+    return True
+
+
 def wait_for_step(folder: Path, step: int) -> None:
     wait_until(lambda: steps(folder / "run") >= step, lambda: printed(folder))
 
@@ -110,7 +120,7 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     wait_for_step(tmp_path, 8)
     for process in processes(run, "launch"):
         os.kill(process, signal.SIGKILL)
-    wait_until(lambda: not processes(run))
+    wait_until(lambda: not processes(run) and is_free(run))
     driver = launch()
     wait_for_step(tmp_path, 10)
     driver.terminate()

@@ -148,16 +148,23 @@ def test_a_site_has_gres_and_options_of_srun():
 
 def played(folder, text: str, **variables: str) -> list[list[str]]:
     """Run a script with stand-ins of Slurm's commands. The nodes are n1 and n2 with the addresses
-    10.0.0.1 and 10.0.0.2; srun prints its words. Returns the words of each srun."""
+    10.0.0.1 and 10.0.0.2; srun prints its words. Returns the words of each srun. The trainer's
+    srun waits for the others, which the script stops when the trainer has ended."""
     programs = folder / "programs"
     programs.mkdir()
     scontrol = (
         'case "$*" in *hostnames*) printf "n1\\nn2\\n";; *) echo "NodeAddr=10.0.0.${3#n} x";; esac'
     )
     srun = f"printf '%s\\0' srun \"$@\" > '{folder}/'$$.srun; env > '{folder}/'$$.env"
+    others, done = text.count("\nbeside+=("), f"'{folder}'/*.other"
+    srun += f"""
+case "$*" in
+    *--open-mode=append*) touch '{folder}/'$$.other;;
+    *) until (($(ls {done} 2>/dev/null | wc -l) >= {others})); do sleep 0.01; done;;
+esac"""
     for name, body in {
         "scontrol": f'echo "$*" >> "{folder}/asked"\n{scontrol}',
-        "srun": f"{srun}; exit ${{STATUS:-0}}",
+        "srun": f"{srun}\nexit ${{STATUS:-0}}",
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
         (programs / name).chmod(0o755)

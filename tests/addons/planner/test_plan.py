@@ -79,9 +79,9 @@ def test_a_run_of_the_worst_case_is_as_the_plan_said(folder, monkeypatch, argume
     trainer = RLOOTrainer(args=config)
     backward, calls = trainer.policy.stepper.backward, []
 
-    def counted(loss, *, last):
+    def counted(loss, *, last, **given):
         calls.append(last)
-        backward(loss, last=last)
+        backward(loss, last=last, **given)
 
     monkeypatch.setattr(trainer.policy.stepper, "backward", counted)
     (peak,) = phase_peaks(trainer.policy.device, lambda mark: trainer.train())

@@ -1,4 +1,4 @@
-"""Several processes and one server: they are one process and that server."""
+"""Several processes and one server, or a server each: they are one process and a server."""
 
 import json
 from contextlib import ExitStack
@@ -7,6 +7,7 @@ import pytest
 
 from support.fake_vllm import FakeVLLM
 from support.launched import launch, require_equal
+from support.linked_vllm import LinkedServers
 from support.models import make_model
 from support.processes import run
 from support.text import make_tokenizer
@@ -48,3 +49,21 @@ def test_writing_divided_weights_takes_no_more_than_the_largest_layer(made, kind
     assert len(found) >= least
     for peak, largest in found:
         assert peak <= largest + 1024  # what processes say to each other
+
+
+COLOCATED = ("one group over all", "LoRA")
+
+
+def test_two_processes_with_a_server_each_are_one_and_its_server(tmp_path):
+    linked = LinkedServers(lora=True)
+    given = {"use_vllm": True, "engine_kwargs": {"executable": linked.executable}, "single": True}
+    try:
+        run(tmp_path / "alone", [*COLOCATED], **given)
+        launch(2, [(tmp_path / "two", COLOCATED, {"parallel": "fsdp2", **given})])
+    finally:
+        linked.close()
+    assert len(linked.started) == 3 * len(COLOCATED)
+    require_equal(tmp_path / "alone", tmp_path / "two", most=1e-5)
+    for server in linked.servers[len(COLOCATED) :]:
+        temperatures = [b["temperature"] for r, b in server.bodies if r == "/v1/completions"]
+        assert len([t for t in temperatures if t]) >= 3  # one a step

@@ -49,7 +49,7 @@ def play(made, policy, samples=8, before=lambda engine, servers: None, **setting
     prompt = Prompt(7, ids, CONTENT)
     before(engine, servers)
     around = MultiTurnEngine(engine, {None: EpisodeSetup(TOOLS, dialect)}, EpisodeLimits(rounds=2))
-    (episodes,) = around.sample([prompt], samples, EPISODES, 3)
+    (episodes,) = around.sample([prompt], samples, EPISODES, 4)
     return prompt, episodes, servers
 
 

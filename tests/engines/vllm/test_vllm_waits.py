@@ -11,7 +11,7 @@ FOLDER = PACKAGE / "engines" / "vllm"
 BESIDE = (
     "distributed/worker_process.py", "distributed/worker_pool.py", "distributed/worker_registry.py",
     "distributed/remote_worker.py", "distributed/child_process.py", "engines/remote_engine.py",
-    "rewards/reward_workers.py", "algorithm/async_rollout.py",
+    "rewards/reward_workers.py", "algorithm/async_rollout.py", "episodes/async_multi_turn.py",
 )  # fmt: skip
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.
@@ -20,12 +20,15 @@ HAS_ENDED = {
     ("child_process.py", "self._process.wait()"),  # after SIGKILL, or when it has ended
     ("worker_pool.py", "future.result()"),
     ("worker_pool.py", "done.result()"),
-    ("remote_engine.py", "part.result()"),
+    ("remote_engine.py", "done.result()"),  # it is done
     (
         "worker_registry.py",
         "listener.accept()",
     ),  # until it is closed, in a thread that nobody waits for
     ("async_rollout.py", "sampled.result()"),
+    ("async_rollout.py", "group.sampled.result()"),  # it is scored
+    ("async_rollout.py", "group.scored.result()"),  # it is done
+    ("async_multi_turn.py", "turn.result()"),  # a callback of the turn
     ("router.py", "place.result()"),
 }
 

@@ -22,6 +22,7 @@ from rloo.config.vllm_options import (
 )
 from rloo.data.tasks import resolve_model
 from rloo.distributed.standard_streams import say
+from rloo.engines.vllm.colocation import RankPlace, ServerSite, place_of, site_of
 from rloo.engines.vllm.nccl import unavailable_reason
 from rloo.engines.vllm.server_memory import num_parameters, require_room, smallest_gpu, visible_gpus
 from rloo.engines.vllm.server_process import (
@@ -31,7 +32,7 @@ from rloo.engines.vllm.server_process import (
     guarded_environment,
     require_key,
 )
-from rloo.engines.vllm.vllm_engine import VLLMSettings
+from rloo.engines.vllm.settings import VLLMSettings
 from rloo.model.export import PolicyExport, tied_outputs
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
@@ -147,16 +148,13 @@ def settings_of(
     of each GPU in bytes (None: `visible_gpus`). Raises ValueError if a server that the run starts
     has no room for the KV cache of one completion."""
     config, source = policy.config, exported(policy)
-    size, given = config.vllm_tensor_parallel_size, config.engine_options.devices
-    devices: list[str | None] = [None]
-    if given is not None:
-        devices = [",".join(given[at : at + size]) for at in range(0, len(given), size)]
+    site, rank = _site(policy), source.adapter_rank
+    devices = _devices(config) if site is None else [site.devices]
     model = config.model or "MODEL"
     sleeps, on_gpu = config.vllm_enable_sleep_mode, policy.device.type == "cuda"
     if sleeps is None:
         shares = on_gpu and not has_separate_gpus(config)
         sleeps = shares and not config.max_staleness
-    rank = source.adapter_rank
     if config.async_options.partial_rollouts and rank is not None:
         raise ValueError(
             "partial_rollouts is true and an adapter travels alone; a completion goes on with the "
@@ -172,13 +170,13 @@ def settings_of(
     extended = config.rollout_engine == "vllm" and rank is None
     serving = replace(serving, transfers=transfers and reason is None, extended=extended)
     if config.rollout_engine == "vllm" and on_gpu:
-        gpus, needed = visible_gpus() if gpus is None else gpus, longest_sequence(config)
-        parameters = count_parameters(policy.model)
-        for one in devices:
-            memory = smallest_gpu(gpus, size, one)
-            require_room(serving, policy.model.config, parameters, memory, needed)
+        _require_room(policy, serving, devices, gpus)
+    if site is not None and not on_gpu and config.vllm_gpu_memory_utilization is None:
+        # On a CPU, the servers of a machine reserve their shares of the same memory.
+        share = memory_share(config, separate=False) / site.servers_here
+        serving = replace(serving, gpu_memory_utilization=share)
     elsewhere = config.rollout_engine == "vllm_server" or config.engine_options.weights_dir
-    weights = weights_folder(config) if elsewhere else None
+    elsewhere = elsewhere or (site is not None and not site.one_machine)
     settings = VLLMSettings(
         serving,
         urls=tuple(config.vllm_server_base_url or ()),
@@ -191,10 +189,48 @@ def settings_of(
         partial=config.async_options.partial_rollouts,
         # Level 2 drops the weights, and vLLM then also loses its adapters.
         sleep_level=(2 if rank is None else 1) if sleeps else None,
-        weights_folder=weights,
+        weights_folder=weights_folder(config) if elsewhere else None,
         log_folder=log_folder,
+        ranks_per_engine=None if site is None else config.vllm_tensor_parallel_size,
+        first_number=0 if site is None else site.number,
     )
     return settings, source
+
+
+def _site(policy: Policy) -> ServerSite | None:
+    """The server that this rank shares with the ranks beside it, in a colocated run of several
+    ranks. None if all ranks have the same servers. Raises ValueError if the ranks cannot be divided
+    among servers."""
+    config, world = policy.config, policy.world
+    if config.rollout_engine != "vllm" or config.max_staleness or world.size == 1:
+        return None
+    if config.engine_options.devices is not None:
+        return None
+    here = place_of(policy.device)
+    places = [RankPlace(*place) for place in world.all_gather_object((here.host, here.gpu))]
+    return site_of(places, world.rank, config.vllm_tensor_parallel_size)
+
+
+def _devices(config: RLOOConfig) -> list[str | None]:
+    """CUDA_VISIBLE_DEVICES of each server that the run starts; None: as in this process."""
+    size, given = config.vllm_tensor_parallel_size, config.engine_options.devices
+    if given is None:
+        return [None]
+    return [",".join(given[at : at + size]) for at in range(0, len(given), size)]
+
+
+def _require_room(
+    policy: Policy,
+    serving: ServerConfig,
+    devices: Sequence[str | None],
+    gpus: Sequence[int] | None,
+) -> None:
+    """Raise ValueError if a server has no room for the KV cache of one completion."""
+    gpus, needed = visible_gpus() if gpus is None else gpus, longest_sequence(policy.config)
+    parameters = count_parameters(policy.model)
+    for one in devices:
+        memory = smallest_gpu(gpus, serving.tensor_parallel_size, one)
+        require_room(serving, policy.model.config, parameters, memory, needed)
 
 
 def _why_by_files(policy: Policy, lora_rank: int | None) -> str | None:

@@ -43,7 +43,9 @@ class CompletionRequest:
         draw = f"prompt {self.prompt.noise_id}"
         if self.prompt.offset:  # otherwise all turns would have the same noise
             draw += f" from {self.prompt.offset}"
-        seed = noise_key(self.noise, draw, self.numbers.start)
+        # vLLM assigns consecutive seeds to the completions of a request. A completion has the same
+        # seed if the completions of its prompt are divided among several requests.
+        seed = (noise_key(self.noise, draw, 0) >> 2) + self.numbers.start
         params: dict[str, Any] = {
             "n": len(self.numbers),
             "max_tokens": self.limit,
@@ -53,8 +55,7 @@ class CompletionRequest:
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            # vLLM assigns consecutive seeds to the completions of a request.
-            "seed": seed >> 2,
+            "seed": seed,
             "logprobs": 0,
             "ignore_eos": True,
             "stop_token_ids": list(how.stop_token_ids),

@@ -24,6 +24,7 @@ from rloo.engines.vllm.server_state import (
     ServerWeights,
     WaitClock,
     answered,
+    cancel_all,
 )
 from rloo.types import Completion, Prompt, Sampling
 
@@ -53,7 +54,7 @@ class ServerPool:
     vocabulary: int
     # The model that our servers are started with, if it is not the newest version.
     base: Path | None = None
-    # See `rloo.engines.vllm.vllm_engine.VLLMSettings`.
+    # See `rloo.engines.vllm.settings.VLLMSettings`.
     sleep_level: int | None = None
     # Whether running completions continue with new weights; if not, loading waits for them.
     partial: bool = False
@@ -64,6 +65,8 @@ class ServerPool:
     homes: dict[tuple[int, int], ServerState] | None = None
     closed: bool = False
     sampling: int = 0
+    # Set while servers may use GPU memory.
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
     looking: list[asyncio.Task[None]] = field(default_factory=list)
     watch: WaitClock = field(default_factory=WaitClock)
     places: LoadBalancer = field(init=False)
@@ -73,6 +76,8 @@ class ServerPool:
 
     def __post_init__(self) -> None:
         self.places = LoadBalancer(self.members)
+        if self.sleep_level is None:
+            self.awake.set()
 
     @property
     def live(self) -> list[ServerState]:
@@ -85,6 +90,7 @@ class ServerPool:
         """Load a version into every server; return each server's result on the probe prompt. A
         server that fails is marked as lost. Raises NoServers if none is left."""
         self.weights, self.places.holding = weights, True
+        self.awake.set()
         oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
         kept = {label: v for label, v in self.labels.items() if v >= oldest}
         self.labels = kept | {weights.label: weights.version}
@@ -180,7 +186,7 @@ class ServerPool:
                 answers = {n: answer for n, answer in answers.items() if answer in good}
             return [answers[n].completions for n in range(len(requests))]
         finally:
-            await _cancel(tasks)
+            await cancel_all(tasks)
             await self.end()
 
     async def begin(self) -> None:
@@ -188,6 +194,7 @@ class ServerPool:
         their monitoring."""
         self.sampling += 1
         if self.sampling == 1:
+            self.awake.set()
             self.watch.start()
             self.looking = [asyncio.create_task(self._look(member)) for member in self.members]
             await self._each(self._wake)
@@ -197,7 +204,9 @@ class ServerPool:
         self.sampling -= 1
         if self.sampling == 0:
             self.watch.stop()
-            await _cancel(self.looking)
+            await cancel_all(self.looking)
+            if self.sleep_level is not None:
+                self.awake.clear()
             await self._each(self._sleep)
 
     async def _confirmed(self, answers: Iterable[ServerReply]) -> list[ServerReply]:
@@ -235,7 +244,12 @@ class ServerPool:
 
     async def _sleep(self, member: ServerState) -> None:
         if self.sleep_level is not None and not member.asleep:
-            await member.client.sleep(self.sleep_level, seconds=self.deadline)
+            try:
+                await member.client.sleep(self.sleep_level, seconds=self.deadline)
+            except ServerError:
+                if member.own is not None:  # the trainer needs the memory now
+                    await asyncio.to_thread(member.own.stop)
+                raise
             member.asleep = True
 
     async def _serve(self, request: CompletionRequest) -> ServerReply:
@@ -329,6 +343,7 @@ class ServerPool:
         while member.tries < self.budget:
             member.tries += 1
             await asyncio.sleep(PATIENCE * (member.tries - 1))
+            await self.awake.wait()
             try:
                 await self._restart(member)
                 await self.examine(member)
@@ -378,14 +393,8 @@ class ServerPool:
         """Cancel requests and recoveries, and close the connections. Servers that the run started
         keep running."""
         self.closed = True
-        await _cancel([call for member in self.members for call in member.calls])
-        await _cancel([m.recovery for m in self.members if m.recovery is not None])
+        await cancel_all([call for member in self.members for call in member.calls])
+        await cancel_all([m.recovery for m in self.members if m.recovery is not None])
         for member in self.members:
             with suppress(Exception):
                 await member.client.close()
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
@@ -40,6 +40,15 @@ class LogprobProbe:
         if same == 0:
             return float("inf")
         return mean_difference(self.logprobs[:same], other.logprobs[:same])
+
+
+class RankProbe(NamedTuple):
+    """The probe of the server `url` of a rank. Servers of different machines may have equal
+    URLs."""
+
+    rank: int
+    url: str
+    probe: LogprobProbe
 
 
 def mean_difference(some: Sequence[float], others: Sequence[float]) -> float:
@@ -118,6 +127,13 @@ async def answered(member: ServerState, seconds: float) -> None:
             fact = f"has not finished what it was asked for within {seconds:g} s"
             raise ServerError("pausing", member.url, fact)
         await asyncio.sleep(0.02)
+
+
+async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Cancel tasks, and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass(slots=True)

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import secrets
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from rloo.engines.sampling import sample_indices
 from rloo.engines.vllm.client import VLLMClient
+from rloo.engines.vllm.colocation import failing_together, on_all_ranks
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE, NCCLTransfer
 from rloo.engines.vllm.requests import CompletionRequest, requests_of
+from rloo.engines.vllm.resources import OpenResources
 from rloo.engines.vllm.server_check import examine
 from rloo.engines.vllm.server_pool import ServerPool
-from rloo.engines.vllm.server_process import LocalServer, ServerConfig, reached, start_all
-from rloo.engines.vllm.server_state import LogprobProbe, ServerState, ServerWeights, mean_difference
+from rloo.engines.vllm.server_process import LocalServer, reached, start_all
+from rloo.engines.vllm.server_state import (
+    LogprobProbe,
+    RankProbe,
+    ServerState,
+    ServerWeights,
+    mean_difference,
+)
+from rloo.engines.vllm.settings import VLLMSettings
 from rloo.engines.vllm.weight_publisher import VersionFolders, WeightPublisher
-from rloo.engines.weight_store import WeightStore
 from rloo.rewards.async_functions import LoopThread
 from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling
 from rloo.types import Weights as Named
@@ -34,33 +41,11 @@ _MOVED = 5.0
 _SCALES = (0.05, 0.2, 0.8, 3.2)
 
 
-@dataclass(frozen=True, slots=True)
-class VLLMSettings:
-    """The servers of a run, and their deadlines in seconds. `urls` are the URLs of the user's
-    servers. If `urls` is empty, the run starts one server per entry of `devices`. `needed` is the
-    minimum context length of a server, in tokens. With `partial`, running completions continue with
-    new weights. With a `sleep_level`, servers sleep while no completion is sampled (vLLM's level 1
-    keeps the weights in host memory, level 2 drops them)."""
-
-    server: ServerConfig
-    urls: tuple[str, ...] = ()
-    devices: tuple[str | None, ...] = (None,)
-    deadline: float = 1200.0
-    start_deadline: float = 240.0
-    restarts: int = 3
-    tolerance: float = 1e-3
-    needed: int = 0
-    partial: bool = False
-    sleep_level: int | None = None
-    weights_folder: Path | None = None
-    log_folder: Path | None = None
-
-
 class VLLMEngine:
-    """Samples on vLLM servers, which load weights from a `WeightStore`. Only the main process calls
-    the servers. After each load every server must report the version, and its log-probs of tokens
-    that it generates must match the trainer's log-probs. `close`, or the end of the process, stops
-    the servers of the run and removes the store."""
+    """Samples on vLLM servers, which load weights from a `WeightStore`. Only the first of the ranks
+    that share an engine calls its servers. After each load every server must report the version,
+    and its log-probs of tokens that it generates must match the trainer's log-probs. `close`, or
+    the end of the process, stops the servers of the run and removes the store."""
 
     def __init__(
         self,
@@ -75,7 +60,8 @@ class VLLMEngine:
             shares_memory=False,
             exact_noise=False,
             filters=False,
-            central=True,
+            central=settings.ranks_per_engine is None,
+            ranks_per_engine=settings.ranks_per_engine or 1,
         )
         self.version = -1
         self._settings, self._source, self._say = settings, source, say
@@ -87,8 +73,13 @@ class VLLMEngine:
         self._wanted: ServerWeights | None = None  # published, but not loaded yet
         self._loop = LoopThread()
         self._prompt = list(source.tokenizer(_PROBE_TEXT)["input_ids"])
-        self._open = _Open()
-        self.close = weakref.finalize(self, _close, self._loop, self._open)
+        self._leads = source.world.rank % (settings.ranks_per_engine or source.world.size) == 0
+        self._keeps_prefixes = False  # within `prefix_caching`
+        self._started = False
+        self._base: Path | None = None  # an adapter's base model
+        self._counts: dict[str, float] = {}  # of the other ranks
+        self._open = OpenResources()
+        self.close = weakref.finalize(self, self._open.close, self._loop)
         if settings.urls and source.world.is_main:
             self._run(self._examine_given())
 
@@ -102,22 +93,13 @@ class VLLMEngine:
         version = self._source.world.broadcast_object(version)
         if version == self.version:
             return
-        source, main, first = self._source, self._source.world.is_main, self.version < 0
-        if first and main:
-            store = WeightStore.made_in(self._settings.weights_folder, self._token)
-            few = source.adapter_rank is None and source.dtype.itemsize == 2
-            deltas = few and self._extended and not self._settings.server.transfers
-            self._open.versions = VersionFolders(store, source.dtype, deltas=deltas)
+        source, first = self._source, self.version < 0
+        versions = self._open.versions or self._make_versions()
         if first and source.adapter_rank is not None:
-            self._write("base", source.write_base)
-            self._start()
-            self._require_adapters()
-        label = f"rloo-{self._token}-{version}"
-        if self._open.versions is None:
-            source.write(None)
-            self._wanted = ServerWeights(version, Path(), label)
-        else:
-            self._wanted = self._open.versions.publish(version, label, source)
+            self._base = versions.write_folder("base", source.write_base)
+            self._start(self._base)
+            self._require_adapters(versions)
+        self._wanted = versions.publish(version, f"rloo-{self._token}-{version}")
         self.version = version
         if self._settings.sleep_level is None:
             self._bring()
@@ -125,37 +107,64 @@ class VLLMEngine:
             with self.prefix_caching():  # the servers load the version, then sleep
                 pass
 
+    def _make_versions(self) -> VersionFolders:
+        source, settings = self._source, self._settings
+        self._token = source.world.broadcast_object(self._token)
+        few = source.adapter_rank is None and source.dtype.itemsize == 2
+        deltas = few and self._extended and not settings.server.transfers
+        versions = self._open.versions = VersionFolders(
+            source, settings.weights_folder, self._token, settings.deadline, deltas=deltas
+        )
+        if source.world.is_main and deltas and not self.capabilities.central:
+            self._loop.submit(versions.answer_requests())
+        return versions
+
     def _bring(self) -> None:
         """Load the last published version into the servers, and verify it."""
-        sleep = self._settings.sleep_level is not None
-        if sleep and self._source.world.device.type == "cuda":
-            torch.cuda.empty_cache()  # servers that wake up need the memory
+        world, sleep = self._source.world, self._settings.sleep_level is not None
+        if sleep:
+            self._source.free_cache()  # servers that wake up need the memory
+        if sleep and self.capabilities.ranks_per_engine > 1:
+            world.all_gather_object(None)  # all GPUs of a server must have the memory
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return
-        self._start()
+        self._start(self._base or wanted.complete or wanted.folder)
         try:
             while not self._verify(wanted, probes := self._brought(wanted)):
                 pass  # until a server passes; NoServers if all budgets are exhausted
-            if self._open.fleet and self._open.versions:
-                self._run(self._open.fleet.verify_others(probes))
-                self._open.versions.store.drop_older(self._open.fleet.oldest_in_use())
+            oldest = on_all_ranks(world, lambda: self._verify_others(probes))
+            if self._open.versions:
+                self._open.versions.drop_older(min(v for v in oldest if v is not None))
         finally:
             if self._open.fleet:
                 self._run(self._open.fleet.release())
 
-    def _brought(self, wanted: ServerWeights) -> dict[str, LogprobProbe]:
-        """Load a version into the servers. Return each server's probe, in all processes."""
-        found = self._run(self._open.fleet.bring(wanted)) if self._open.fleet else {}
-        said = {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
-        shared: dict[str, Any] = self._source.world.broadcast_object(said)
-        return {url: LogprobProbe(self._prompt, *values) for url, values in shared.items()}
+    def _verify_others(self, probes: Sequence[RankProbe]) -> int | None:
+        """Verify this rank's servers that were recovered meanwhile. Return the oldest version that
+        its servers may read."""
+        if self._open.fleet is None:
+            return None
+        here = [probe.url for probe in probes if probe.rank == self._source.world.rank]
+        self._run(self._open.fleet.verify_others(here))
+        return self._open.fleet.oldest_in_use()
 
-    def _verify(self, wanted: ServerWeights, probes: dict[str, LogprobProbe]) -> bool:
+    def _brought(self, wanted: ServerWeights) -> list[RankProbe]:
+        """Load a version into the servers. Return the probes of all servers, in all processes."""
+
+        def bring() -> dict[str, Any]:
+            found = self._run(self._open.fleet.bring(wanted)) if self._open.fleet else {}
+            return {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
+
+        parts = on_all_ranks(self._source.world, bring)
+        both = ((rank, *item) for rank, found in enumerate(parts) for item in found.items())
+        return [RankProbe(rank, url, LogprobProbe(self._prompt, *v)) for rank, url, v in both]
+
+    def _verify(self, wanted: ServerWeights, probes: Sequence[RankProbe]) -> bool:
         """Compare each server's log-probs of its tokens with the trainer's log-probs. Return
         whether a server has passed."""
         known: dict[tuple[int, ...], list[float]] = {}
-        for url, probe in probes.items():
+        for rank, url, probe in probes:
             tokens = tuple(probe.tokens)
             if tokens not in known:
                 known[tokens] = self._source.logprobs(probe.prompt, probe.tokens)
@@ -164,14 +173,14 @@ class VLLMEngine:
             if apart <= self._settings.tolerance:
                 if ours not in wanted.expected:  # most servers sample equal tokens
                     wanted.expected.append(ours)
-            elif self._open.fleet:
+            elif self._open.fleet and rank == self._source.world.rank:
                 fact = f"gives log-probs {apart:.3g} away from the trainer's after loading"
                 self._call(
                     self._open.fleet.lose, url, f"{fact} {wanted.label} (engine_kwargs.tolerance)"
                 )
         return self._source.world.broadcast_object(bool(wanted.expected))
 
-    def _require_adapters(self) -> None:
+    def _require_adapters(self, versions: VersionFolders) -> None:
         """Raise ValueError for servers that ignore an adapter. Some servers silently serve the base
         if they do not know the names in an adapter."""
         source = self._source
@@ -183,11 +192,11 @@ class VLLMEngine:
             if source.world.broadcast_object(moved >= enough):
                 break
         with source.perturbed(scale):
-            path = self._write("perturbed", source.write)
+            path = versions.write_folder("perturbed", source.write)
             wanted = ServerWeights(-1, path, f"rloo-{self._token}-perturbed")
             probes = self._brought(wanted)
-            inside = [source.logprobs(p.prompt, p.tokens) for p in probes.values()]
-        for (url, probe), ours in zip(probes.items(), inside, strict=True):
+            inside = [source.logprobs(p.prompt, p.tokens) for _, _, p in probes]
+        for (_, url, probe), ours in zip(probes, inside, strict=True):
             outside = source.logprobs(probe.prompt, probe.tokens)
             apart = mean_difference(probe.logprobs, ours)
             served = mean_difference(probe.logprobs, outside)
@@ -199,23 +208,17 @@ class VLLMEngine:
                     "(lora_target_modules, engine_kwargs.merge_adapter)"
                 )
 
-    def _write(self, name: str, write: Callable[[Path | None], None]) -> Path:
-        """Write a folder that is no version. Other ranks take part in the collective."""
-        if self._open.versions is None:
-            write(None)
-            return Path()
-        return self._open.versions.write_folder(name, write)
-
     # -- servers ---------------------------------------------------------------------------------
 
-    def _start(self) -> None:
-        """Connect to the servers, once. Servers of the run start with the last written weights."""
-        settings = self._settings
-        if self._open.versions is None or self._open.fleet is not None:
+    def _start(self, model: Path) -> None:
+        """Connect to the servers, once. Servers of the run start with the weights of `model`."""
+        if self._started:
             return
-        store = self._open.versions.store
-        base = store.folder / "base"
-        model = base if base.exists() else store.complete(store.all()[-1])
+        on_all_ranks(self._source.world, lambda: self._start_own(model) if self._leads else None)
+        self._started = True
+
+    def _start_own(self, model: Path) -> None:
+        settings = self._settings
         members = self._run(self._members(str(model)))
         self._open.fleet = ServerPool(
             members,
@@ -228,7 +231,7 @@ class VLLMEngine:
             self._say,
             self._examine_one,
             self._source.vocabulary,
-            base=base if base.exists() else None,
+            base=self._base,
             sleep_level=settings.sleep_level,
             partial=settings.partial,
         )
@@ -245,7 +248,7 @@ class VLLMEngine:
             logs = Path(model).parent
         owns = [
             LocalServer(settings.server, logs / f"vllm-{number}.log", devices)
-            for number, devices in enumerate(settings.devices)
+            for number, devices in enumerate(settings.devices, start=settings.first_number)
         ]
         started = await start_all(owns, model, settings.start_deadline)
         return [ServerState(client, own) for own, client in started]
@@ -290,11 +293,32 @@ class VLLMEngine:
         """See `rloo.types.Engine`. Raises ValueError for settings that vLLM does not support."""
         numbers = sample_indices(samples, prompts)
         requests = requests_of(prompts, numbers, sampling, noise)
+        if self._keeps_prefixes:
+            return self._generate(requests)
         self._bring()
-        if not prompts:
+        with self._ending_together():
+            return self._generate(requests)
+
+    def _generate(self, requests: Sequence[CompletionRequest]) -> list[list[Completion]]:
+        if not requests:
             return []
         assert self._open.fleet is not None, "load comes first"
         return self._run(self._open.fleet.generate(requests))
+
+    @contextmanager
+    def _ending_together(self) -> Iterator[None]:
+        """A context at whose end all servers of all ranks sleep, if they sleep. If a server has
+        failed on one rank, all ranks raise. With a single engine this has no effect."""
+        world = self._source.world
+        if self.capabilities.central or world.collectives is None:
+            yield
+            return
+        with failing_together(world):
+            yield
+        counts = Counter[str]()
+        for own in world.all_gather_object(self._own_stats()):
+            counts.update(own)
+        self._counts = counts
 
     @contextmanager
     def prefix_caching(self) -> Iterator[None]:
@@ -302,15 +326,18 @@ class VLLMEngine:
         do not sleep, and a completion continues on the server that has its prefix."""
         self._bring()
         fleet = self._open.fleet
-        try:
-            if fleet is not None:
-                self._run(fleet.begin())
-                fleet.homes = {}
-            yield
-        finally:
-            if fleet is not None:
-                fleet.homes = None
-                self._run(fleet.end())
+        with self._ending_together():
+            try:
+                if fleet is not None:
+                    self._run(fleet.begin())
+                    fleet.homes = {}
+                self._keeps_prefixes = True
+                yield
+            finally:
+                self._keeps_prefixes = False
+                if fleet is not None:
+                    fleet.homes = None
+                    self._run(fleet.end())
 
     def submit(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
@@ -342,7 +369,11 @@ class VLLMEngine:
 
     def stats(self) -> dict[str, float]:
         """How often servers were lost and recovered, and requests were repeated, so far, and the
-        size of the last version of the weights."""
+        size of the last version of the weights. With an engine for each rank: of all ranks, in all
+        processes."""
+        return self._own_stats() if self.capabilities.central else dict(self._counts)
+
+    def _own_stats(self) -> dict[str, float]:
         counts = dict(self._open.fleet.counts) if self._open.fleet else {}
         return counts | (self._open.versions.stats() if self._open.versions else {})
 
@@ -355,24 +386,3 @@ class VLLMEngine:
             function(*arguments)
 
         self._run(inside())
-
-
-@dataclass(slots=True)
-class _Open:
-    """The resources to close when the engine ends. There are none outside of the main process and
-    before the first load."""
-
-    versions: VersionFolders | None = None
-    fleet: ServerPool | None = None
-
-
-def _close(loop: LoopThread, opened: _Open) -> None:
-    if (fleet := opened.fleet) is not None:
-        loop.run({"closing": fleet.close}, 15.0, lambda _: nullcontext())
-        for member in fleet.members:
-            if member.own is not None:
-                member.own.over = True
-                member.own.stop()
-    loop.close()
-    if opened.versions is not None:
-        opened.versions.store.remove()

@@ -105,9 +105,7 @@ class RolloutCost:
         shape, gpu, rates = self.shape, self.gpu, self.rates
         read = ENGINE * shape.read(rows) + rows * context * shape.cache_bytes
         by_memory = read / parallel / (gpu.bandwidth * rates["decoding_share"])
-        computed = rows * (
-            2.0 * shape.products + 4.0 * shape.layers * shape.heads * shape.head_dim * context
-        )
+        computed = rows * shape.operations(context)
         by_operations = computed / parallel / (gpu.operations * rates["training_share"])
         seconds = np.maximum(by_memory, by_operations) + rates["decoding_overhead"]
         if parallel > 1:

@@ -38,10 +38,14 @@ class ModelShape:
         """Bytes of a token's keys and values in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
-    def operations(self, context: float) -> float:
+    def operations(self, context: Any) -> Any:
         """Operations of a token's forward pass after `context` tokens: two per parameter in
         `products`, and four per head dimension and attended token."""
-        return 2.0 * self.products + 4.0 * self.layers * self.heads * self.head_dim * context
+        return 2.0 * self.products + self.attention(context)
+
+    def attention(self, context: Any) -> Any:
+        """Operations of attention for one token that attends to `context` positions."""
+        return 4.0 * self.layers * self.heads * self.head_dim * context
 
     def read(self, rows: Any) -> Any:
         """The parameters in matrices that a decoding step of `rows` rows reads: of the experts,

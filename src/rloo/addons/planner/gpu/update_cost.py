@@ -45,8 +45,7 @@ class UpdateCost:
     @property
     def seconds(self) -> float:
         """Seconds of all parts of the updates."""
-        parts = (self.products, self.attention, self.other, self.optimizer, self.host)
-        return sum(parts)
+        return self.products + self.attention + self.other + self.optimizer + self.host
 
     @property
     def products(self) -> float:
@@ -58,8 +57,7 @@ class UpdateCost:
     @property
     def attention(self) -> float:
         """Seconds of attention."""
-        shape = self.shape
-        each = 4.0 * shape.layers * shape.heads * shape.head_dim * self.attended
+        each = self.shape.attention(self.attended)
         operations = each * self.tokens * (self.forward + _ATTENTION)
         return operations / (self.gpu.attention * self.rates["attention_speed"])
 
