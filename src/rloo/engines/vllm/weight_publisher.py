@@ -100,6 +100,7 @@ class VersionFolders:
         if self._main:
             folder.mkdir(parents=True)
         write(folder if self._main else None)
+        self._source.world.broadcast_object(None)  # the main process has written it
         return folder
 
     async def answer_requests(self) -> None:
