@@ -108,6 +108,9 @@ class Policy:
         """The log-probs that the servers return."""
         return [-1.0] * len(completion)
 
+    def free_cache(self) -> None:
+        """There is no GPU."""
+
     perturbed: Any = None
 
 

@@ -16,6 +16,8 @@ BESIDE = (
 WAITING = {"wait", "join", "communicate", "acquire", "result", "recv", "accept", "read", "select"}
 # What has none of its own, and why it needs none.
 HAS_ENDED = {
+    # A recovery waits until servers may use memory; sampling sets it, and closing cancels the task.
+    ("server_pool.py", "self.awake.wait()"),
     ("vllm_engine.py", "done['vllm'].result()"),  # it is done
     ("child_process.py", "self._process.wait()"),  # after SIGKILL, or when it has ended
     ("worker_pool.py", "future.result()"),

@@ -99,7 +99,8 @@ def on_all_ranks(world: World, work: Callable[[], T]) -> list[T]:
         if isinstance(error, ConnectionError) or world.collectives is None:
             raise  # the others have failed already, or there are none
         failed = error
-    outcomes = world.all_gather_object((done, failed and _described(failed)))
+    described = None if failed is None else _described(failed)
+    outcomes = world.all_gather_object((done, described))
     faults = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
     for rank, (kind, text) in faults.items():
         more = [str(other) for other in faults if other != rank]

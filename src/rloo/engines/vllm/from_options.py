@@ -175,7 +175,7 @@ def settings_of(
         # On a CPU, the servers of a machine reserve their shares of the same memory.
         share = memory_share(config, separate=False) / site.servers_here
         serving = replace(serving, gpu_memory_utilization=share)
-    elsewhere = config.rollout_engine == "vllm_server" or config.engine_options.weights_dir
+    elsewhere = config.rollout_engine == "vllm_server" or bool(config.engine_options.weights_dir)
     elsewhere = elsewhere or (site is not None and not site.one_machine)
     settings = VLLMSettings(
         serving,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import weakref
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -315,10 +314,9 @@ class VLLMEngine:
             return
         with failing_together(world):
             yield
-        counts = Counter[str]()
-        for own in world.all_gather_object(self._own_stats()):
-            counts.update(own)
-        self._counts = counts
+        parts = world.all_gather_object(self._own_stats())
+        names = dict.fromkeys(name for part in parts for name in part)
+        self._counts = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
     @contextmanager
     def prefix_caching(self) -> Iterator[None]:
