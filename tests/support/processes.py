@@ -180,7 +180,20 @@ HALF = {
 }  # fmt: skip
 
 
-def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RLOOTrainer:
+def make_exact(model: torch.nn.Module) -> None:
+    """Let the norms compute in float64. transformers' norms round to float32, in the backward too:
+    the gradient of a prompt then depends on which of its completions are in the same row."""
+    for parent in [*model.modules()]:
+        for name, norm in parent.named_children():
+            if hasattr(norm, "variance_epsilon"):
+                same = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon).double()
+                same.load_state_dict(norm.state_dict())
+                setattr(parent, name, same)
+
+
+def make(
+    folder: Path, name: str, *, single: bool = False, exact: bool = False, **changed: Any
+) -> RLOOTrainer:
     cases = CASES | ENDS | {n: (r, HALF | o) for n, (r, o) in RESUMED.items()}
     reward, options = cases[name]
     args = RLOOConfig(
@@ -208,6 +221,8 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
         model.tie_weights()
     if not single:
         model.double()
+    if exact:
+        make_exact(model)
     callbacks: list = {
         STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween], RUNS_OUT: [RunsOutOfMemory],
     }.get(name, [])  # fmt: skip

@@ -123,6 +123,18 @@ class CpuKwargs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelKwargs:
+    """`parallel_kwargs`: sequence parallelism, and the form of sharded checkpoints."""
+
+    sp_size: int = key(1,
+        "Number of processes that compute the same packed rows, each a slice of the tokens "
+        "(sequence parallelism, for long completions).")
+    state_dict_type: Literal["full", "sharded"] = key("full",
+        "Tensors in checkpoints: unsharded (full), or sharded, with the shards that each process "
+        "writes (sharded).")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToolKwargs:
     """`tool_kwargs`: limits on the replies and the time of tools."""
 
@@ -170,6 +182,11 @@ class MappingsAsValues:
         return CpuKwargs(**_given(self, "cpu_kwargs"))
 
     @property
+    def parallel_options(self) -> ParallelKwargs:
+        """`parallel_kwargs`"""
+        return ParallelKwargs(**_given(self, "parallel_kwargs"))
+
+    @property
     def tool_options(self) -> ToolKwargs:
         """`tool_kwargs`"""
         return ToolKwargs(**_given(self, "tool_kwargs"))
@@ -187,6 +204,7 @@ KWARGS: dict[str, type[Any]] = {
     "eval_kwargs": EvalKwargs,
     "async_kwargs": AsyncKwargs,
     "cpu_kwargs": CpuKwargs,
+    "parallel_kwargs": ParallelKwargs,
     "tool_kwargs": ToolKwargs,
 }
 

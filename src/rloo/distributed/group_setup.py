@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,6 +96,38 @@ def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
 
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     return DeviceMesh.from_group(group, device.type)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceGroup:
+    """Process `rank` of `size` processes that compute the same packed rows together."""
+
+    rank: int
+    size: int
+    group: Any
+
+    def all_to_all(self, blocks: Tensor) -> Tensor:
+        """Send block j of (size, ...) to rank j. Returns one block of each rank."""
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=self.group)
+        return received
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """The values of every rank of the group, (size, ...)."""
+        found = values.new_empty(self.size, *values.shape)
+        dist.all_gather(list(found), values, group=self.group)
+        return found
+
+
+def sequence_group(rank: int, size: int, sp_size: int, timeout: float) -> SequenceGroup:
+    """Divide `size` processes into groups of `sp_size` neighbours, and return the group of `rank`.
+    A collective: all processes call it at the same point."""
+    limit = timedelta(seconds=timeout)
+    groups = [
+        dist.new_group(list(range(first, first + sp_size)), timeout=limit)
+        for first in range(0, size, sp_size)
+    ]
+    return SequenceGroup(rank % sp_size, sp_size, groups[rank // sp_size])
 
 
 def add_started(work: Any, group: Any) -> None:

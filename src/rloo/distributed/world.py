@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rloo.distributed.gradient_buckets import GradientBuckets
+    from rloo.distributed.group_setup import SequenceGroup
     from rloo.distributed.process_group import Collectives
     from rloo.distributed.worker_registry import WorkerRegistry
 
@@ -25,8 +26,9 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class World:
     """Process `rank` of `size`, which computes on `device`. `collectives` connect this process to
-    the others. `device_groups` is the mesh of all processes if weights are sharded. Workers that
-    are started outside of the run connect to the `worker_registry` of the main process.
+    the others. `device_groups` is the mesh of all processes if weights are sharded. Under sequence
+    parallelism, `sequence_group` are the processes that compute the same rows. Workers that are
+    started outside of the run connect to the `worker_registry` of the main process.
 
     Every method but `share`, `fail` and `gradient_buckets` is a collective: all processes call it
     at the same point, with values of the same form, and get the same result. A single process gets
@@ -40,6 +42,27 @@ class World:
     collectives: Collectives | None = None
     device_groups: DeviceMesh | None = None
     worker_registry: WorkerRegistry | None = None
+    sequence_group: SequenceGroup | None = None
+
+    @property
+    def num_row_groups(self) -> int:
+        """The number of groups of processes that compute different rows: without sequence
+        parallelism, each process is a group."""
+        return self.size // self._group_size
+
+    @property
+    def row_group(self) -> int:
+        """The index of this process's group."""
+        return self.rank // self._group_size
+
+    @property
+    def leads_row_group(self) -> bool:
+        """Whether this process reports the results that its group has in common."""
+        return self.rank % self._group_size == 0
+
+    @property
+    def _group_size(self) -> int:
+        return 1 if self.sequence_group is None else self.sequence_group.size
 
     @property
     def is_main(self) -> bool:
@@ -73,14 +96,19 @@ class World:
     def run_on_all_ranks(
         self, work: Callable[[], T], then: Callable[[], object] = lambda: None
     ) -> list[T]:
-        """The results of `work` in every process. If one process runs out of memory, all raise
+        """The results of `work` in every process; with sequence parallelism, one for each group of
+        processes, whose results are equal. If one process runs out of memory, all raise
         torch.OutOfMemoryError, so that all react in the same way. `then` starts collectives; it is
         called before results are exchanged, also if `work` ran out of memory."""
         if self.collectives is None:
             return [work()]
-        if (
-            self.device_groups is not None
-        ):  # if one runs out of memory, the others hang in a collective of `work`
+        # If one runs out of memory, the others hang in a collective of `work`.
+        if self.sequence_group is not None:
+            mine = [work()]
+            then()
+            found = self.all_gather_object(mine if self.leads_row_group else [])
+            return [result for results in found for result in results]
+        if self.device_groups is not None:
             return self.all_gather_object(work())
         import torch
 
@@ -199,13 +227,15 @@ def make_world(
     use_cpu: bool,
     timeout: float = 1800.0,
     divides: bool = False,
+    sp_size: int = 1,
     workers: str | None = None,
 ) -> World:
     """The World of this process, on the device of `device_here`. A process waits at most `timeout`
     seconds for the others. `divides`: whether weights are sharded, also with a single process.
-    `workers` is the folder in which remote workers find the main process's address; None if there
-    are no remote workers."""
-    world = _connected(use_cpu, timeout, divides)
+    `sp_size` neighbouring processes compute the same rows (sequence parallelism). `workers` is the
+    folder in which remote workers find the main process's address; None if there are no remote
+    workers."""
+    world = _connected(use_cpu, timeout, divides, sp_size)
     if workers is None or not world.is_main:
         return world
     from rloo.distributed.worker_registry import WorkerRegistry
@@ -214,14 +244,19 @@ def make_world(
     return replace(world, worker_registry=WorkerRegistry(Path(workers).absolute(), host))
 
 
-def _connected(use_cpu: bool, timeout: float, divides: bool) -> World:
+def _connected(use_cpu: bool, timeout: float, divides: bool, sp_size: int) -> World:
     import torch
 
     device = device_here(use_cpu=use_cpu)
     rank, size = process_rank(), process_count()
+    if size % sp_size:
+        raise ValueError(
+            f"sp_size is {sp_size} and the number of processes is {size}, which it must divide "
+            "(sp_size, num_processes)"
+        )
     if size == 1 and not divides:
         return World(device)
-    from rloo.distributed.group_setup import connect_alone, device_groups
+    from rloo.distributed.group_setup import connect_alone, device_groups, sequence_group
     from rloo.distributed.process_group import connect
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -237,6 +272,7 @@ def _connected(use_cpu: bool, timeout: float, divides: bool) -> World:
     if size == 1:
         connect_alone(device)
         return World(device, device_groups=device_groups(device, timeout))
-    links = connect(rank, size, timeout, device, watched=divides)
+    links = connect(rank, size, timeout, device, watched=divides or sp_size > 1)
     lines = device_groups(device, timeout) if divides else None
-    return World(device, rank, size, links, lines)
+    shared = sequence_group(rank, size, sp_size, timeout) if sp_size > 1 else None
+    return World(device, rank, size, links, lines, sequence_group=shared)

@@ -180,7 +180,7 @@ class PolicyExport:
     ) -> None:
         if folder is not None and sink is None:
             sink = CompleteFiles(folder)
-        with self._policy.in_step():
+        with self._policy.in_step(forward=False):
             export_weights(sink, self._policy.model, named, self.dtype, untie=self.untie)
         if folder is not None and sink is not None and sink.complete:
             self._policy.files.save_description(folder)
