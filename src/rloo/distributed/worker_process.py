@@ -103,7 +103,7 @@ class Worker(ABC):
         finally:
             timer.cancel()
         if said[:1] == FAILURE:
-            raise _error_of(json.loads(said[1:]))
+            raise error_of(json.loads(said[1:]))
         return said[1:]
 
 
@@ -164,7 +164,7 @@ def describe(error: BaseException, trace: str) -> bytes:
     return json.dumps(known | {"trace": trace}).encode()
 
 
-def _error_of(said: dict[str, Any]) -> Exception:
+def error_of(said: dict[str, Any]) -> Exception:
     """The error that a worker sent. The error has the original type if that type is a builtin or
     belongs to this package. Otherwise it is a RuntimeError."""
     kind, text = None, said["text"]

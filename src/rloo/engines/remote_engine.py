@@ -25,9 +25,8 @@ import torch
 from rloo import kernels
 from rloo.distributed import World
 from rloo.distributed.pytree import decode, encode
-from rloo.distributed.worker_pool import WorkerPool, wait_result
-from rloo.distributed.worker_process import Worker
-from rloo.distributed.worker_registry import WorkerRegistry, acquire_worker
+from rloo.distributed.worker_pool import Calls, Pool, call_once, wait_result
+from rloo.distributed.worker_registry import WorkerRegistry, make_pool
 from rloo.engines.engine_worker import EngineWorkerConfig
 from rloo.engines.sampling import check_request, refuse_images, sample_indices
 from rloo.engines.serialization import unpack
@@ -58,11 +57,10 @@ class RemoteEngineConfig:
     folder: Path | None = None
     room: int = 0
 
-    def make(self, how: EngineWorkerConfig) -> Worker:
-        """Start or acquire a worker with this configuration."""
-        return acquire_worker(
-            "sample", json.dumps(asdict(how)).encode(), self.worker_registry, self.seconds
-        )
+    def make(self, how: EngineWorkerConfig) -> Pool:
+        """A pool of workers with this configuration."""
+        setup = json.dumps(asdict(how)).encode()
+        return make_pool("sample", self.size, setup, self.worker_registry, self.seconds)
 
 
 class RemoteEngine:
@@ -83,9 +81,7 @@ class RemoteEngine:
         )
         self.version = -1
         self._source, self._workers = source, workers
-        self._crew: WorkerPool | None = None
-        if source.world.is_main:
-            self._crew = WorkerPool(workers.size, partial(workers.make, how))
+        self._crew: Pool | None = workers.make(how) if source.world.is_main else None
         self._state, self._waiting = _State(workers.seconds), _WaitingRows()
         self.close = weakref.finalize(self, _close, self._crew, self._state)
 
@@ -101,7 +97,7 @@ class RemoteEngine:
         else:
             if state.versions is None:
                 for _ in range(self._workers.size):  # starts the workers
-                    self._crew.submit(lambda worker: worker.call(b"", state.seconds))
+                    self._crew.submit(partial(call_once, b"", state.seconds))
                 workers, name = self._workers, secrets.token_hex(4)
                 state.versions = WeightStore.made_in(workers.folder, name, workers.room)
             folder = state.versions.write(version, self._source.write)
@@ -172,8 +168,8 @@ class _State:
         # The newest version, its folder, and the number of threads to sample with.
         self.wanted: tuple[int, Path, int | None] | None = None
         # The versions that workers have loaded, or are loading.
-        self.loaded: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
-        self.loading: WeakKeyDictionary[Worker, int] = WeakKeyDictionary()
+        self.loaded: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self.loading: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
     def publish(self, version: int, folder: Path, threads: int | None) -> None:
@@ -183,7 +179,7 @@ class _State:
             self.wanted = version, folder, threads
             self.versions.keep({version, *self.loading.values()})
 
-    def take(self, worker: Worker) -> tuple[int, Path, int | None]:
+    def take(self, worker: object) -> tuple[int, Path, int | None]:
         """Return the newest version, and record that this worker is loading it."""
         with self._lock:
             assert self.wanted is not None, "load comes first"
@@ -274,7 +270,7 @@ class _SampleJob:
         self._state, self._waiting, self._how = state, waiting, how
         self._rows: list[_WaitingRow] | None = None
 
-    def __call__(self, worker: Worker) -> list[list[Completion]]:
+    def __call__(self, worker: object) -> Calls[list[list[Completion]]]:
         rows = self._taken()
         if not rows:
             return []
@@ -283,7 +279,8 @@ class _SampleJob:
              [row.numbers.start, row.numbers.stop], row.prompt.offset]
             for row in rows
         ]  # fmt: skip
-        return _ask(self._state, encode({"rows": sent, "how": decode(self._how)}), worker)
+        message = encode({"rows": sent, "how": decode(self._how)})
+        return (yield from _ask(self._state, message, worker))
 
     def deliver(self, done: Future[list[list[Completion]]]) -> None:
         """Send the completions, or the error, to the receivers of the rows."""
@@ -305,16 +302,16 @@ class _SampleJob:
         return self._rows
 
 
-def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]]:
+def _ask(state: _State, message: bytes, worker: object) -> Calls[list[list[Completion]]]:
     """Make the worker load the newest version if needed, and then sample."""
     version, folder, threads = state.take(worker)
     if state.loaded.get(worker) != version:
         wanted = {"load": str(folder), "version": version, "threads": threads}
         wanted |= {"onednn": cpu_matmul.in_use(), "cpu_kernels": kernels.in_use()}
         wanted["torch_compile"] = gpu_kernels.in_use()
-        worker.call(encode(wanted), state.seconds)
+        yield encode(wanted), state.seconds
         state.loaded[worker] = version
-    said = decode(worker.call(message, state.seconds))
+    said = decode((yield message, state.seconds))
     if said["version"] != version:
         raise RuntimeError(f"the process that samples has version {said['version']}, not {version}")
     flat = iter(unpack(said["completions"]))
@@ -324,7 +321,7 @@ def _ask(state: _State, message: bytes, worker: Worker) -> list[list[Completion]
     ]
 
 
-def _close(crew: WorkerPool | None, state: _State) -> None:
+def _close(crew: Pool | None, state: _State) -> None:
     if crew is not None:
         crew.close()
     if state.versions is not None:

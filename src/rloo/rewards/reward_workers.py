@@ -21,9 +21,9 @@ from typing import Any
 import dill
 
 from rloo.distributed.standard_streams import IS, counted
-from rloo.distributed.worker_pool import WorkerPool
-from rloo.distributed.worker_process import Worker, WorkerDied
-from rloo.distributed.worker_registry import WorkerRegistry, acquire_worker
+from rloo.distributed.worker_pool import Calls, call_once
+from rloo.distributed.worker_process import WorkerDied
+from rloo.distributed.worker_registry import WorkerRegistry, make_pool
 from rloo.rewards.registry import load_reward
 from rloo.rewards.reward_function import RewardLog
 from rloo.rewards.reward_set import RawScores, RewardSet
@@ -50,11 +50,11 @@ class RewardWorkerPool:
         if (reason := unavailable_reason(rewards)) is not None:
             raise ValueError(reason)
         setup = written((_parts(rewards), rewards.names, rewards.timeout, rewards.on_error))
-        self._crew = WorkerPool(size, partial(acquire_worker, "score", setup, hub, COME_SECONDS))
+        self._crew = make_pool("score", size, setup, hub, COME_SECONDS)
         self._names, self._timeout = rewards.names, rewards.timeout
         self._missing = rewards.on_error == "missing"
         for _ in range(size):  # they start while the first group is sampled
-            self._crew.submit(lambda worker: worker.call(b"", START_SECONDS))
+            self._crew.submit(partial(call_once, b"", START_SECONDS))
         self.close = self._crew.close
 
     def submit(
@@ -65,19 +65,19 @@ class RewardWorkerPool:
         the function `written`. `seed` seeds the global random generators. Returns a future of the
         completions' texts and raw scores."""
 
-        def job(worker: Worker) -> tuple[list[Text], RawScores]:
-            arguments = tuple(make())  # in this thread, since `make` takes time
+        def job(_: object) -> Calls[tuple[list[Text], RawScores]]:
+            arguments = tuple(make())  # in the pool's thread, since `make` takes time
             message = written((seed, arguments, state))
-            return arguments[1], self._score(message, len(arguments[1]), worker)
+            return arguments[1], (yield from self._score(message, len(arguments[1])))
 
         return self._crew.submit(job)
 
-    def _score(self, message: bytes, count: int, worker: Worker) -> RawScores:
+    def _score(self, message: bytes, count: int) -> Calls[RawScores]:
         began, seconds = time.monotonic(), None
         if self._timeout:
             seconds = START_SECONDS + len(self._names) * (self._timeout + 2 * GRACE_SECONDS)
         try:
-            return _of_json(worker.call(message, seconds))
+            return _of_json((yield message, seconds))
         except WorkerDied as lost:
             late = self._timeout and time.monotonic() - began >= self._timeout
             if not late or lost.status not in (None, _LATE):
