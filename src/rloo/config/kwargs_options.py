@@ -124,8 +124,12 @@ class CpuKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelKwargs:
-    """`parallel_kwargs`: sequence parallelism, and the form of sharded checkpoints."""
+    """`parallel_kwargs`: the processes that share weights or rows, and the form of sharded
+    checkpoints."""
 
+    dp_shard_size: int | None = key(None,
+        "Number of processes over which fsdp2 shards the weights, with a replica in every group of "
+        "so many processes (HSDP); null: all processes.")
     sp_size: int = key(1,
         "Number of processes that compute the same packed rows, each a slice of the tokens "
         "(sequence parallelism, for long completions).")

@@ -69,6 +69,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "warmup_steps", "max_completion_length", "eval_kwargs.max_completion_length", "ddp_timeout",
         "eval_delay",
     )),
+    ("must be at least 2; null shards weights over all processes, and parallel replicate shards "
+     "nothing", lambda x: x >= 2, ("parallel_kwargs.dp_shard_size",)),
     (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
      ("num_generations", "num_generations_eval")),
     ("must be above 0", lambda x: x > 0, (
@@ -256,8 +258,10 @@ def _check_model(config: TrainingOptions) -> None:
 
 
 def _check_parallel(config: TrainingOptions) -> None:
+    groups = config.parallel_options
     for name, value, chosen in (
-        ("state_dict_type", "sharded", config.parallel_options.state_dict_type == "sharded"),
+        ("state_dict_type", "sharded", groups.state_dict_type == "sharded"),
+        ("dp_shard_size", groups.dp_shard_size, groups.dp_shard_size is not None),
         ("offload", "params", "params" in config.offload),
     ):
         if chosen and config.parallel != "fsdp2":
@@ -265,8 +269,14 @@ def _check_parallel(config: TrainingOptions) -> None:
                 f"{name} is {value} and parallel is {config.parallel}; only fsdp2 does that "
                 f"({name}, parallel)"
             )
+    for name, size in (("dp_shard_size", groups.dp_shard_size), ("sp_size", groups.sp_size)):
+        if size is not None and config.num_processes is not None and config.num_processes % size:
+            raise ValueError(
+                f"{name} is {size} and num_processes is {config.num_processes}, which it must "
+                f"divide ({name}, num_processes)"
+            )
     deepspeed_config.check(config)
-    if config.parallel_options.sp_size > 1:
+    if groups.sp_size > 1:
         _check_sequence_parallel(config)
     if config.parallel == "replicate":
         return
@@ -286,11 +296,6 @@ def _check_parallel(config: TrainingOptions) -> None:
 def _check_sequence_parallel(config: TrainingOptions) -> None:
     """Raise ValueError for options that do not combine with slices of packed rows."""
     size = config.parallel_options.sp_size
-    if config.num_processes is not None and config.num_processes % size:
-        raise ValueError(
-            f"sp_size is {size} and num_processes is {config.num_processes}, which it must divide "
-            "(sp_size, num_processes)"
-        )
     if config.parallel not in ("replicate", "fsdp2"):
         raise ValueError(
             f"sp_size is {size} and parallel is {config.parallel}; slices of rows are computed "

@@ -198,7 +198,10 @@ class Policy:
         mine = cut(dealt[self.world.row_group])
         in_step = self.divides and self.world.size > 1
         turns = max(len(cut(samples)) for samples in dealt) if in_step else len(mine)
+        replicated = self.config.parallel_options.dp_shard_size is not None
         for turn in range(turns):
+            if replicated:
+                fsdp2.sum_over_replicas(self.scorer, now=turn == turns - 1)
             is_ours = turn < len(mine)
             part = mine[turn] if is_ours else [make_sample((0, 0), 1, 1)]
             yield ScheduledMicroBatch(self.batch(part), is_ours, turn == turns - 1)

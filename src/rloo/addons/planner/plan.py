@@ -148,6 +148,11 @@ def _refuse(config: RLOOConfig) -> None:
             f"sp_size is {size}, and a plan measures in one process, which has no "
             "slices: give sp_size 1 and the length of a slice (sp_size, max_completion_length)"
         )
+    if (shards := config.parallel_options.dp_shard_size) is not None:
+        raise ValueError(
+            f"dp_shard_size is {shards}, and a plan measures in one process, which has all shards; "
+            "leave it out (dp_shard_size)"
+        )
     if config.tools or config.environment_factory:
         raise ValueError(
             "there are tools, and a plan calls no tools: what they take, and how long episodes "

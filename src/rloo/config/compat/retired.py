@@ -67,6 +67,7 @@ _GONE: dict[str, tuple[Any, Any, str]] = {
 # other system -> {name in that system: option.key}
 ELSEWHERE: dict[str, dict[str, str]] = {
     "accelerate": {
+        "dp_shard_size": "parallel_kwargs.dp_shard_size",
         "sp_size": "parallel_kwargs.sp_size",
         "state_dict_type": "parallel_kwargs.state_dict_type",
     },
