@@ -91,14 +91,18 @@ def test_activations_are_computed_again_in_step(reentrant):
 def test_a_rank_has_a_part_of_each_layer_and_all_of_the_rest():
     def work(policy: Policy):
         named = policy.model.named_parameters()
-        with policy.gathered_weights():
+        with policy.gathered_weights(), torch.no_grad():
             gathered = [p.detach().clone() for p in policy.model.parameters()]
+            gathered.append(policy.model(torch.tensor([[5, 6, 7]]), use_cache=False).logits)
         facts = {n: (p.numel(), shape_of(p), first_elements(p, 100).clone()) for n, p in named}
         return facts, gathered, [full_tensor(p) for p in policy.model.parameters()]
 
-    whole = dict(make("qwen3").named_parameters())
+    alone = make("qwen3")
+    whole = dict(alone.named_parameters())
+    logits = alone(torch.tensor([[5, 6, 7]]), use_cache=False).logits
     ranks = sharded("qwen3", 2, work)
     for facts, gathered, again in ranks:
+        torch.testing.assert_close(gathered.pop(), logits, rtol=EXACT, atol=EXACT)
         for (name, p), one, other in zip(whole.items(), gathered, again, strict=True):
             assert torch.equal(one, p) and torch.equal(other, p)
             divided = "_proj" in name
