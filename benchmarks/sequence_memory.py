@@ -35,14 +35,14 @@ def run_rank(tokens: int, completions: int, width: int, layers: int) -> None:
 
     from benchmarks.measure import Memory
     from rloo import RLOOConfig
-    from rloo.distributed import make_world, process_count
+    from rloo.distributed import GroupSizes, make_world, process_count
     from rloo.model.memory_estimate import make_samples
     from rloo.model.policy import Policy
     from support.text import make_tokenizer
 
     torch.set_num_threads(1)
     size = process_count()
-    world = make_world(use_cpu=True, sp_size=size)
+    world = make_world(use_cpu=True, groups=GroupSizes(sp_size=size))
     memory, malloc_trim = Memory("cpu"), ctypes.CDLL(None).malloc_trim
     found: list[Any] = []
     for checkpointing in (False, True):

@@ -13,7 +13,7 @@ from rloo.distributed.sharded_tensor import (
     to_local,
     whole_copy,
 )
-from rloo.distributed.world import make_world
+from rloo.distributed.world import GroupSizes, make_world
 from rloo.model.memory_estimate import phase_peaks
 from rloo.model.model_loading import load_model
 from rloo.model.parallel.fsdp2 import check
@@ -161,7 +161,7 @@ def test_groups_of_shards_that_do_not_combine_are_refused(options, said):
 
 def test_a_group_of_shards_needs_its_processes():
     with pytest.raises(ValueError, match="dp_shard_size is 2 and the number of processes is 1"):
-        make_world(use_cpu=True, divides=True, dp_shard_size=2)
+        make_world(use_cpu=True, divides=True, groups=GroupSizes(dp_shard_size=2))
 
 
 def test_an_engine_is_made_with_one_layer_after_the_other(make):

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from rloo import RLOOConfig
-from rloo.distributed import World, make_world
+from rloo.distributed import GroupSizes, World, make_world
 from rloo.model.micro_batch import make_sample
 from rloo.model.parallel.sequence_parallel import kv_repeats
 from rloo.model.policy import Policy
 from support.adapters import make_adapted, perturb
 from support.models import CPU, make_linear_attention_model, make_model, make_samples
 from support.text import make_tokenizer
-from support.thread_group import ThreadGroup, in_threads
+from support.thread_group import ThreadGroup, computed, in_threads
 from support.vision_models import make_vision_model
 
 # Grouped heads (4 of queries, 2 of keys), caps, windows, sinks, experts; and how exactly.
@@ -40,19 +40,6 @@ def make_policy(model, group=None, **options) -> Policy:
     rank = group.rank if group else 0
     world = World(CPU, rank, size, sequence_group=group)
     return Policy(model, make_tokenizer(), config, world=world, num_training_steps=1)
-
-
-def computed(policy: Policy, samples) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Log-probs, entropies and log-probs of the reference, and the gradients of a loss of them."""
-    batch = policy.batch(samples)
-    found = policy.logprobs(batch, reference=True)
-    weight = torch.linspace(-1, 2, len(found.logprobs), dtype=found.logprobs.dtype)
-    # By sequence: tokens of all slices have a part in the gradient of each.
-    loss = (weight * found.logprobs).sum().exp() + 0.3 * (weight * found.entropy).sum()
-    loss.backward()
-    scores = [found.logprobs.detach(), found.entropy.detach(), found.reference]
-    none = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters]
-    return [*scores, policy.score(batch, 0.7)], none
 
 
 def require_equal_ranks(make, size: int, samples, most: float = EXACT, **options) -> None:
@@ -151,7 +138,7 @@ def test_the_size_of_a_group_has_the_name_that_accelerate_has():
 
 def test_a_group_needs_its_processes():
     with pytest.raises(ValueError, match="sp_size is 2 and the number of processes is 1"):
-        make_world(use_cpu=True, sp_size=2)
+        make_world(use_cpu=True, groups=GroupSizes(sp_size=2))
 
 
 class _MixesTokens(torch.nn.Module):

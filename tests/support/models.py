@@ -30,6 +30,10 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**COMMON),
     "qwen3": lambda: transformers.Qwen3Config(**COMMON),
+    # As many heads of keys as four processes need that shard them.
+    "qwen3_8": lambda: transformers.Qwen3Config(
+        **COMMON | {"num_attention_heads": 8, "num_key_value_heads": 4}
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCAB_SIZE,
         n_embd=32,

@@ -203,8 +203,9 @@ def make_exact(model: torch.nn.Module) -> None:
 
 
 def make(
-    folder: Path, name: str, *, single: bool = False, exact: bool = False, **changed: Any
-) -> RLOOTrainer:
+    folder: Path, name: str, *, kind: str = "qwen3", single: bool = False, exact: bool = False,
+    **changed: Any,
+) -> RLOOTrainer:  # fmt: skip
     cases = CASES | ENDS | ENDS_IN_GROUPS | {n: (r, HALF | o) for n, (r, o) in RESUMED.items()}
     reward, options = cases[name]
     args = RLOOConfig(
@@ -221,7 +222,7 @@ def make(
     rows, held_out = ROWS, ROWS.select(range(3))
     if name == DRAWN:
         rows = rows.add_column("task", ["a", "b"] * 6).add_column("level", [0, 0, 1, 1] * 3)
-    model, tokenizer, given = make_model("qwen3"), make_tokenizer(), {}
+    model, tokenizer, given = make_model(kind), make_tokenizer(), {}
     if name in environments.CASES or name in environments.ENDS:
         given = {**environments.CASES, **environments.ENDS}[name][2]
         if (own := environments.parts(name)) is not None:
@@ -285,6 +286,10 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
             peak = lasting_bytes(trainer.policy, engine)["loading"]
             sizes = [shape_of(p).numel() * p.itemsize for p in trainer.model.parameters()]
             (folder / name / "loading.json").write_text(json.dumps([peak, max(sizes)]))
+        if "tp_size" in options:
+            sent = folder / name / "sent"
+            sent.mkdir(exist_ok=True)
+            exported(trainer.policy).write(sent if trainer.world.is_main else None)
         known = trainer.state.log_history, output.training_loss, output.metrics
         (folder / name / f"rank-{trainer.world.rank}.json").write_text(json.dumps(known))
         weights = {n: full_tensor(p).clone() for n, p in trainer.model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The processes of a `SequenceGroup`, as threads of one process."""
+"""The processes of a `SequenceGroup` or a `TensorGroup`, as threads of one process."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from rloo.model.policy import Policy
 
 T = TypeVar("T")
 
@@ -24,12 +26,28 @@ class ThreadGroup:
     def all_gather(self, values: Tensor) -> Tensor:
         return self._exchange(values, lambda sent: sent)
 
+    def sum(self, values: Tensor) -> Tensor:
+        return self.all_gather(values).sum(0)
+
     def _exchange(self, sent: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
         self._shared[self.rank] = sent
         self.barrier.wait()
         received = torch.stack([take(other) for other in self._shared])
         self.barrier.wait()
         return received
+
+
+def computed(policy: Policy, samples) -> tuple[list[Tensor], list[Tensor]]:
+    """Log-probs, entropies and log-probs of the reference, and the gradients of a loss of them."""
+    batch = policy.batch(samples)
+    found = policy.logprobs(batch, reference=True)
+    weight = torch.linspace(-1, 2, len(found.logprobs), dtype=found.logprobs.dtype)
+    # By sequence: tokens of all slices have a part in the gradient of each.
+    loss = (weight * found.logprobs).sum().exp() + 0.3 * (weight * found.entropy).sum()
+    loss.backward()
+    scores = [found.logprobs.detach(), found.entropy.detach(), found.reference]
+    none = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters]
+    return [*scores, policy.score(batch, 0.7)], none
 
 
 def in_threads(size: int, work: Callable[[ThreadGroup], T]) -> list[T]:

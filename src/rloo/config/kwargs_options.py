@@ -133,6 +133,9 @@ class ParallelKwargs:
     sp_size: int = key(1,
         "Number of processes that compute the same packed rows, each a slice of the tokens "
         "(sequence parallelism, for long completions).")
+    tp_size: int = key(1,
+        "Number of processes that compute the same rows, each with a shard of every layer's "
+        "matrices (tensor parallelism by the model's plan in transformers).")
     state_dict_type: Literal["full", "sharded"] = key("full",
         "Tensors in checkpoints: unsharded (full), or sharded, with the shards that each process "
         "writes (sharded).")

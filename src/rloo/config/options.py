@@ -324,8 +324,8 @@ class TrainingOptions(MappingsAsValues):
         "optimizer state by torch's fully_shard (fsdp2), or by DeepSpeed: optimizer state (zero1), "
         "also gradients (zero2), also weights (zero3).")
     parallel_kwargs: dict[str, Any] | None = PROCESSES.rloo(None,
-        "Groups of processes (HSDP, sequence parallelism), and the form of sharded checkpoints, by "
-        "name.", expert=True)
+        "Groups of processes (HSDP, sequence and tensor parallelism), and the form of sharded "
+        "checkpoints, by name.", expert=True)
     deepspeed: dict[str, Any] | str | None = PROCESSES.shared(None,
         "Configuration of DeepSpeed: a JSON file, or its content as a mapping; its stage sets "
         "`parallel`.")

@@ -48,7 +48,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
         "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length",
-        "parallel_kwargs.sp_size",
+        "parallel_kwargs.sp_size", "parallel_kwargs.tp_size",
         "async_kwargs.reward_workers",
         "max_tool_calling_iterations", "tool_kwargs.max_response_length",
         "dataset_kwargs.size",
@@ -269,7 +269,8 @@ def _check_parallel(config: TrainingOptions) -> None:
                 f"{name} is {value} and parallel is {config.parallel}; only fsdp2 does that "
                 f"({name}, parallel)"
             )
-    for name, size in (("dp_shard_size", groups.dp_shard_size), ("sp_size", groups.sp_size)):
+    for name in ("dp_shard_size", "sp_size", "tp_size"):
+        size = getattr(groups, name)
         if size is not None and config.num_processes is not None and config.num_processes % size:
             raise ValueError(
                 f"{name} is {size} and num_processes is {config.num_processes}, which it must "
@@ -278,6 +279,8 @@ def _check_parallel(config: TrainingOptions) -> None:
     deepspeed_config.check(config)
     if groups.sp_size > 1:
         _check_sequence_parallel(config)
+    if groups.tp_size > 1:
+        _check_tensor_parallel(config)
     if config.parallel == "replicate":
         return
     for name, why in _ONLY_WHOLE.items():
@@ -306,6 +309,36 @@ def _check_sequence_parallel(config: TrainingOptions) -> None:
             f"sp_size is {size} and packing is False; only packed rows are divided into slices "
             "(sp_size, packing)"
         )
+
+
+def _check_tensor_parallel(config: TrainingOptions) -> None:
+    """Raise ValueError for options that do not combine with shards of a layer's matrices."""
+    groups = config.parallel_options
+    for name, value, needed, why in (
+        ("parallel", config.parallel, "replicate", "weights are sharded in one way"),
+        (
+            "sp_size",
+            groups.sp_size,
+            1,
+            "a process has all tokens of its rows",
+        ),
+        ("use_peft", config.use_peft, False, "an adapter's matrices are not in the model's plan"),
+        ("fp16", config.fp16, False, "gradients are not scaled; bf16 needs no scale"),
+        ("torch_compile", config.torch_compile, False, "nothing is compiled"),
+        ("activation_offloading", config.activation_offloading, False, "activations are not moved"),
+        ("offload", config.offload, [], "nothing is moved to the host"),
+    ):
+        if value != needed:
+            raise ValueError(
+                f"{name} is {value} and tp_size is {groups.tp_size}, under which {why} "
+                f"({name}, tp_size)"
+            )
+
+
+def sharding_named(config: TrainingOptions) -> str:
+    """The option that shards the weights, and its value."""
+    size = config.parallel_options.tp_size
+    return f"tp_size is {size}" if size > 1 else f"parallel is {config.parallel}"
 
 
 def _check_alone(config: TrainingOptions, switch: str, names: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """The processes of a run: their ranks, devices, collectives and workers."""
 
 from rloo.distributed.world import (
+    GroupSizes,
     World,
     device_here,
     make_world,
@@ -11,6 +12,7 @@ from rloo.distributed.world import (
 )
 
 __all__ = [
+    "GroupSizes",
     "World",
     "device_here",
     "make_world",

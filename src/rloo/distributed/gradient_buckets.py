@@ -17,10 +17,10 @@ BUCKET_BYTES = 25 << 20
 
 
 class GradientBuckets:
-    """Sums the gradients of `parameters` over the processes of `links`. A bucket is an all-reduce
-    of the gradients of several parameters, of at most `size` bytes. Within `during_backward`, a
-    bucket starts as soon as its gradients are final. `start` starts the other buckets, and `finish`
-    waits for all of them.
+    """Sums the gradients of `parameters` over the processes of `links`, or over those of `group`,
+    which are some of them. A bucket is an all-reduce of the gradients of several parameters, of at
+    most `size` bytes. Within `during_backward`, a bucket starts as soon as its gradients are final.
+    `start` starts the other buckets, and `finish` waits for all of them.
 
     The buckets are in reverse order of the parameters, are equal in all steps, and start in the
     same order in all processes. Thus the sum has the same bits in every run. A gradient that a
@@ -28,9 +28,13 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], links: Collectives, size: int = BUCKET_BYTES
+        self,
+        parameters: Sequence[Tensor],
+        links: Collectives,
+        size: int = BUCKET_BYTES,
+        group: Any = None,
     ) -> None:
-        self._links = links
+        self._links, self._group = links, group
         self._buckets = [*_split(parameters[::-1], size)]
         self._number = {id(p): n for n, bucket in enumerate(self._buckets) for p in bucket}
         self.reset()
@@ -87,7 +91,7 @@ class GradientBuckets:
             parameter.grad = part.view_as(parameter)
         self._flags += [grad is not None for grad in known]
         self._next += 1
-        self._works.append(self._links.start(dist.all_reduce, flat))
+        self._works.append(self._links.start(dist.all_reduce, flat, group=self._group))
 
     def finish(self) -> None:
         """Wait for the sums that `start` has started, if there are any."""

@@ -108,19 +108,15 @@ def sharding_groups(
     all processes call it at the same point."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    limit = timedelta(seconds=timeout)
-    everyone = dist.new_group(timeout=limit)
+    everyone = dist.new_group(timeout=timedelta(seconds=timeout))
     size = dist.get_world_size()
     if dp_shard_size in (None, size):
         mesh = DeviceMesh.from_group(everyone, device.type, mesh_dim_names=("dp_shard",))
         return ShardingGroups(mesh, everyone)
     places = torch.arange(size).view(-1, dp_shard_size)
-    mine: list[Any] = []
-    for groups in (places.T, places):  # of equal shards, and of the shards of one copy
-        made = {tuple(g.tolist()): dist.new_group(g.tolist(), timeout=limit) for g in groups}
-        mine += [group for ranks, group in made.items() if dist.get_rank() in ranks]
+    shards, replicas = _row_and_column(dist.get_rank(), places, timeout)
     names = ("dp_replicate", "dp_shard")
-    mesh = DeviceMesh.from_group(mine, device.type, places, mesh_dim_names=names)
+    mesh = DeviceMesh.from_group([replicas, shards], device.type, places, mesh_dim_names=names)
     return ShardingGroups(mesh, everyone)
 
 
@@ -140,9 +136,7 @@ class SequenceGroup:
 
     def all_gather(self, values: Tensor) -> Tensor:
         """The values of every rank of the group, (size, ...)."""
-        found = values.new_empty(self.size, *values.shape)
-        dist.all_gather(list(found), values, group=self.group)
-        return found
+        return _all_gather(values, self.size, self.group)
 
 
 def sequence_group(rank: int, size: int, sp_size: int, timeout: float) -> SequenceGroup:
@@ -154,6 +148,53 @@ def sequence_group(rank: int, size: int, sp_size: int, timeout: float) -> Sequen
         for first in range(0, size, sp_size)
     ]
     return SequenceGroup(rank % sp_size, sp_size, groups[rank // sp_size])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorGroup:
+    """Process `rank` of `size` processes that compute the same rows together, each with a shard of
+    every sharded matrix (tensor parallelism). `replicas` are the processes that have the same
+    shards."""
+
+    rank: int
+    size: int
+    group: Any
+    replicas: Any
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of the values of every rank of the group."""
+        summed = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=self.group)
+        return summed
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """The values of every rank of the group, (size, ...)."""
+        return _all_gather(values, self.size, self.group)
+
+
+def tensor_group(rank: int, size: int, tp_size: int, timeout: float) -> TensorGroup:
+    """Divide `size` processes into groups of `tp_size` neighbours, and return the group of `rank`.
+    A collective: all processes call it at the same point."""
+    mine = _row_and_column(rank, torch.arange(size).view(-1, tp_size), timeout)
+    return TensorGroup(rank % tp_size, tp_size, *mine)
+
+
+def _all_gather(values: Tensor, size: int, group: Any) -> Tensor:
+    found = values.new_empty(size, *values.shape)
+    dist.all_gather(list(found), values, group=group)
+    return found
+
+
+def _row_and_column(rank: int, places: Tensor, timeout: float) -> tuple[Any, Any]:
+    """The groups of the ranks in the row and in the column of `rank` in the matrix `places`. A
+    collective: all processes call it at the same point."""
+    limit = timedelta(seconds=timeout)
+    found: list[Any] = []
+    for lines in (places.tolist(), places.T.tolist()):
+        groups = [dist.new_group(ranks, timeout=limit) for ranks in lines]
+        found += [g for g, ranks in zip(groups, lines, strict=True) if rank in ranks]
+    row, column = found
+    return row, column
 
 
 def add_started(work: Any, group: Any) -> None:

@@ -224,19 +224,19 @@ class Collectives:
     def _wait(self, collective: Callable[..., Any], *arguments: Any) -> None:
         self.finish(self.start(collective, *arguments))
 
-    def start(self, collective: Callable[..., Any], *arguments: Any) -> Any:
-        """Start a collective of torch.distributed. All processes start their collectives in the
-        same order. The result is passed to `finish`."""
+    def start(self, collective: Callable[..., Any], *arguments: Any, group: Any = None) -> Any:
+        """Start a collective of torch.distributed, among all processes or those of `group`. All
+        processes start their collectives in the same order. The result is passed to `finish`."""
         if self._broken is not None:
             raise self._broken
         try:
             if self._stale:
                 self._group = in_thread(self._make_group, self._timeout)
                 self._stale = False
-            work = collective(*arguments, group=self._group, async_op=True)
+            work = collective(*arguments, group=group or self._group, async_op=True)
         except RuntimeError as error:
             raise self._broke(error) from error
-        add_started(work, self._group)
+        add_started(work, group or self._group)
         return work
 
     def finish(self, work: Any) -> None:

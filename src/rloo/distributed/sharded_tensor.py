@@ -1,5 +1,6 @@
-"""Sharded tensors: by rows (FSDP2, DTensor) or as a flat slice (DeepSpeed ZeRO-3). The functions
-also accept tensors that are not sharded."""
+"""Sharded tensors: by rows (FSDP2, DTensor), as a flat slice (DeepSpeed ZeRO-3), or by rows or
+columns as ordinary tensors that compute (tensor parallelism). The functions also accept tensors
+that are not sharded."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from rloo.distributed.group_setup import TensorGroup
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
@@ -34,8 +37,43 @@ class Sharding:
         return min(self.rank * self.step, self.shape.numel())
 
 
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """The attribute `tp_shard` of a tensor that is a part, along the dimension `dim`, of a tensor
+    of `shape`. The processes of `group` have equal parts, in the order of ranks."""
+
+    dim: int
+    shape: torch.Size
+    group: TensorGroup
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This process's part of the full tensor, a view."""
+        return whole.chunk(self.group.size, self.dim)[self.group.rank]
+
+
+def set_tp_shard(tensor: Tensor, shard: TensorShard) -> Tensor:
+    """Return `tensor`, with the attribute `tp_shard`."""
+    tensor.tp_shard = shard  # type: ignore[attr-defined]
+    return tensor
+
+
+def with_sharding_of(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, which is a shard as `like` is if the two have the same local shape: the state of an
+    optimizer has no attribute."""
+    shard = tp_shard(like)
+    if shard is None or tensor.shape != like.shape or is_sharded(tensor):
+        return tensor
+    return set_tp_shard(tensor.detach(), shard)
+
+
+def tp_shard(tensor: Tensor) -> TensorShard | None:
+    """The shard of tensor parallelism that a tensor is, or None."""
+    return getattr(tensor, "tp_shard", None)
+
+
 def sharding(tensor: Tensor) -> Sharding | None:
-    """The sharding of a tensor; None if it is not sharded."""
+    """The sharding of a tensor by rows or as a flat slice; None if it is not sharded in this
+    way."""
     found: Any = tensor
     if hasattr(tensor, "ds_tensor"):
         step, rank = found.ds_tensor.ds_numel, dist.get_rank(found.ds_process_group)
@@ -53,12 +91,14 @@ def sharding(tensor: Tensor) -> Sharding | None:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether `tensor` is sharded over the processes."""
-    return hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_tensor")
+    return any(hasattr(tensor, name) for name in ("device_mesh", "ds_tensor", "tp_shard"))
 
 
 def shard_count(tensor: Tensor) -> int:
     """The number of processes that each have a different shard of a tensor: 1 if all have the
     tensor."""
+    if (shard := tp_shard(tensor)) is not None:
+        return shard.group.size
     found = sharding(tensor)
     return 1 if found is None else dist.get_world_size(found.group)
 
@@ -70,20 +110,34 @@ def to_local(tensor: Tensor) -> Tensor:
     return tensor.detach() if found is None else found.piece
 
 
-def numbers_before(tensor: Tensor) -> int:
-    """The number of elements of the full tensor before the elements of this process."""
-    found = sharding(tensor)
-    return 0 if found is None else found.start
+def first_elements(tensor: Tensor, count: int) -> Tensor:
+    """Those of the first `count` elements of the full tensor that this process has, flat."""
+    local, shard, found = to_local(tensor), tp_shard(tensor), sharding(tensor)
+    before = 0 if found is None else found.start
+    if shard is not None and shard.dim == 0:
+        before = shard.group.rank * local.numel()
+    elif shard is not None:  # columns
+        width = shard.shape[1]
+        rows = -(-count // width)
+        places = torch.arange(rows * width, device=local.device).view(rows, width)
+        local = local[:rows]
+        return local[shard.of(places)[: len(local)] < count]
+    return local.flatten()[: max(0, count - before)]
 
 
 def shape_of(tensor: Tensor) -> torch.Size:
     """The shape of the full tensor."""
+    if (shard := tp_shard(tensor)) is not None:
+        return shard.shape
     return tensor.ds_shape if hasattr(tensor, "ds_shape") else tensor.shape
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, without gradients. For a sharded tensor this is a collective. The result is
-    then a copy, and no other memory is needed."""
+    then a copy, and no other memory is needed, except under tensor parallelism."""
+    if (shard := tp_shard(tensor)) is not None:
+        parts = shard.group.all_gather(tensor.detach().contiguous())
+        return torch.cat(list(parts), shard.dim)
     found = sharding(tensor)
     if found is None:
         return tensor.detach()
@@ -103,8 +157,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def copy_from_full(tensor: Tensor, whole: Tensor) -> None:
     """Copy the values of the full tensor `whole` into `tensor`. Every process has all of
     `whole`."""
-    found = sharding(tensor)
+    found, shard = sharding(tensor), tp_shard(tensor)
     with torch.no_grad():
+        if shard is not None:
+            tensor.copy_(shard.of(whole))
+            return
         if found is None:
             tensor.copy_(whole)
             return
@@ -122,7 +179,10 @@ def lerp(tensor: Tensor, other: Tensor, share: float) -> None:
 
 
 def shard_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Shard `whole` by rows as `like` is sharded (FSDP2). Every process has all of `whole`."""
+    """Shard `whole` as `like` is sharded (FSDP2, tensor parallelism). Every process has all of
+    `whole`."""
+    if (shard := tp_shard(like)) is not None:
+        return set_tp_shard(shard.of(whole).to(like.device, copy=True).contiguous(), shard)
     if not hasattr(like, "device_mesh"):
         return whole
     from torch.distributed.tensor import distribute_tensor

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from rloo.distributed.gradient_buckets import GradientBuckets
-    from rloo.distributed.group_setup import SequenceGroup, ShardingGroups
+    from rloo.distributed.group_setup import SequenceGroup, ShardingGroups, TensorGroup
     from rloo.distributed.process_group import Collectives
     from rloo.distributed.worker_registry import WorkerRegistry
 
@@ -25,11 +25,23 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """The numbers of neighbouring processes that form a group: over which weights are sharded
+    (None: all), that compute the same rows with slices of the tokens, and with shards of the
+    matrices."""
+
+    dp_shard_size: int | None = None
+    sp_size: int = 1
+    tp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class World:
     """Process `rank` of `size`, which computes on `device`. `collectives` connect this process to
     the others. `device_groups` has the mesh of all processes if weights are sharded. Under sequence
-    parallelism, `sequence_group` are the processes that compute the same rows. Workers that are
-    started outside of the run connect to the `worker_registry` of the main process.
+    parallelism, `sequence_group` are the processes that compute the same rows, and under tensor
+    parallelism `tensor_group`. Workers that are started outside of the run connect to the
+    `worker_registry` of the main process.
 
     Every method but `share`, `fail` and `gradient_buckets` is a collective: all processes call it
     at the same point, with values of the same form, and get the same result. A single process gets
@@ -44,10 +56,11 @@ class World:
     device_groups: ShardingGroups | None = None
     worker_registry: WorkerRegistry | None = None
     sequence_group: SequenceGroup | None = None
+    tensor_group: TensorGroup | None = None
 
     @property
     def num_row_groups(self) -> int:
-        """The number of groups of processes that compute different rows: without sequence
+        """The number of groups of processes that compute different rows: without sequence or tensor
         parallelism, each process is a group."""
         return self.size // self._group_size
 
@@ -63,7 +76,8 @@ class World:
 
     @property
     def _group_size(self) -> int:
-        return 1 if self.sequence_group is None else self.sequence_group.size
+        group = self.sequence_group or self.tensor_group
+        return 1 if group is None else group.size
 
     @property
     def is_main(self) -> bool:
@@ -97,14 +111,14 @@ class World:
     def run_on_all_ranks(
         self, work: Callable[[], T], then: Callable[[], object] = lambda: None
     ) -> list[T]:
-        """The results of `work` in every process; with sequence parallelism, one for each group of
-        processes, whose results are equal. If one process runs out of memory, all raise
+        """The results of `work` in every process, or one for each group of processes that compute
+        the same rows, whose results are equal. If one process runs out of memory, all raise
         torch.OutOfMemoryError, so that all react in the same way. `then` starts collectives; it is
         called before results are exchanged, also if `work` ran out of memory."""
         if self.collectives is None:
             return [work()]
         # If one runs out of memory, the others hang in a collective of `work`.
-        if self.sequence_group is not None:
+        if self._group_size > 1:
             mine = [work()]
             then()
             found = self.all_gather_object(mine if self.leads_row_group else [])
@@ -193,7 +207,8 @@ class World:
             return None
         from rloo.distributed.gradient_buckets import GradientBuckets
 
-        return GradientBuckets(parameters, self.collectives)
+        group = None if self.tensor_group is None else self.tensor_group.replicas
+        return GradientBuckets(parameters, self.collectives, group=group)
 
 
 def process_count() -> int:
@@ -233,29 +248,28 @@ def device_here(*, use_cpu: bool) -> torch.device:
     return torch.device("cuda", rank_here()) if process_count() > 1 else torch.device("cuda")
 
 
+NO_GROUPS = GroupSizes()
+
+
 def make_world(
     *,
     use_cpu: bool,
     timeout: float = 1800.0,
     divides: bool = False,
-    dp_shard_size: int | None = None,
-    sp_size: int = 1,
+    groups: GroupSizes = NO_GROUPS,
     workers: str | None = None,
 ) -> World:
     """The World of this process, on the device of `device_here`. A process waits at most `timeout`
     seconds for the others. `divides`: whether weights are sharded, also with a single process.
-    Weights are sharded over `dp_shard_size` neighbouring processes; None: over all of them.
-    `sp_size` neighbouring processes compute the same rows (sequence parallelism). `workers` is the
-    folder in which remote workers find the main process's address; None if there are no remote
-    workers."""
-    sizes = {"dp_shard_size": dp_shard_size or process_count(), "sp_size": sp_size}
-    for name, number in sizes.items():
-        if process_count() % number:
+    `groups` has the sizes of the groups of neighbouring processes. `workers` is the folder in which
+    remote workers find the main process's address; None if there are no remote workers."""
+    for name, number in asdict(groups).items():
+        if number is not None and process_count() % number:
             raise ValueError(
                 f"{name} is {number} and the number of processes is {process_count()}, which it "
                 f"must divide ({name}, num_processes)"
             )
-    world = _connected(use_cpu, timeout, sizes["dp_shard_size"] if divides else None, sp_size)
+    world = _connected(use_cpu, timeout, divides, groups)
     if workers is None or not world.is_main:
         return world
     from rloo.distributed.worker_registry import WorkerRegistry
@@ -264,15 +278,14 @@ def make_world(
     return replace(world, worker_registry=WorkerRegistry(Path(workers).absolute(), host))
 
 
-def _connected(use_cpu: bool, timeout: float, dp_shard_size: int | None, sp_size: int) -> World:
-    """The World without workers. `dp_shard_size` is None if weights are not sharded."""
+def _connected(use_cpu: bool, timeout: float, divides: bool, groups: GroupSizes) -> World:
     import torch
 
     device = device_here(use_cpu=use_cpu)
     rank, size = process_rank(), process_count()
-    if size == 1 and dp_shard_size is None:
+    if size == 1 and not divides:
         return World(device)
-    from rloo.distributed.group_setup import connect_alone, sequence_group, sharding_groups
+    from rloo.distributed import group_setup
     from rloo.distributed.process_group import connect
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -286,9 +299,17 @@ def _connected(use_cpu: bool, timeout: float, dp_shard_size: int | None, sp_size
             )
         torch.cuda.set_device(device)
     if size == 1:
-        connect_alone(device)
-        return World(device, device_groups=sharding_groups(device, timeout))
-    links = connect(rank, size, timeout, device, watched=dp_shard_size is not None or sp_size > 1)
-    lines = sharding_groups(device, timeout, dp_shard_size) if dp_shard_size else None
-    shared = sequence_group(rank, size, sp_size, timeout) if sp_size > 1 else None
-    return World(device, rank, size, links, lines, sequence_group=shared)
+        group_setup.connect_alone(device)
+        return World(device, device_groups=group_setup.sharding_groups(device, timeout))
+    watched = divides or groups.sp_size > 1 or groups.tp_size > 1
+    world = World(device, rank, size, connect(rank, size, timeout, device, watched=watched))
+    if divides:
+        sharding = group_setup.sharding_groups(device, timeout, groups.dp_shard_size)
+        world = replace(world, device_groups=sharding)
+    if (number := groups.sp_size) > 1:
+        sequence = group_setup.sequence_group(rank, size, number, timeout)
+        world = replace(world, sequence_group=sequence)
+    if (number := groups.tp_size) > 1:
+        tensors = group_setup.tensor_group(rank, size, number, timeout)
+        world = replace(world, tensor_group=tensors)
+    return world

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
+from rloo.distributed.group_setup import TensorGroup
 from rloo.distributed.pytree import Flat, flatten, unflatten
 from rloo.distributed.sharded_tensor import is_sharded
 from rloo.kernels import ops, torch_compat
@@ -63,6 +64,9 @@ class PolicyOptimizer:
         self._names, self._world = parameter_names(model), world
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
+        # Of weights that several processes of a row group have, one process counts the changes.
+        counted = (p for p in self._parameters if is_sharded(p) or world.leads_row_group)
+        self._probed = [*counted] if world.tensor_group else self._parameters
         self._divided = any(map(is_sharded, self._parameters))
         self._buckets = world.gradient_buckets(self._parameters)
         # Reentrant checkpointing can add to the same gradient several times in a backward.
@@ -114,12 +118,12 @@ class PolicyOptimizer:
             "update/scale_lowered": float(not finite and searching),
         }
         if finite:
-            before = probe(self._parameters)
+            before = probe(self._probed)
             with self._scaled(scale):
                 self._move()
             self.after_step()
             self.require_finite()
-            changed = probe(self._parameters) != before
+            changed = probe(self._probed) != before
             stats["update/changed_share"] = self._share(changed)
         self._scaler.update()
         self.clear()
@@ -129,6 +133,8 @@ class PolicyOptimizer:
     def _clip(self) -> float:
         """Clip the gradient to `max_grad_norm` and return the norm before clipping."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if (group := self._world.tensor_group) is not None:
+            return self._clip_shards(gradients, group)
         if computes(*gradients) and all(g.is_contiguous() for g in gradients):
             whole = math.sqrt(sum(map(ops.sum_of_squares, gradients)))
             if whole > self._limit:
@@ -137,6 +143,19 @@ class PolicyOptimizer:
         norm: Any = torch.nn.utils.clip_grad_norm_(self._parameters, self._limit)
         # The norm of sharded gradients is a DTensor with a partial sum on each rank.
         return float(norm.full_tensor() if is_sharded(norm) else norm)
+
+    def _clip_shards(self, gradients: list[Tensor], group: TensorGroup) -> float:
+        """`_clip` for gradients some of which are shards of tensor parallelism."""
+        squares = [g.square().sum() for g in gradients]
+        zero = torch.zeros((), dtype=squares[0].dtype, device=squares[0].device)
+        known = [p for p in self._parameters if p.grad is not None]
+        parts = [zero, zero]
+        for parameter, square in zip(known, squares, strict=True):
+            parts[is_sharded(parameter)] = parts[is_sharded(parameter)] + square
+        norm = float((parts[0] + group.sum(parts[1])).sqrt())
+        if norm > self._limit:
+            torch_compat.multiply_all(gradients, self._limit / (norm + EPSILON))
+        return norm
 
     def _gradients_are_finite(self) -> bool:
         gradients = ((n, p.grad) for n, p in self._named.items())

@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
+from rloo.config.validation import sharding_named
 from rloo.distributed.sharded_tensor import is_sharded
 
 # These optimizers need more arguments than the parameters and the common options.
@@ -41,7 +42,7 @@ def make_optimizers(
     divided = any(map(is_sharded, model.parameters()))
     if divided and given != (None, None):
         raise ValueError(
-            f"an optimizer or schedule of your own is given and parallel is {config.parallel}, "
+            f"an optimizer or schedule of your own is given and {sharding_named(config)}, "
             "which makes other parameters of those that it holds; name it (optimizers, "
             "create_optimizer, create_scheduler, optim, optim_args, lr_scheduler_type)"
         )
@@ -61,7 +62,7 @@ def make_optimizers(
             )
     if divided and not type(optimizer).__module__.startswith("torch.optim."):
         raise ValueError(
-            f"optim is {config.optim} and parallel is {config.parallel}, under which the "
+            f"optim is {config.optim} and {sharding_named(config)}, under which the "
             "optimizer must be one of torch's, such as adamw_torch_fused or sgd (optim, parallel)"
         )
     if scheduler is None:

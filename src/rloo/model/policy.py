@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from rloo.config.compat import deepspeed_config
 from rloo.config.config import RLOOConfig
+from rloo.config.validation import sharding_named
 from rloo.data.images import tokenizer_of
 from rloo.distributed import World
 from rloo.distributed.sharded_tensor import is_sharded, shape_of
@@ -28,6 +29,7 @@ from rloo.model.optimizers import Given, Scheduler, make_optimizers
 from rloo.model.parallel import deepspeed_zero, fsdp2
 from rloo.model.parallel.deepspeed_optimizer import ZeroOptimizer
 from rloo.model.parallel.sequence_parallel import SequenceParallel
+from rloo.model.parallel.tensor_parallel import TensorParallel
 from rloo.model.quantization import count_parameters
 from rloo.model.reference import make_reference
 from rloo.model.save_load import ModelFiles
@@ -83,9 +85,10 @@ class Policy:
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = world.device
-        self.divides = config.parallel != "replicate"
-        group = world.sequence_group
+        group, tensors = world.sequence_group, world.tensor_group
         self.sequence_parallel = SequenceParallel(group) if group else None
+        self.tensor_parallel = TensorParallel(tensors) if tensors else None
+        self.divides = config.parallel != "replicate" or tensors is not None
         # Whether processes exchange data in the midst of a forward or a backward.
         self.in_lockstep = self.divides or group is not None
         prepared = prepare_model.prepare(model, config, self.device)
@@ -128,9 +131,18 @@ class Policy:
         config = self.config
         if any(map(is_sharded, self.model.parameters())):
             raise ValueError(
-                f"parallel is {config.parallel} and the model has been divided for another "
+                f"{sharding_named(config)} and the model has been divided for another "
                 "trainer; give this one a model of its own (parallel, model)"
             )
+        if self.tensor_parallel:
+            if self.adapter is not None:
+                raise ValueError(
+                    f"tp_size is {config.parallel_options.tp_size} and the model has an adapter, "
+                    "whose matrices are not in the model's plan of shards (tp_size, use_peft)"
+                )
+            self.reference.divide(self.tensor_parallel.shard)
+            self.tensor_parallel.shard(self.scorer)
+            return
         fsdp2.check(self.model, config.parallel)
         few_bits = any(not p.is_floating_point() for p in self.model.parameters())
         if few_bits and config.parallel == "fsdp2":
@@ -163,7 +175,7 @@ class Policy:
     def _make_stepper(
         self, optimizer: torch.optim.Optimizer, scheduler: Scheduler
     ) -> PolicyOptimizer:
-        if self.divides and self.config.parallel != "fsdp2":
+        if self.config.parallel not in ("replicate", "fsdp2"):
             settings = deepspeed_config.complete(self.config)
             return ZeroOptimizer(
                 self.scorer, optimizer, scheduler, self.config, self.world, settings
@@ -297,6 +309,8 @@ class Policy:
     def _gathered(self, *, layers: bool = True) -> AbstractContextManager[None]:
         if isinstance(self.stepper, ZeroOptimizer):
             return self.stepper.zero.whole()
+        if self.tensor_parallel:
+            return self.tensor_parallel.whole(self.scorer)
         return fsdp2.whole(self.scorer, layers=layers)
 
     @property

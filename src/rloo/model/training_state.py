@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rloo.distributed import World
 from rloo.distributed.sharded_tensor import (
+    first_elements,
     full_tensor,
     is_sharded,
-    numbers_before,
     shape_of,
     shard_like,
     to_local,
+    with_sharding_of,
 )
 from rloo.kernels import torch_compat
 
@@ -40,8 +42,7 @@ def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
 def probe(parameters: Sequence[Tensor]) -> Tensor:
     """The first elements of each parameter, up to 1,024, to detect changes. For a sharded
     parameter, only the elements in this process's shard."""
-    parts = [(to_local(p).flatten(), numbers_before(p)) for p in parameters]
-    return torch.cat([part[: max(0, 1024 - before)] for part, before in parts])
+    return torch.cat([first_elements(p, 1024) for p in parameters])
 
 
 def digest(parameters: Sequence[Tensor]) -> str:
@@ -109,9 +110,12 @@ def optimizer_state(
         {**group, "params": [order[index] for index in group["params"]]}
         for group in saved["param_groups"]
     ]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state = {
         order[index]: {
-            key: take(value) if isinstance(value, Tensor) else value
+            key: take(with_sharding_of(value, parameters[index]))
+            if isinstance(value, Tensor)
+            else value
             for key, value in of_parameter.items()
         }
         for index, of_parameter in saved["state"].items()
@@ -160,12 +164,12 @@ def gathered(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     whole = full_tensor(tensor)
-    return whole.cpu() if tensor.device_mesh.get_rank() == 0 else whole.new_empty(0)  # type: ignore[attr-defined]
+    return whole.cpu() if dist.get_rank() == 0 else whole.new_empty(0)
 
 
 def _part(value: Any, parameter: Tensor) -> Any:
     """A value of the optimizer's state, sharded like its parameter if it has the same shape."""
-    alike = isinstance(value, Tensor) and value.shape == parameter.shape
+    alike = isinstance(value, Tensor) and value.shape == shape_of(parameter)
     return shard_like(value, parameter) if alike and not is_sharded(value) else value
 
 
@@ -251,4 +255,4 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 def _shapes(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, list[int]]:
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return {names[id(p)]: list(p.shape) for p in parameters}
+    return {names[id(p)]: list(shape_of(p)) for p in parameters}

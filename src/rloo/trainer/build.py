@@ -23,6 +23,7 @@ from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.engine_spec import engine_spec
 from rloo.config.file_checks import context_of
+from rloo.config.validation import sharding_named
 from rloo.data.dataset_formats import reference_hint, with_conversation, with_reference
 from rloo.data.dataset_loading import Given, load_rows
 from rloo.data.dataset_spec import dataset_spec
@@ -30,7 +31,7 @@ from rloo.data.iterable_dataset import IterablePromptDataset, Prompts, as_table
 from rloo.data.prompt_dataset import PromptDataset, PromptLengthLimit, image_reader, with_prompts
 from rloo.data.tasks import load_task_rows
 from rloo.data.tokenization import encode_prompts, longest_token, note_of_special_tokens
-from rloo.distributed import World, make_world
+from rloo.distributed import GroupSizes, World, make_world
 from rloo.distributed.sharded_tensor import is_sharded, shape_of
 from rloo.distributed.standard_streams import IS, counted
 from rloo.engines.engine_registry import EngineInputs, build_engine
@@ -236,12 +237,12 @@ def prompt_limit(
 
 def world_of(args: RLOOConfig) -> World:
     """Connect the processes that train together, with the options `args`; return their World."""
+    groups = args.parallel_options
     world = make_world(
         use_cpu=args.use_cpu,
         timeout=args.ddp_timeout,
         divides=args.parallel != "replicate",
-        dp_shard_size=args.parallel_options.dp_shard_size,
-        sp_size=args.parallel_options.sp_size,
+        groups=GroupSizes(groups.dp_shard_size, groups.sp_size, groups.tp_size),
         workers=args.output_dir if args.async_options.remote_workers else None,
     )
     let_segments_grow(world.device)
@@ -430,7 +431,7 @@ def _require_room(policy: Policy) -> None:
     room = min(policy.world.all_gather_object(available_bytes(policy.device)))
     if needed > room:
         raise ValueError(
-            f"parallel is {policy.config.parallel} and an engine here needs all weights, "
+            f"{sharding_named(policy.config)} and an engine here needs all weights, "
             f"{gigabytes(needed)}, of which {gigabytes(room)} would fit beside this process's "
             "part; a model of this size needs vLLM on devices of its own (rollout_engine vllm, "
             "engine_kwargs.devices, parallel)"

@@ -68,11 +68,14 @@ def check_same_weights(parts: TrainerComponents, state: TrainState) -> bool:
     if parts.world.collectives is None:
         return parts.stop.save_wanted
     # Neighbours may have different shards of one copy of the weights.
+    sharded = [p for p in parts.policy.parameters if shard_count(p) > 1]
+    others = [p for p in parts.policy.parameters if shard_count(p) == 1]
     shards = max(map(shard_count, parts.policy.parameters))
-    found = digest([to_local(p) for p in parts.policy.parameters])
-    wants = parts.world.all_gather_object((parts.stop.save_wanted, found))
+    # The local elements of each.
+    mine = [digest([to_local(p) for p in some]) if some else "" for some in (others, sharded)]
+    wants = parts.world.all_gather_object((parts.stop.save_wanted, mine))
     for rank, (_, found) in enumerate(wants):
-        first = rank % shards
+        first = 0 if found[0] != wants[0][1][0] else rank % shards
         if found != wants[first][1]:
             raise WeightsDiverged(
                 f"after step {state.step} the weights of rank {rank} are not those of rank "

@@ -34,7 +34,7 @@ HARMLESS = (
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
     "deepspeed", "offload.params", "parallel_kwargs.dp_shard_size", "parallel_kwargs.sp_size",
-    "parallel_kwargs.state_dict_type",
+    "parallel_kwargs.tp_size", "parallel_kwargs.state_dict_type",
     "save_dtype", "sampler_processes", "async_kwargs.remote_workers",
     "async_kwargs.reward_workers", "vllm_server_base_url", "engine_kwargs.weights_dir",
     "engine_kwargs.devices", "vllm_server_timeout", "engine_kwargs.request_timeout",

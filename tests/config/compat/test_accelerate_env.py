@@ -81,12 +81,12 @@ def fsdp(offload="false", reshard="true", state="FULL_STATE_DICT", version=2) ->
     return FSDP.format(offload=offload, reshard=reshard, state=state, version=version)
 
 
-def sizes(replicas: int, shards: int, slices: int = 1, tensors: int = 1) -> str:
+def sizes(replicas: int, shards: int, slices: int = 1) -> str:
     return fsdp() + (
         "parallelism_config:\n  parallelism_config_cp_size: 1\n"
         f"  parallelism_config_dp_replicate_size: {replicas}\n"
         f"  parallelism_config_dp_shard_size: {shards}\n"
-        f"  parallelism_config_sp_size: {slices}\n  parallelism_config_tp_size: {tensors}\n"
+        f"  parallelism_config_sp_size: {slices}\n  parallelism_config_tp_size: 1\n"
     )
 
 
@@ -118,8 +118,13 @@ def test_fsdp(launched, text, expected):
 
 
 def test_sizes_of_groups_that_contradict_or_are_unknown_are_refused(launched):
-    launched(sizes(1, 2, 2, tensors=2))
-    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE 2, which is not taken"):
+    launched(sizes(1, 2, 2))
+    os.environ["PARALLELISM_CONFIG_CP_SIZE"] = "2"  # removed by monkeypatch
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_CP_SIZE 2, which is not taken"):
+        RLOOConfig()
+    os.environ["PARALLELISM_CONFIG_CP_SIZE"] = "1"
+    os.environ["PARALLELISM_CONFIG_TP_SIZE"] = "2"
+    with pytest.raises(ValueError, match="parallel is fsdp2 and tp_size is 2"):
         RLOOConfig()
     os.environ["PARALLELISM_CONFIG_TP_SIZE"] = "1"
     assert RLOOConfig(sp_size=2).sp_size == 2

@@ -148,6 +148,11 @@ def _refuse(config: RLOOConfig) -> None:
             f"sp_size is {size}, and a plan measures in one process, which has no "
             "slices: give sp_size 1 and the length of a slice (sp_size, max_completion_length)"
         )
+    if (size := config.parallel_options.tp_size) > 1:
+        raise ValueError(
+            f"tp_size is {size}, and a plan measures in one process, which has no shards: leave it "
+            "out (tp_size)"
+        )
     if (shards := config.parallel_options.dp_shard_size) is not None:
         raise ValueError(
             f"dp_shard_size is {shards}, and a plan measures in one process, which has all shards; "

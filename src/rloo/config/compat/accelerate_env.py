@@ -102,13 +102,9 @@ def _groups() -> dict[str, Any]:
         name: _number(os.environ.get(f"{_SIZES}{name.upper()}", "1"))
         for name in ("dp_replicate_size", "dp_shard_size", "sp_size", "tp_size", "cp_size")
     }
-    for name, why in (
-        ("tp_size", "there is no tensor parallelism"),
-        ("cp_size", "the parallelism of long rows is that of sp_size"),
-    ):
-        if sizes[name] != 1:
-            _refuse(f"{_SIZES}{name.upper()}", str(sizes[name]), why)
-    keys = {"sp_size": sizes["sp_size"]} if sizes["sp_size"] != 1 else {}
+    if (size := sizes["cp_size"]) != 1:
+        _refuse(f"{_SIZES}CP_SIZE", str(size), "the parallelism of long rows is that of sp_size")
+    keys = {name: sizes[name] for name in ("sp_size", "tp_size") if sizes[name] != 1}
     if sizes["dp_replicate_size"] != 1 and _is_on(FSDP):
         keys["dp_shard_size"] = sizes["dp_shard_size"] * sizes["sp_size"]
     return keys

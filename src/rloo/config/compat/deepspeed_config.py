@@ -175,6 +175,8 @@ def complete(options: TrainingOptions) -> dict[str, Any]:
 def division_named(options: TrainingOptions) -> str:
     """The sharding of the weights and the offloads to host memory, in words."""
     if options.parallel not in STAGES:
+        if (size := options.parallel_options.tp_size) > 1:
+            return f"tp_size {size}"
         moved = ", offload params" if "params" in options.offload else ""
         return f"{options.parallel}{moved}"
     zero = complete(options)["zero_optimization"]

@@ -69,6 +69,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "accelerate": {
         "dp_shard_size": "parallel_kwargs.dp_shard_size",
         "sp_size": "parallel_kwargs.sp_size",
+        "tp_size": "parallel_kwargs.tp_size",
         "state_dict_type": "parallel_kwargs.state_dict_type",
     },
     "verl": {
