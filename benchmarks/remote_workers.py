@@ -113,7 +113,8 @@ def measure_step(pool: Any, message: bytes, groups: int, take: Take) -> tuple[fl
 def measure(options: argparse.Namespace) -> list[str]:
     """The rows of the table."""
     from rloo.distributed.pytree import encode
-    from rloo.distributed.worker_registry import WorkerRegistry, make_pool
+    from rloo.distributed.remote_pool import make_pool
+    from rloo.distributed.worker_registry import WorkerRegistry
 
     message = encode({"rows": [[0, 0, [7] * 256, [0, SAMPLES]]], "how": {"temperature": 1.0}})
     rows = []

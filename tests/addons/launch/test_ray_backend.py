@@ -1,5 +1,6 @@
 """Jobs on a real Ray of two nodes, started here: placed, killed, submitted, told to end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -78,6 +79,13 @@ def is_free(run: Path) -> bool:
     return True
 
 
+def workers(run: Path, role: str) -> list[int]:
+    """The processes that compute for the workers of a role, each below its actor."""
+    rows = [json.loads(line) for line in (run / "logs" / "events.jsonl").read_text().splitlines()]
+    newest = {r["number"]: r["pid"] for r in rows if r["role"] == role and r["event"] == "started"}
+    return [pid for _, pid in sorted(newest.items()) if psutil.pid_exists(pid)]
+
+
 def wait_for_step(folder: Path, step: int) -> None:
     wait_until(lambda: steps(folder / "run") >= step, lambda: printed(folder))
 
@@ -105,7 +113,7 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     assert refused.returncode != 0 and b"Unauthenticated" in refused.stderr
     subprocess.run(submit, env=environment, check=True)
     wait_for_step(tmp_path, 2)
-    sampling, scoring = (processes(run, "worker", kind) for kind in ("sample", "score"))
+    sampling, scoring = workers(run, "sampler"), workers(run, "scorer")
     nodes = [{*map(ray_cluster.node_of, pids)} for pids in (sampling, scoring)]
     assert not nodes[0] & {ray_cluster.node_of(rank(run, number)) for number in range(2)}
     assert nodes[1] <= {"one", "two"}
@@ -114,7 +122,7 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     wait_for_step(tmp_path, 4)
     os.kill(rank(run, 1), signal.SIGKILL)
     wait_for_step(tmp_path, 6)
-    lost = ray_cluster.node_of(processes(run, "sample")[0])
+    lost = ray_cluster.node_of(workers(run, "sampler")[0])
     ray_cluster.kill(lost)
     ray_cluster.add(lost, 3)
     wait_for_step(tmp_path, 8)
