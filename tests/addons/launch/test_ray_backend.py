@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rloo.distributed.worker_registry import FILE
 from rloo.trainer.run_lock import refuse_if_owned
 from support.launched_runs import (
     RUN,
@@ -81,9 +82,15 @@ def is_free(run: Path) -> bool:
 
 def workers(run: Path, role: str) -> list[int]:
     """The processes that compute for the workers of a role, each below its actor."""
-    rows = [json.loads(line) for line in (run / "logs" / "events.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "logs" / "launch.jsonl").read_text().splitlines()]
     newest = {r["number"]: r["pid"] for r in rows if r["role"] == role and r["event"] == "started"}
     return [pid for _, pid in sorted(newest.items()) if psutil.pid_exists(pid)]
+
+
+def lost(run: Path) -> float:
+    """How many workers that sample were lost."""
+    line = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    return json.loads(line)["engine/lost"]
 
 
 def wait_for_step(folder: Path, step: int) -> None:
@@ -117,14 +124,18 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     nodes = [{*map(ray_cluster.node_of, pids)} for pids in (sampling, scoring)]
     assert not nodes[0] & {ray_cluster.node_of(rank(run, number)) for number in range(2)}
     assert nodes[1] <= {"one", "two"}
+    threads = Path(f"/proc/{rank(run, 0)}/task").glob("*/comm")
+    assert not [name for t in threads if (name := t.read_text()).startswith("ZMQ")]
+    assert not (run / FILE).exists()  # nobody can come by ZeroMQ
     os.kill(sampling[0], signal.SIGKILL)
     os.kill(psutil.Process(sampling[1]).ppid(), signal.SIGKILL)
     wait_for_step(tmp_path, 4)
+    assert lost(run) >= 2
     os.kill(rank(run, 1), signal.SIGKILL)
     wait_for_step(tmp_path, 6)
-    lost = ray_cluster.node_of(workers(run, "sampler")[0])
-    ray_cluster.kill(lost)
-    ray_cluster.add(lost, 3)
+    node = ray_cluster.node_of(workers(run, "sampler")[0])
+    ray_cluster.kill(node)
+    ray_cluster.add(node, 3)
     wait_for_step(tmp_path, 8)
     for process in processes(run, "launch"):
         os.kill(process, signal.SIGKILL)
@@ -136,6 +147,7 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     assert (run / f"checkpoint-{steps(run)}").is_dir() and not processes(run)
     here = rloo("launch", *RUN, "--resume_from_checkpoint=auto", f"--output_dir={run}")
     subprocess.run(here, env=environment_here(), cwd=tmp_path, check=True)
+    assert groups(run) == groups(undisturbed)  # each is trained, once
     assert steps(run) == STEPS and weights(run) == weights(undisturbed)
 
 
