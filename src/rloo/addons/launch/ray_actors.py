@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.addons.launch.local_ranks import BAD_INPUT, free_port
-from rloo.addons.launch.ray_checks import check_address, check_resources
+from rloo.addons.launch.ray_checks import check_resources
 from rloo.addons.launch.ray_workers import KIND_OF, Done, RayRegistry, WorkerActor, logs_of
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
 from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Supervisor, note
@@ -127,8 +127,6 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
 
     if job.servers:  # the key stops others on the network from loading weights into a server
         os.environ.setdefault(KEY, secrets.token_hex(16))
-    given = job.cluster.ray_address
-    check_address(os.environ.get("RAY_ADDRESS") if given in (None, "auto") else given)
     ray.init(address=job.cluster.ray_address)
     try:
         if not job.cluster.ray_autoscaling:

@@ -140,9 +140,11 @@ class RayRegistry(WorkerLoop):
     def _connect(self) -> None:
         try:
             actors = self._actors.connect()
-        except BaseException as error:
+        except Exception as error:  # `open` raises it
+            with self._lock:
+                self._is_closed = True
             self._connected.set_exception(error)
-            raise
+            return
         self._left = {kind: len(some) for kind, some in actors.items()}
         for kind, some in actors.items():
             for actor in some:
