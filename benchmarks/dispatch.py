@@ -28,6 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 SAMPLES, STALENESS = 4, 1
 # Seconds of a server for a group: the minimum, and the average in addition.
 LEAST, BEYOND = 0.2, 0.2
@@ -92,11 +94,12 @@ class Policy:
 
     adapter_rank: int | None = None
     vocabulary = 64
+    dtype = torch.float32
 
     def __init__(self, world: Any, tokenizer: Any) -> None:
         self.world, self.tokenizer = world, tokenizer
 
-    def write(self, folder: Path | None) -> None:
+    def write(self, folder: Path | None, sink: object = None) -> None:
         """Write nothing."""
 
     write_base = write

@@ -16,14 +16,13 @@ import argparse
 import ctypes
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
+
+from benchmarks.processes import run_ranks
 
 TOKENS, TIMES = 4096, 3
 KINDS = ("rank 0", "every rank")
@@ -83,22 +82,6 @@ def run_rank(megabytes: float) -> None:
     world.end()
 
 
-def start_ranks(size: int, command: Sequence[str]) -> list[list[list[Any]]]:
-    """The lists that each of `size` processes prints, one per line in JSON."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = []
-    for rank in range(size):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        environment = {**os.environ, **address, **own, "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    printed = [rank.communicate(timeout=3600)[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"a process of {size} has failed")
-    return [[json.loads(line) for line in text.splitlines()] for text in printed]
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table with a row for each number of processes and each distribution."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gathering")
@@ -111,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("| sampled by | processes | received, MB | needed, MB | received by rank 0, MB ", end="")
     print("| peak memory, MiB | peak memory of rank 0, MiB | s |\n" + "|---" * 8 + "|")
     for size in options.ranks:
-        words = [sys.executable, "-m", "benchmarks.gathering"]
-        printed = start_ranks(size, [*words, "--megabytes", str(options.megabytes)])
+        given = ["--megabytes", str(options.megabytes)]
+        printed = run_ranks(size, "benchmarks.gathering", given, timeout=600)
         for kind in KINDS:
             ranks = [[line[1:] for line in lines if line[0] == kind] for lines in printed]
             medians = [[median(values) for values in zip(*lines, strict=True)] for lines in ranks]

@@ -17,13 +17,12 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-from benchmarks.gathering import start_ranks
+from benchmarks.processes import run_ranks
 
 AFTER, BUCKETS, DDP = "after the backward", "buckets", "DistributedDataParallel"
 WAYS = (AFTER, BUCKETS, DDP)
@@ -132,9 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
         run_rank(options.tokens, options.rounds)
         return
-    command = [sys.executable, "-m", "benchmarks.gradient_sums", "--rounds", str(options.rounds)]
-    command += ["--tokens", *map(str, options.tokens)]
-    printed = start_ranks(options.ranks, command)
+    given = ["--rounds", str(options.rounds), "--tokens", *map(str, options.tokens)]
+    printed = run_ranks(options.ranks, "benchmarks.gradient_sums", given, timeout=3600)
     print("| tokens of a micro-batch | gradients are summed | s | s / s of DDP ", end="")
     print("| CPU s | CPU s / CPU s of DDP |\n" + "|---" * 6 + "|")
     for length in options.tokens:

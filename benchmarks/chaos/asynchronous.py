@@ -19,20 +19,24 @@ from benchmarks.chaos.processes import DEADLINE, Ended, finish, start, to_file, 
 from benchmarks.chaos.results import Trial
 
 FIGURE = (
-    "kill -9 of the process that samples, of one that scores, of a server, of the trainer, at a "
-    "random moment: ends by itself, the trainer's run by the same command, with the groups of an "
-    "undisturbed run; at max_staleness 0 identical"
+    "kill -9 of the process that samples, of one that scores (also such that connect by "
+    "themselves), of a server, of the trainer, at a random moment: ends by itself, the trainer's "
+    "run by the same command, with the groups of an undisturbed run; at max_staleness 0 identical"
 )
-PROMISED = 40
+PROMISED = 60
 # Role -> text in the command line of a process with this role.
 ROLES = {
     "sampler": "rloo.engines.engine_worker:serve",
     "scorer": "rloo.rewards.reward_workers:serve",
     "server": "fake_vllm_program.py",
+    "remote sampler": " worker sample ",
+    "remote scorer": " worker score ",
 }
 KINDS = (
     ("beside", "sampler"), ("beside", "scorer"), ("beside", "trainer"), ("ahead", "sampler"),
     ("ahead", "scorer"), ("ahead", "trainer"), ("served", "server"), ("served", "trainer"),
+    ("remote", "remote sampler"), ("remote", "remote scorer"), ("2 servers", "server"),
+    ("served", "server"),
 )  # fmt: skip
 # Metrics that a kill may change.
 _COUNTED = re.compile(r" (engine/(lost|returned|repeated)|scorers/lost|(idle|queue)/\w+)$")
@@ -101,7 +105,7 @@ def processes_of(process: int, words: str) -> list[int]:
 def differences(rig: Rig, config: str, folder: Path) -> str:
     """The differences of a run from the undisturbed one: of any bit at staleness 0, else of the
     groups and their prompts."""
-    if config == "beside":
+    if config in ("beside", "remote", "2 servers"):
         return rig.differences(config, folder, ignoring=_COUNTED)
     whole, found = told(rig.whole(config)), told(folder / "run")
     if found != whole:

@@ -17,7 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.chaos.processes import Ended, ForkedRank, command, fork, program
+from benchmarks.chaos.processes import (
+    Ended,
+    ForkedRank,
+    command,
+    fork,
+    program,
+    with_workers,
+)
 from rloo.trainer.checkpoint import list_checkpoints
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
@@ -73,23 +80,34 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "keep one": {"save_total_limit": 1},
     "best": {"load_best_model_at_end": True, "save_total_limit": 2},
 }
-# Runs of several processes. The last one uses the real command line.
+# A server like vLLM's.
+_SERVER = Path(__file__).parents[2] / "tests" / "support" / "fake_vllm_program.py"
+_VLLM = {"rollout_engine": "vllm", "engine_kwargs": {"executable": [sys.executable, str(_SERVER)]}}
+# Runs of several processes: with two slices of each row, and with a server for each rank. The last
+# one uses the real command line.
 RANKS: dict[str, dict[str, Any]] = {
     "2 ranks": {"num_processes": 2},
     "3 ranks": {"num_processes": 3, "steps_per_generation": 2, "max_steps": 6},
+    "2 slices": {"num_processes": 2, "parallel_kwargs": {"sp_size": 2}},
+    "2 servers": {"num_processes": 2, **_VLLM},
     "2 real ranks": {"num_processes": 2},
 }
-# Runs in which other processes sample and score. In the last one, a server like vLLM's samples.
-_SERVER = Path(__file__).parents[2] / "tests" / "support" / "fake_vllm_program.py"
+# The run whose workers connect by themselves.
+REMOTE = "remote"
+# Runs in which other processes sample and score. In the last one, a server samples.
 BESIDE: dict[str, dict[str, Any]] = {
     "beside": {"sampler_processes": 1, "async_kwargs": {"reward_workers": 2}, "max_steps": 8},
+    REMOTE: {
+        "sampler_processes": 1,
+        "async_kwargs": {"reward_workers": 1, "remote_workers": "both"},
+        "max_steps": 8,
+    },
     "ahead": {"max_staleness": 2, "async_kwargs": {"reward_workers": 2}, "max_steps": 8},
     "served": {
         "max_staleness": 1,
         "async_kwargs": {"reward_workers": 1},
-        "rollout_engine": "vllm",
-        "engine_kwargs": {"executable": [sys.executable, str(_SERVER)]},
         "max_steps": 8,
+        **_VLLM,
     },
 }
 # A short run of the embedded task by the real command line.
@@ -154,8 +172,10 @@ class Rig:
     ) -> Callable[[], int]:
         """The action for a separate process that runs the command. For configurations in REAL, it
         is a new program."""
-        make = program if config in REAL else command
-        return make(self.arguments(config, folder, **options), prepare)
+        arguments = self.arguments(config, folder, **options)
+        if config == REMOTE:
+            return with_workers(arguments, folder / "run")
+        return (program if config in REAL else command)(arguments, prepare)
 
     def whole(self, config: str) -> Path:
         """The folder of the undisturbed run."""
@@ -197,9 +217,9 @@ class Rig:
             if not (whole / path.name).exists():
                 shutil.rmtree(path)
         found = [d for d in compare_folders(whole, run, Words()) if not SPOKEN.search(d.place)]
-        # Expected differences: paths, rows that a checkpoint keeps for later, output of ranks, and
-        # arguments of the resuming command.
-        kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/rank-"
+        # Expected differences: paths, rows that a checkpoint keeps for later, output of ranks and
+        # servers, and arguments of the resuming command.
+        kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/(rank|vllm)-"
         kept += r"|^(summary|checkpoint-\d+/trainer_state)\.json named\b"
         found = [d for d in found if not (ignoring and ignoring.search(d.place))]
         wrong = [str(d) for d in found if not re.search(kept, d.place)]

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -75,6 +76,15 @@ def program(arguments: list[str], prepare: object) -> Callable[[], int]:
     """The `rloo` command as an action for `fork`, executed as a new program."""
     given = [sys.executable, "-m", "rloo.cli", *arguments]
     return lambda: os.execv(given[0], given)
+
+
+def with_workers(arguments: list[str], run: Path) -> Callable[[], int]:
+    """The `rloo` command as a new program, with two workers that are started again after they
+    die."""
+    rloo = f"{shlex.quote(sys.executable)} -m rloo"
+    loop = f"(until {rloo} worker $kind {shlex.quote(str(run))}; do sleep 0.1; done)"
+    script = f'for kind in sample score; do {loop} & done; exec {rloo} "$@"'
+    return lambda: os.execv("/bin/sh", ["/bin/sh", "-c", script, "sh", *arguments])
 
 
 class ForkedRank:

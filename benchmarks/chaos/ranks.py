@@ -20,7 +20,8 @@ FIGURE = (
 )
 PROMISED = 40
 # Every tenth trial uses the real command line. Half of the trials use --max_restarts.
-FORKED, REAL, EVERY = ("2 ranks", "3 ranks"), "2 real ranks", 10
+FORKED = ("2 ranks", "3 ranks", "2 slices", "2 servers")
+REAL, EVERY = "2 real ranks", 10
 ENDS_WITHIN = 60.0
 
 

@@ -204,6 +204,13 @@ def test_divided_weights_are_saved_by_all_or_not_at_all(divided, folder):
     assert [path.name for path in Path("hangs").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+def test_whole_weights_are_saved_without_the_others_of_a_sequence_group(folder):
+    Path("die-1-4").touch()
+    status, said = train("--output_dir", "run", "--sp_size", "2")
+    assert status == 128 + signal.SIGKILL and "rank 1 was ended by SIGKILL" in said
+    assert Path("run/checkpoint-3").exists(), said
+
+
 def test_a_signal_saves_divided_weights(divided, folder):
     process = start("--output_dir", "run", *DIVIDED)
     metrics = Path("run/metrics.jsonl")

@@ -143,6 +143,27 @@ def test_a_model_that_reads_images_is_refused(make):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "said"),
+    (
+        ({"num_processes": 3}, "dp_shard_size is 2 and num_processes is 3, which it must divide"),
+        ({"parallel": "replicate"}, "dp_shard_size is 2 and parallel is replicate; only fsdp2"),
+        ({"parallel": "zero3"}, "dp_shard_size is 2 and parallel is zero3; only fsdp2"),
+        ({"dp_shard_size": 1}, "dp_shard_size is 1; it must be at least 2; null shards weights"),
+    ),
+)
+def test_groups_of_shards_that_do_not_combine_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        RLOOConfig(
+            **{"parallel": "fsdp2", "dp_shard_size": 2, "use_cpu": True, "bf16": False} | options
+        )
+
+
+def test_a_group_of_shards_needs_its_processes():
+    with pytest.raises(ValueError, match="dp_shard_size is 2 and the number of processes is 1"):
+        make_world(use_cpu=True, divides=True, dp_shard_size=2)
+
+
 def test_an_engine_is_made_with_one_layer_after_the_other(make):
     """Beside its copy there is never all of the model; where that does not fit, it is said."""
     config = Qwen3Config(

@@ -24,6 +24,8 @@ from rloo.cli import EMBEDDED
 from rloo.config.parsing import parse_command_line
 from rloo.engines.vllm.from_options import must_untie, serving_of
 from rloo.engines.vllm.server_process import LocalServer, guarded_environment
+from rloo.engines.weight_store import WeightStore
+from rloo.model.export import PolicyExport
 from rloo.types import Sampling
 from support import training
 from support.chat import add, make_brace_tokenizer, make_talkative_model
@@ -112,6 +114,45 @@ def test_the_embedded_run_learns_and_outlives_its_server(tmp_path):
         trainer.policy.load_into(trainer.engine)
         assert apart(trainer) < 1e-5
     trainer.engine.close()
+
+
+def change_few(policy, seed, share=0.03):
+    """Change few of the values, so much that log-probs move."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            chosen = torch.rand_like(parameter) < share
+            parameter.add_(1.5 * parameter.std().nan_to_num(0.0) * chosen)
+
+
+def test_a_server_loads_deltas_and_repairs_a_damaged_one(tmp_path, capsys):
+    """A version in bfloat16 has the changed values only. The server computes the digest of all."""
+    options = ("rollout_dtype", "bfloat16", "engine_kwargs.weights_dir", str(tmp_path))
+    trainer = RLOOTrainer(args=make_config(tmp_path, *options))
+    policy, engine = trainer.policy, trainer.engine
+    source = PolicyExport(policy, torch.bfloat16)
+    store, tokens = None, list(range(3, 19))
+    for seed in range(5):
+        before = source.logprobs(tokens, tokens)
+        change_few(policy, seed)
+        after = source.logprobs(tokens, tokens)
+        if store is not None and seed == 3:
+            file = sorted(store.path(engine.version).glob("*.safetensors"))[0]
+            data = bytearray(file.read_bytes())
+            data[-1] ^= 1
+            file.write_bytes(data)
+        policy.load_into(engine)
+        store = WeightStore(next(tmp_path.glob("rloo-weights-*")))
+        moved = max(abs(a - b) for a, b in zip(before, after, strict=True))
+        assert moved > 3 * (differs := apart(trainer)), (moved, differs)
+        said = capsys.readouterr().out
+        assert ("it loads the complete weights" in said) == (seed == 3), said
+        assert engine.stats()["engine/lost"] == 0
+        based = store.base(engine.version) is not None
+        assert based == (seed not in (0, 4))  # after a repair a version is complete
+        share = engine.stats().get("engine/changed_share", 0.0)
+        assert share < 0.04 and (share > 0.02) == (seed > 0)
+    engine.close()
 
 
 def test_two_processes_have_a_server_each(tmp_path):

@@ -16,6 +16,8 @@ from urllib.parse import parse_qsl, urlsplit
 import torch
 from safetensors.torch import load_file
 
+from rloo.engines.vllm.server_plugin.rloo_weights import VersionLoader, WrongDigestError
+
 LORA_RANK = 8  # the most that it takes: one of those that vLLM's --max-lora-rank knows
 ROUTES = (
     "/health", "/openapi.json", "/server_info", "/tokenize", "/pause", "/resume", "/weight_info",
@@ -48,7 +50,7 @@ class FakeVLLM:
         self.version, self.calls, self.bodies = "default", [], []
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
-        self.lora_rank = LORA_RANK
+        self.lora_rank, self.extension = LORA_RANK, ""
         self._lock = threading.Lock()
         # Completions that are computed, and whether that is to pause.
         self._changed, self._active, self._paused = threading.Condition(), 0, False
@@ -104,8 +106,14 @@ class FakeVLLM:
         if route == "/update_weight_version":
             self.version = body["new_version"]
         if route == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self._load(Path(body["kwargs"]["weights_path"]))
+            if body["method"] == "load_version":
+                try:
+                    _Worker(self.model).load_version(body["kwargs"]["folder"])
+                except WrongDigestError as error:
+                    raise Status(500, str(error)) from error
+            else:
+                assert body["method"] == "reload_weights"
+                self._load(Path(body["kwargs"]["weights_path"]))
         if route == "/v1/load_lora_adapter":
             from peft import PeftModel
 
@@ -129,6 +137,7 @@ class FakeVLLM:
             "device_config": {"device": "cpu"},
             "scheduler_config": {"max_num_seqs": 64},
             "lora_config": {"max_lora_rank": self.lora_rank} if self.lora else None,
+            "parallel_config": {"worker_extension_cls": self.extension},
         }
         return config
 
@@ -191,6 +200,16 @@ class FakeVLLM:
         span = {"version": self.version, "start": 0, "end": len(tokens)}
         content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in pairs]
         return shown | {"logprobs": {"content": content}, "weight_versions": [span]}
+
+
+class _Worker(VersionLoader):
+    """A worker of the server, with the extension that loads deltas."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+
+    def reload_weights(self, weights_iterator) -> None:
+        self.model.load_state_dict(dict(weights_iterator), strict=False)
 
 
 class Status(Exception):

@@ -52,6 +52,7 @@ class LinkedServers:
     def start(self, started: dict) -> str:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
         from support.fake_vllm import FakeVLLM
 
         folder = started["model"]
@@ -62,6 +63,8 @@ class LinkedServers:
             server.lora_rank, server.settings = 16, {"max_model_len": 512}
             if "--hf-overrides" in started["arguments"]:
                 server.settings["hf_overrides"] = {"tie_word_embeddings": False}
+            if "--worker-extension-cls" in started["arguments"]:
+                server.extension = EXTENSION
             server.calls = _Calls(started["devices"], self)
             self.servers.append(server)
             self.started.append(started)

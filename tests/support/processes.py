@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from rloo import RLOOConfig, RLOOTrainer
-from rloo.distributed.sharded_tensor import full_tensor, shape_of
+from rloo.distributed.sharded_tensor import full_tensor, shape_of, to_local
 from rloo.engines.vllm.from_options import exported
 from rloo.model.memory_estimate import phase_peaks
 from rloo.trainer.build import make_engine
@@ -106,11 +106,20 @@ class RunsOutOfMemory(TrainerCallback):
             hook = model.model.layers[0].mlp.down_proj.weight.register_hook(fail)
 
 
+class ChangesAShard(TrainerCallback):
+    """The last process changes its shard of a weight after a step."""
+
+    def on_step_end(self, args, state, control, model, **_):
+        if os.environ.get("RANK") == "3":
+            to_local(model.model.norm.weight).add_(1e-3)
+
+
 TIED = "tied embeddings"
 RUNS_OUT = "one process runs out of memory, and the step is repeated"
 STOPPED = "stopped by a callback of the main process"
 FAILS = "fails in one process, and is trained again"
 BETWEEN = "fails in one process between the steps of a rollout, and is trained again"
+DIVERGES = "one process has other weights"
 # After its first step, in the middle of what is logged as one.
 GOES_ON = "goes on"
 # By the memory that its engine takes to load what is divided.
@@ -166,6 +175,8 @@ OF_ROWS = (
 # Whose weights may be divided.
 DIVIDED = {name: case for name, case in CASES.items() if name not in OF_ROWS}
 ENDS = {name: (reward, options) for name, (reward, options, _) in environments.ENDS.items()}
+# In two groups of two processes.
+ENDS_IN_GROUPS = {DIVERGES: (mixed, {})}
 
 
 # Saved and taken up again, perhaps by another number of processes.
@@ -180,8 +191,21 @@ HALF = {
 }  # fmt: skip
 
 
-def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RLOOTrainer:
-    cases = CASES | ENDS | {n: (r, HALF | o) for n, (r, o) in RESUMED.items()}
+def make_exact(model: torch.nn.Module) -> None:
+    """Let the norms compute in float64. transformers' norms round to float32, in the backward too:
+    the gradient of a prompt then depends on which of its completions are in the same row."""
+    for parent in [*model.modules()]:
+        for name, norm in parent.named_children():
+            if hasattr(norm, "variance_epsilon"):
+                same = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon).double()
+                same.load_state_dict(norm.state_dict())
+                setattr(parent, name, same)
+
+
+def make(
+    folder: Path, name: str, *, single: bool = False, exact: bool = False, **changed: Any
+) -> RLOOTrainer:
+    cases = CASES | ENDS | ENDS_IN_GROUPS | {n: (r, HALF | o) for n, (r, o) in RESUMED.items()}
     reward, options = cases[name]
     args = RLOOConfig(
         str(folder / name),
@@ -208,8 +232,11 @@ def make(folder: Path, name: str, *, single: bool = False, **changed: Any) -> RL
         model.tie_weights()
     if not single:
         model.double()
+    if exact:
+        make_exact(model)
     callbacks: list = {
         STOPPED: [StopsTheMainOne], BETWEEN: [FailsBetween], RUNS_OUT: [RunsOutOfMemory],
+        DIVERGES: [ChangesAShard],
     }.get(name, [])  # fmt: skip
     return RLOOTrainer(
         model, reward, args, rows, held_out, processing_class=tokenizer, callbacks=callbacks,
@@ -242,8 +269,8 @@ def run(folder: Path, names: list[str], **options: Any) -> None:
         trainer = make(folder, name, **options)
         try:
             output = trainer.train("auto")
-        except (ValueError, ConnectionError) as error:
-            if name in ENDS:
+        except (ValueError, ConnectionError, FloatingPointError) as error:
+            if name in ENDS | ENDS_IN_GROUPS:
                 said = f"{type(error).__name__}: {error}"
                 (folder / name / f"ended-{trainer.world.rank}").write_text(said)
                 continue

@@ -33,15 +33,17 @@ def made_on_fakes():
 
     def make(
         policy, *, servers=1, lora=False, scale_out=False, serving=None, routes=(), served=None,
-        **settings,
+        dtype=torch.float32, extensions=(), **settings,
     ):  # fmt: skip
         served = served or (lambda: (make_model("qwen3", seed=9), make_tokenizer()))
         found = [FakeVLLM(*served(), lora=lora, scale_out=scale_out) for _ in range(servers)]
         closing.extend(found)
         for server in found:
             server.routes += routes
+        for server, extension in zip(found, extensions, strict=False):
+            server.extension = extension
         said = []
-        source = PolicyExport(policy, torch.float32)
+        source = PolicyExport(policy, dtype)
         serving = serving or ServerConfig("m", lora_rank=source.adapter_rank)
         defaults = {"deadline": 60.0, "restarts": 0}
         urls = tuple(server.url for server in found)

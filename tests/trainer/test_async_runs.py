@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from rloo.algorithm.stop_signals import Stopped
 from support.launched_runs import wait_until
+from support.rollouts import speak_twice
 from support.training import equal, make_config, make_trainer, metrics_of, weights
 
 REWARD = "length(target_min=3, target_max=5)"
@@ -31,10 +32,10 @@ def computed(config) -> list[dict]:
     ]
 
 
-def run(folder: Path, **options):
+def run(folder: Path, rollout_func=None, **options):
     """A finished run."""
     config = make_config(folder, logging_steps=1, save_strategy="no", **options)
-    trainer = make_trainer(config, reward=REWARD)
+    trainer = make_trainer(config, reward=REWARD, rollout_func=rollout_func)
     trainer.train()
     return trainer, config
 
@@ -53,6 +54,29 @@ def test_at_staleness_0_another_process_changes_no_bit(tmp_path, options):
         "staleness/max", "staleness/mean",
     }  # fmt: skip
     assert {line["engine/lost"] for line in metrics_of(other) if "engine/lost" in line} == {0}
+
+
+def two_turns(prompts, trainer):
+    """See `speak_twice`."""
+    ids = [trainer.processing_class(text)["input_ids"] for text in prompts]
+    return speak_twice(ids, trainer, [5, 6, 7], (4, 1))[1]
+
+
+@pytest.mark.slow
+def test_a_rollout_func_in_the_background(tmp_path):
+    """Called for each group in a thread, it makes the completions of a call for all prompts; ahead
+    of training, its groups are trained in order, and are not too old."""
+    here, one = run(tmp_path / "here", two_turns, max_steps=4)
+    there, other = run(tmp_path / "there", two_turns, max_steps=4, sampler_processes=1)
+    assert equal(weights(here), weights(there))
+    for line in (lines := [computed(one), computed(other)])[0] + lines[1]:
+        assert line.pop("mismatch/mean") < 1e-6  # a turn is computed without the caches of others
+    assert lines[0] == lines[1]
+    steps = {"max_steps": 8, "num_prompts": 2, "max_staleness": 2, "sampler_processes": 2}
+    _, ahead = run(tmp_path / "ahead", two_turns, **steps)
+    lines = metrics_of(ahead)
+    assert [line["groups/first"] for line in lines] == list(range(0, 16, 2))
+    assert 1 <= max(line["staleness/max"] for line in lines) <= 2
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossCon
 
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
-    dealt = deal(samples, policy.world.size, whole_groups=False, packed=policy.packed)
+    dealt = deal(samples, policy.world.num_row_groups, whole_groups=False, packed=policy.packed)
     old: dict[Key, Tensor] = {}
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], MetricTotals]:

@@ -122,7 +122,8 @@ def all_gather_by_key(values: dict[Key, Tensor], world: World) -> dict[Key, Tens
     """Return the tensors of all ranks by completion key, on this rank's device."""
     if world.collectives is None:
         return values
-    parts = world.all_gather_object({key: value.cpu() for key, value in values.items()})
+    mine = values if world.leads_row_group else {}
+    parts = world.all_gather_object({key: value.cpu() for key, value in mine.items()})
     return {key: value.to(world.device) for part in parts for key, value in part.items()}
 
 

@@ -30,7 +30,7 @@ def update_stage(
     """Make one optimizer step on a part of the rollout's samples, and return the metrics. The first
     of several steps also determines the advantages of the later steps."""
     policy = parts.policy
-    if policy.divides:
+    if policy.in_lockstep:
         with policy.in_step():
             parts.stop.hold()  # all ranks make this step, or none does
     watch = policy.stepper.optimizer.register_step_pre_hook(

@@ -46,7 +46,9 @@ def update(
     computes_all = _computes_all(policy, samples, terms)
     live = [s for s in samples if computes_all or credit.has_reward_variance(s.key)]
     input_tokens = sum(len(s.prompt_ids) + len(s.token_ids) - 1 for s in live)
-    dealt = deal(live, policy.world.size, whole_groups=credit.from_update, packed=policy.packed)
+    dealt = deal(
+        live, policy.world.num_row_groups, whole_groups=credit.from_update, packed=policy.packed
+    )
 
     def compute() -> MetricTotals:
         tally: MetricSums = {}
@@ -79,7 +81,7 @@ def update(
     policy.stepper.finish_sum()
     # With fewer effective samples, the learning rate of the step is lower (VCPO, arXiv 2602.17616).
     scale = math.sqrt(metrics["sampling/effective_share"] if config.async_options.ess_guard else 1)
-    with policy.in_step():
+    with policy.in_step(forward=False):
         return metrics | policy.stepper.step(scale)
 
 

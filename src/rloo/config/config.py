@@ -213,6 +213,7 @@ def in_one_process(config: RLOOConfig) -> RLOOConfig:
         size *= config.num_processes or 1
     return config.with_values(
         num_processes=None,
+        parallel_kwargs={**(config.parallel_kwargs or {}), "dp_shard_size": None, "sp_size": 1},
         per_device_train_batch_size=size,
         max_staleness=0,
         sampler_processes=None,

@@ -79,7 +79,7 @@ _SOURCE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 def load_pretrained(
     auto_class: Any,
-    name: str | Path,
+    name: str | Path | None,
     what: str = "model",
     *,
     knob: str = "model; allow_missing_weights for a new head",
@@ -87,7 +87,8 @@ def load_pretrained(
     **options: Any,
 ) -> Any:
     """The model `auto_class.from_pretrained(name, **options)`, with every weight read from files.
-    Error messages call the model `what` and name the options `knob`.
+    Error messages call the model `what` and name the options `knob`. A `name` is None if the
+    `options` have the weights.
 
     Raises ValueError for weights that are missing, of another shape, unexpected, or saved as
     integers, and names them. With `allow_missing`, missing weights and weights of another shape are
@@ -109,7 +110,7 @@ def load_pretrained(
         raise ValueError(f"{said} ({knob})")
     if found:
         warnings.warn(said, stacklevel=2)
-    if getattr(model.config, "quantization_config", None) is None:
+    if name is not None and getattr(model.config, "quantization_config", None) is None:
         _refuse_integers(model, name, what, options)
     return model
 

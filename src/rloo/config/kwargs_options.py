@@ -123,6 +123,22 @@ class CpuKwargs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelKwargs:
+    """`parallel_kwargs`: the processes that share weights or rows, and the form of sharded
+    checkpoints."""
+
+    dp_shard_size: int | None = key(None,
+        "Number of processes over which fsdp2 shards the weights, with a replica in every group of "
+        "so many processes (HSDP); null: all processes.")
+    sp_size: int = key(1,
+        "Number of processes that compute the same packed rows, each a slice of the tokens "
+        "(sequence parallelism, for long completions).")
+    state_dict_type: Literal["full", "sharded"] = key("full",
+        "Tensors in checkpoints: unsharded (full), or sharded, with the shards that each process "
+        "writes (sharded).")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ToolKwargs:
     """`tool_kwargs`: limits on the replies and the time of tools."""
 
@@ -170,6 +186,11 @@ class MappingsAsValues:
         return CpuKwargs(**_given(self, "cpu_kwargs"))
 
     @property
+    def parallel_options(self) -> ParallelKwargs:
+        """`parallel_kwargs`"""
+        return ParallelKwargs(**_given(self, "parallel_kwargs"))
+
+    @property
     def tool_options(self) -> ToolKwargs:
         """`tool_kwargs`"""
         return ToolKwargs(**_given(self, "tool_kwargs"))
@@ -187,6 +208,7 @@ KWARGS: dict[str, type[Any]] = {
     "eval_kwargs": EvalKwargs,
     "async_kwargs": AsyncKwargs,
     "cpu_kwargs": CpuKwargs,
+    "parallel_kwargs": ParallelKwargs,
     "tool_kwargs": ToolKwargs,
 }
 

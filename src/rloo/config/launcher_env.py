@@ -12,7 +12,6 @@ FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
 # variable of accelerate -> the unsupported feature that it turns on
 _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism_config",
     "ACCELERATE_DYNAMO_BACKEND": "torch.compile",
 }
 _MIXED_PRECISION = "ACCELERATE_MIXED_PRECISION"

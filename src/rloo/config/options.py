@@ -323,12 +323,12 @@ class TrainingOptions(MappingsAsValues):
         "Sharding: none (replicate: each process has all weights), weights, gradients and "
         "optimizer state by torch's fully_shard (fsdp2), or by DeepSpeed: optimizer state (zero1), "
         "also gradients (zero2), also weights (zero3).")
+    parallel_kwargs: dict[str, Any] | None = PROCESSES.rloo(None,
+        "Groups of processes (HSDP, sequence parallelism), and the form of sharded checkpoints, by "
+        "name.", expert=True)
     deepspeed: dict[str, Any] | str | None = PROCESSES.shared(None,
         "Configuration of DeepSpeed: a JSON file, or its content as a mapping; its stage sets "
         "`parallel`.")
-    state_dict_type: Literal["full", "sharded"] = PROCESSES.rloo("full",
-        "Tensors in checkpoints: unsharded (full), or sharded, with the shards that each process "
-        "writes (sharded).", expert=True)
     max_restarts: int = PROCESSES.rloo(0,
         "Number of times that `rloo train` restarts all its processes after a process died.")
     ddp_timeout: int = PROCESSES.shared(1800,

@@ -1,4 +1,4 @@
-"""Checks of tools' options, and of options that cannot be combined with a rollout_func."""
+"""Checks of tools' options."""
 
 from __future__ import annotations
 
@@ -18,13 +18,3 @@ def refuse_in_vain(options: TrainingOptions) -> None:
                 f"{option.name} is {value} and there are no tools, without which it has no effect "
                 "(tools, environment_factory)"
             )
-
-
-def check_rollout_func(options: TrainingOptions) -> None:
-    """Raise ValueError if the options cannot be combined with a rollout_func in this version."""
-    if options.samples_beside:
-        raise ValueError(
-            "there is a rollout_func and completions are sampled beside training, by processes "
-            "that cannot call it in this version (max_staleness 0 and no sampler_processes) "
-            "(rollout_func)"
-        )

@@ -48,6 +48,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "max_tokens_per_micro_batch", "num_threads", "eval_size", "num_generations_eval",
         "save_total_limit", "num_completions_to_print", "lora_r", "lora_alpha", "num_processes",
         "ddp_timeout", "vllm_tensor_parallel_size", "vllm_max_model_length",
+        "parallel_kwargs.sp_size",
         "async_kwargs.reward_workers",
         "max_tool_calling_iterations", "tool_kwargs.max_response_length",
         "dataset_kwargs.size",
@@ -68,6 +69,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "warmup_steps", "max_completion_length", "eval_kwargs.max_completion_length", "ddp_timeout",
         "eval_delay",
     )),
+    ("must be at least 2; null shards weights over all processes, and parallel replicate shards "
+     "nothing", lambda x: x >= 2, ("parallel_kwargs.dp_shard_size",)),
     (f"must be at most {MOST_COMPLETIONS:,}", lambda x: x <= MOST_COMPLETIONS,
      ("num_generations", "num_generations_eval")),
     ("must be above 0", lambda x: x > 0, (
@@ -255,8 +258,10 @@ def _check_model(config: TrainingOptions) -> None:
 
 
 def _check_parallel(config: TrainingOptions) -> None:
+    groups = config.parallel_options
     for name, value, chosen in (
-        ("state_dict_type", "sharded", config.state_dict_type == "sharded"),
+        ("state_dict_type", "sharded", groups.state_dict_type == "sharded"),
+        ("dp_shard_size", groups.dp_shard_size, groups.dp_shard_size is not None),
         ("offload", "params", "params" in config.offload),
     ):
         if chosen and config.parallel != "fsdp2":
@@ -264,7 +269,15 @@ def _check_parallel(config: TrainingOptions) -> None:
                 f"{name} is {value} and parallel is {config.parallel}; only fsdp2 does that "
                 f"({name}, parallel)"
             )
+    for name, size in (("dp_shard_size", groups.dp_shard_size), ("sp_size", groups.sp_size)):
+        if size is not None and config.num_processes is not None and config.num_processes % size:
+            raise ValueError(
+                f"{name} is {size} and num_processes is {config.num_processes}, which it must "
+                f"divide ({name}, num_processes)"
+            )
     deepspeed_config.check(config)
+    if groups.sp_size > 1:
+        _check_sequence_parallel(config)
     if config.parallel == "replicate":
         return
     for name, why in _ONLY_WHOLE.items():
@@ -278,6 +291,21 @@ def _check_parallel(config: TrainingOptions) -> None:
             raise ValueError(
                 f"offload has {word} and parallel is {config.parallel}, {why} (offload, parallel)"
             )
+
+
+def _check_sequence_parallel(config: TrainingOptions) -> None:
+    """Raise ValueError for options that do not combine with slices of packed rows."""
+    size = config.parallel_options.sp_size
+    if config.parallel not in ("replicate", "fsdp2"):
+        raise ValueError(
+            f"sp_size is {size} and parallel is {config.parallel}; slices of rows are computed "
+            "with replicate or fsdp2 (sp_size, parallel)"
+        )
+    if config.packing is False:
+        raise ValueError(
+            f"sp_size is {size} and packing is False; only packed rows are divided into slices "
+            "(sp_size, packing)"
+        )
 
 
 def _check_alone(config: TrainingOptions, switch: str, names: Sequence[str]) -> None:

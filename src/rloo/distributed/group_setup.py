@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,13 +89,71 @@ def connect_alone(device: torch.device) -> None:
         atexit.register(destroy_groups)
 
 
-def device_groups(device: torch.device, timeout: float) -> DeviceMesh:
-    """Return the mesh of all processes (see `World.mesh`). The mesh has a separate group, since
-    collectives in other groups may be abandoned."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardingGroups:
+    """The processes among which weights are sharded. `mesh` has the dimension `dp_shard`, and
+    before it `dp_replicate` if several groups of processes each have all shards (HSDP).
+    `all_ranks` is a group of all processes."""
+
+    mesh: DeviceMesh
+    all_ranks: Any
+
+
+def sharding_groups(
+    device: torch.device, timeout: float, dp_shard_size: int | None = None
+) -> ShardingGroups:
+    """Create the groups of sharded weights: groups of `dp_shard_size` neighbours (None: all
+    processes) among which weights are sharded, and groups of processes that have the same shard.
+    The groups are separate ones, since collectives in other groups may be abandoned. A collective:
+    all processes call it at the same point."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    group = dist.new_group(timeout=timedelta(seconds=timeout))
-    return DeviceMesh.from_group(group, device.type)
+    limit = timedelta(seconds=timeout)
+    everyone = dist.new_group(timeout=limit)
+    size = dist.get_world_size()
+    if dp_shard_size in (None, size):
+        mesh = DeviceMesh.from_group(everyone, device.type, mesh_dim_names=("dp_shard",))
+        return ShardingGroups(mesh, everyone)
+    places = torch.arange(size).view(-1, dp_shard_size)
+    mine: list[Any] = []
+    for groups in (places.T, places):  # of equal shards, and of the shards of one copy
+        made = {tuple(g.tolist()): dist.new_group(g.tolist(), timeout=limit) for g in groups}
+        mine += [group for ranks, group in made.items() if dist.get_rank() in ranks]
+    names = ("dp_replicate", "dp_shard")
+    mesh = DeviceMesh.from_group(mine, device.type, places, mesh_dim_names=names)
+    return ShardingGroups(mesh, everyone)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceGroup:
+    """Process `rank` of `size` processes that compute the same packed rows together."""
+
+    rank: int
+    size: int
+    group: Any
+
+    def all_to_all(self, blocks: Tensor) -> Tensor:
+        """Send block j of (size, ...) to rank j. Returns one block of each rank."""
+        received = torch.empty_like(blocks)
+        dist.all_to_all_single(received, blocks, group=self.group)
+        return received
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        """The values of every rank of the group, (size, ...)."""
+        found = values.new_empty(self.size, *values.shape)
+        dist.all_gather(list(found), values, group=self.group)
+        return found
+
+
+def sequence_group(rank: int, size: int, sp_size: int, timeout: float) -> SequenceGroup:
+    """Divide `size` processes into groups of `sp_size` neighbours, and return the group of `rank`.
+    A collective: all processes call it at the same point."""
+    limit = timedelta(seconds=timeout)
+    groups = [
+        dist.new_group(list(range(first, first + sp_size)), timeout=limit)
+        for first in range(0, size, sp_size)
+    ]
+    return SequenceGroup(rank % sp_size, sp_size, groups[rank // sp_size])
 
 
 def add_started(work: Any, group: Any) -> None:

@@ -43,17 +43,24 @@ def sharding(tensor: Tensor) -> Sharding | None:
         piece = found.ds_tensor.detach().view(-1)[:count]
         return Sharding(piece, step, found.ds_shape, rank, found.ds_process_group)
     if hasattr(tensor, "device_mesh"):
-        mesh = found.device_mesh
-        rows = -(-len(found) // mesh.size())
+        mesh, dim = found.device_mesh, found.device_mesh.ndim - 1  # replicas, if any, come first
+        rows = -(-len(found) // mesh.size(dim))
         step = rows * (found.numel() // len(found)) if len(found) else 0
         piece = found.detach().to_local().view(-1)
-        return Sharding(piece, step, found.shape, mesh.get_local_rank(), mesh.get_group())
+        return Sharding(piece, step, found.shape, mesh.get_local_rank(dim), mesh.get_group(dim))
     return None
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether `tensor` is sharded over the processes."""
     return hasattr(tensor, "device_mesh") or hasattr(tensor, "ds_tensor")
+
+
+def shard_count(tensor: Tensor) -> int:
+    """The number of processes that each have a different shard of a tensor: 1 if all have the
+    tensor."""
+    found = sharding(tensor)
+    return 1 if found is None else dist.get_world_size(found.group)
 
 
 def to_local(tensor: Tensor) -> Tensor:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from rloo.distributed.gradient_buckets import GradientBuckets
+    from rloo.distributed.group_setup import SequenceGroup, ShardingGroups
     from rloo.distributed.process_group import Collectives
     from rloo.distributed.remote_pool import Registry
 
@@ -29,8 +31,9 @@ REGISTRY = "RLOO_WORKER_REGISTRY"
 @dataclass(frozen=True, slots=True)
 class World:
     """Process `rank` of `size`, which computes on `device`. `collectives` connect this process to
-    the others. `device_groups` is the mesh of all processes if weights are sharded. Workers that
-    are started outside of the run connect to the `worker_registry` of the main process.
+    the others. `device_groups` has the mesh of all processes if weights are sharded. Under sequence
+    parallelism, `sequence_group` are the processes that compute the same rows. Workers that are
+    started outside of the run connect to the `worker_registry` of the main process.
 
     Every method but `share`, `fail` and `gradient_buckets` is a collective: all processes call it
     at the same point, with values of the same form, and get the same result. A single process gets
@@ -42,8 +45,29 @@ class World:
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = None
-    device_groups: DeviceMesh | None = None
+    device_groups: ShardingGroups | None = None
     worker_registry: Registry | None = None
+    sequence_group: SequenceGroup | None = None
+
+    @property
+    def num_row_groups(self) -> int:
+        """The number of groups of processes that compute different rows: without sequence
+        parallelism, each process is a group."""
+        return self.size // self._group_size
+
+    @property
+    def row_group(self) -> int:
+        """The index of this process's group."""
+        return self.rank // self._group_size
+
+    @property
+    def leads_row_group(self) -> bool:
+        """Whether this process reports the results that its group has in common."""
+        return self.rank % self._group_size == 0
+
+    @property
+    def _group_size(self) -> int:
+        return 1 if self.sequence_group is None else self.sequence_group.size
 
     @property
     def is_main(self) -> bool:
@@ -77,14 +101,19 @@ class World:
     def run_on_all_ranks(
         self, work: Callable[[], T], then: Callable[[], object] = lambda: None
     ) -> list[T]:
-        """The results of `work` in every process. If one process runs out of memory, all raise
+        """The results of `work` in every process; with sequence parallelism, one for each group of
+        processes, whose results are equal. If one process runs out of memory, all raise
         torch.OutOfMemoryError, so that all react in the same way. `then` starts collectives; it is
         called before results are exchanged, also if `work` ran out of memory."""
         if self.collectives is None:
             return [work()]
-        if (
-            self.device_groups is not None
-        ):  # if one runs out of memory, the others hang in a collective of `work`
+        # If one runs out of memory, the others hang in a collective of `work`.
+        if self.sequence_group is not None:
+            mine = [work()]
+            then()
+            found = self.all_gather_object(mine if self.leads_row_group else [])
+            return [result for results in found for result in results]
+        if self.device_groups is not None:
             return self.all_gather_object(work())
         import torch
 
@@ -130,7 +159,17 @@ class World:
             )
 
     def mesh(self) -> DeviceMesh:
-        """The one-dimensional mesh of all processes, with its own group, for sharded weights."""
+        """The mesh of all processes, with its own groups, for sharded weights. It has one
+        dimension, or two under HSDP: replicas and shards."""
+        return self._sharding_groups.mesh
+
+    def mesh_group(self) -> ProcessGroup:
+        """The group of all processes of the mesh."""
+        group: ProcessGroup = self._sharding_groups.all_ranks
+        return group
+
+    @property
+    def _sharding_groups(self) -> ShardingGroups:
         assert self.device_groups is not None, "parallel"
         return self.device_groups
 
@@ -203,13 +242,24 @@ def make_world(
     use_cpu: bool,
     timeout: float = 1800.0,
     divides: bool = False,
+    dp_shard_size: int | None = None,
+    sp_size: int = 1,
     workers: str | None = None,
 ) -> World:
     """The World of this process, on the device of `device_here`. A process waits at most `timeout`
     seconds for the others. `divides`: whether weights are sharded, also with a single process.
-    `workers` is the folder in which remote workers find the main process's address; None if there
-    are no remote workers. The environment variable REGISTRY replaces the registry."""
-    world = _connected(use_cpu, timeout, divides)
+    Weights are sharded over `dp_shard_size` neighbouring processes; None: over all of them.
+    `sp_size` neighbouring processes compute the same rows (sequence parallelism). `workers` is the
+    folder in which remote workers find the main process's address; None if there are no remote
+    workers. The environment variable REGISTRY replaces the registry."""
+    sizes = {"dp_shard_size": dp_shard_size or process_count(), "sp_size": sp_size}
+    for name, number in sizes.items():
+        if process_count() % number:
+            raise ValueError(
+                f"{name} is {number} and the number of processes is {process_count()}, which it "
+                f"must divide ({name}, num_processes)"
+            )
+    world = _connected(use_cpu, timeout, sizes["dp_shard_size"] if divides else None, sp_size)
     if workers is None or not world.is_main:
         return world
     if name := os.environ.get(REGISTRY):
@@ -221,14 +271,15 @@ def make_world(
     return replace(world, worker_registry=WorkerRegistry(Path(workers).absolute(), host))
 
 
-def _connected(use_cpu: bool, timeout: float, divides: bool) -> World:
+def _connected(use_cpu: bool, timeout: float, dp_shard_size: int | None, sp_size: int) -> World:
+    """The World without workers. `dp_shard_size` is None if weights are not sharded."""
     import torch
 
     device = device_here(use_cpu=use_cpu)
     rank, size = process_rank(), process_count()
-    if size == 1 and not divides:
+    if size == 1 and dp_shard_size is None:
         return World(device)
-    from rloo.distributed.group_setup import connect_alone, device_groups
+    from rloo.distributed.group_setup import connect_alone, sequence_group, sharding_groups
     from rloo.distributed.process_group import connect
 
     if "OMP_NUM_THREADS" not in os.environ:
@@ -243,7 +294,8 @@ def _connected(use_cpu: bool, timeout: float, divides: bool) -> World:
         torch.cuda.set_device(device)
     if size == 1:
         connect_alone(device)
-        return World(device, device_groups=device_groups(device, timeout))
-    links = connect(rank, size, timeout, device, watched=divides)
-    lines = device_groups(device, timeout) if divides else None
-    return World(device, rank, size, links, lines)
+        return World(device, device_groups=sharding_groups(device, timeout))
+    links = connect(rank, size, timeout, device, watched=dp_shard_size is not None or sp_size > 1)
+    lines = sharding_groups(device, timeout, dp_shard_size) if dp_shard_size else None
+    shared = sequence_group(rank, size, sp_size, timeout) if sp_size > 1 else None
+    return World(device, rank, size, links, lines, sequence_group=shared)

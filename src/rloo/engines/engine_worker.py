@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rloo import kernels
 from rloo.config.file_checks import load_pretrained
 from rloo.distributed.pytree import decode, encode
 from rloo.engines.serialization import pack
+from rloo.engines.vllm.server_plugin.rloo_weights import VersionReader
 from rloo.kernels import cpu_matmul, gpu_kernels
 from rloo.model.model_loading import copy_from_file, load_processing_class, load_weights
 from rloo.types import Engine, Prompt, Sampling
@@ -76,13 +78,15 @@ class EngineWorker:
     def _load(self, folder: str, version: int) -> None:
         from rloo.engines.engine_registry import EngineInputs, build_engine
 
-        how = self._how
+        how, reader = self._how, VersionReader(Path(folder))
+        tensors = reader.read() if reader.is_verified else None
         if self._model is None:
             module, name = how.model
             kind = getattr(importlib.import_module(module), name)
-            self._model = load_pretrained(kind, folder, dtype=torch.float32).to(how.device)
+            self._model = load_pretrained(kind, reader.root, dtype=torch.float32).to(how.device)
             copy_from_file(self._model)
-            self._tokenizer = load_processing_class(folder, trust=how.trust_remote_code)
+            trust = how.trust_remote_code
+            self._tokenizer = load_processing_class(str(reader.root), trust=trust)
             inputs = EngineInputs(
                 self._model,
                 how.pad_token_id,
@@ -90,9 +94,9 @@ class EngineWorker:
                 dtype=getattr(torch, how.dtype) if how.dtype else None,
             )
             self._engine, _ = build_engine(how.engine, inputs)
-        else:
-            load_weights(self._model, folder)
         assert self._engine is not None
+        if tensors is not None or self._engine.version >= 0:
+            load_weights(self._model, reader.root, tensors)
         self._engine.load(self._model.named_parameters, version)
 
     def _sample(self, rows: list[Any], given: dict[str, Any]) -> bytes:

@@ -30,8 +30,11 @@ from rloo.distributed.worker_pool import Calls, Pool, call_once, wait_result
 from rloo.engines.engine_worker import EngineWorkerConfig
 from rloo.engines.sampling import check_request, refuse_images, sample_indices
 from rloo.engines.serialization import unpack
+from rloo.engines.vllm.server_plugin.rloo_weights import WrongDigestError
+from rloo.engines.weight_delta import DeltaWriter
 from rloo.engines.weight_store import WeightStore
 from rloo.kernels import cpu_matmul, gpu_kernels
+from rloo.model.export import LayerSink
 from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling, Weights
 
 
@@ -40,8 +43,9 @@ class WeightExporter(Protocol):
 
     world: World
 
-    def write(self, folder: Path | None) -> None:
-        """Write model and tokenizer in the main process; other ranks pass None. A collective."""
+    def write(self, folder: Path | None, sink: LayerSink | None = None) -> None:
+        """Write model and tokenizer in the main process, layers to `sink` if given; other ranks
+        pass None. A collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +53,14 @@ class RemoteEngineConfig:
     """The `size` workers of a `RemoteEngine`: from a `worker_registry` if given, otherwise started
     by the run. `seconds` is the deadline of a call and of a worker's start. Weights are written to
     `folder` (None: to this machine's shared memory or temporary folder). A version of the weights
-    needs `room` bytes."""
+    needs `room` bytes. With `deltas`, only changed tensors are written where possible."""
 
     size: int = 1
     worker_registry: Registry | None = None
     seconds: float = 1800.0
     folder: Path | None = None
     room: int = 0
+    deltas: bool = False
 
     def make(self, how: EngineWorkerConfig) -> Pool:
         """A pool of workers with this configuration."""
@@ -100,7 +105,8 @@ class RemoteEngine:
                     self._crew.submit(partial(call_once, b"", state.seconds))
                 workers, name = self._workers, secrets.token_hex(4)
                 state.versions = WeightStore.made_in(workers.folder, name, workers.room)
-            folder = state.versions.write(version, self._source.write)
+                state.deltas = DeltaWriter(state.versions) if workers.deltas else None
+            folder = (state.deltas or state.versions).write(version, self._source.write)
             # Workers that a launcher started choose their number of threads themselves.
             threads = None if self._workers.worker_registry else torch.get_num_threads()
             state.publish(version, folder, threads)
@@ -150,9 +156,11 @@ class RemoteEngine:
             self._crew.cancel_pending()
 
     def stats(self) -> dict[str, float]:
-        """How often a worker was lost, a worker returned, and a request was repeated."""
+        """How often a worker was lost, a worker returned, and a request was repeated, and the size
+        of the last version of the weights, if it was written as a delta."""
         lost = float(self._crew.lost) if self._crew else 0.0
-        return dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
+        counts = dict.fromkeys(("engine/lost", "engine/returned", "engine/repeated"), lost)
+        return counts | (self._state.deltas.stats if self._state.deltas else {})
 
     def busy_seconds(self) -> float:
         """The seconds of sampling so far, as a mean over the workers."""
@@ -165,6 +173,7 @@ class _State:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.versions: WeightStore | None = None
+        self.deltas: DeltaWriter | None = None
         # The newest version, its folder, and the number of threads to sample with.
         self.wanted: tuple[int, Path, int | None] | None = None
         # The versions that workers have loaded, or are loading.
@@ -185,6 +194,15 @@ class _State:
             assert self.wanted is not None, "load comes first"
             self.loading[worker] = self.wanted[0]
             return self.wanted
+
+    def repair(self, worker: object) -> tuple[int, Path]:
+        """Write the newest version completely, for a worker that refused a delta. Return the
+        version and its folder. The version may be newer than that of `take`."""
+        with self._lock:
+            assert self.deltas is not None, "only deltas have a digest"
+            version, folder = self.deltas.write_complete()
+            self.loading[worker] = version
+            return version, folder
 
 
 class _JoinedCompletions:
@@ -309,7 +327,12 @@ def _ask(state: _State, message: bytes, worker: object) -> Calls[list[list[Compl
         wanted = {"load": str(folder), "version": version, "threads": threads}
         wanted |= {"onednn": cpu_matmul.in_use(), "cpu_kernels": kernels.in_use()}
         wanted["torch_compile"] = gpu_kernels.in_use()
-        yield encode(wanted), state.seconds
+        try:
+            yield encode(wanted), state.seconds
+        except WrongDigestError:
+            version, folder = state.repair(worker)
+            wanted |= {"load": str(folder), "version": version}
+            yield encode(wanted), state.seconds
         state.loaded[worker] = version
     said = decode((yield message, state.seconds))
     if said["version"] != version:

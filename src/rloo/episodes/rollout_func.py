@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -51,6 +52,47 @@ class SampledTurn:
         return cls(list(c.token_ids), c.finish, policy, behavior, c.weight_versions)
 
 
+# The arguments and the result of `Engine.sample`.
+SampleFunc = Callable[[Sequence[Prompt], NumSamples, Sampling, int], list[list[Completion]]]
+
+
+@dataclass(slots=True, eq=False)
+class FunctionCall:
+    """A call of the function for the completions `rows`. `sample` samples their turns. `version` is
+    the version of the engine's weights at the start of a call in the background."""
+
+    rows: Sequence[_Row]
+    sampling: Sampling
+    noise: int
+    sample: SampleFunc
+    version: int | None = None
+    turns: int = 0
+    # The turns of each row; the turns of rows that are no completions have the key None.
+    spans: dict[int | None, list[WeightVersions]] = field(default_factory=dict)
+
+    def record(self, places: Sequence[int | None], turns: Sequence[SampledTurn]) -> None:
+        """Record the versions of the weights that sampled `turns`, which belong to the completions
+        `places`."""
+        for place, turn in zip(places, turns, strict=True):
+            self.spans.setdefault(place, []).append(turn.weight_versions)
+
+    def weight_versions(self, place: int, tokens: int) -> WeightVersions:
+        """The versions that sampled the `tokens` trained tokens of a completion. If the turns of
+        this completion have another number of tokens, in the background: the oldest version that
+        may have sampled them."""
+        spans = tuple(span for turn in self.spans.get(place, ()) for span in turn)
+        if tokens and sum(count for _, count in spans) == tokens:
+            return spans
+        if self.version is None:
+            return ()
+        used = [v for turns in self.spans.values() for turn in turns for v, _ in turn]
+        return ((min([self.version, *used]), tokens),)
+
+
+# The call that the present thread, or the present task of an event loop, runs.
+current_call: ContextVar[FunctionCall | None] = ContextVar("rloo_rollout_func", default=None)
+
+
 class RolloutFuncEngine:
     """An engine whose completions are made by `function(prompts, trainer)`. `trainer()` returns the
     trainer. Inside the function, `turn` samples with the engine `inner`, and `rows` are the prompts
@@ -68,9 +110,8 @@ class RolloutFuncEngine:
         # Reward functions get the function's results, which only this process has.
         self.capabilities: EngineCapabilities = replace(inner.capabilities, whole_groups=True)
         self.version = inner.version
-        self.rows: Sequence[Prompt] = ()
-        self._now: tuple[Sampling, int, list[_Row]] | None = None
-        self._turns = 0
+        # The call of `sample` that runs.
+        self._foreground: FunctionCall | None = None
 
     def load(self, weights: Weights, version: int) -> None:
         """Load the weights into the inner engine."""
@@ -81,50 +122,70 @@ class RolloutFuncEngine:
         """The statistics of the inner engine."""
         return self._inner.stats()
 
+    @property
+    def rows(self) -> Sequence[Prompt]:
+        """The prompts of the call of the function, in its order; outside the function none."""
+        call = self._call()
+        return () if call is None else [prompt for prompt, _ in call.rows]
+
     def turn(self, rows: Sequence[list[int]], max_tokens: int | None = None) -> list[SampledTurn]:
         """Sample one completion for each row of tokens, with the current weights and sampling
         options. A completion has at most `max_tokens` tokens (None: the limit of a completion). If
         there are as many rows as prompts of the function, the noise depends on the prompts and not
         on the process. Otherwise the noise depends on the index of a row in this process. Raises
         RuntimeError outside the function."""
-        sampling, noise, own = self._called()
-        sampling = replace(sampling, max_tokens=max_tokens or sampling.max_tokens)
-        self._turns += 1
-        noise = noise_key(noise, "turn", self._turns)
+        call = self._called()
+        own, places = call.rows, [*range(len(rows))]
+        sampling = replace(call.sampling, max_tokens=max_tokens or call.sampling.max_tokens)
+        call.turns += 1
+        noise = noise_key(call.noise, "turn", call.turns)
         if len(rows) != len(own):
             first, number = own[0]  # no other process has this completion
             noise = noise_key(noise, f"from completion {number} of", first.noise_id)
-            own = [(Prompt(place, [], ""), 0) for place in range(len(rows))]
+            own, places = [(Prompt(place, [], ""), 0) for place in places], []
         prompts = [
             Prompt(prompt.id, row, "", epoch=prompt.epoch)
             for (prompt, _), row in zip(own, rows, strict=True)
         ]
         numbers = [range(number, number + 1) for _, number in own]
-        return self._sample(prompts, numbers, sampling, noise)
+        turns = _sample(call, prompts, numbers, sampling, noise)
+        call.record(places or [None] * len(turns), turns)
+        return turns
 
     def go_on(self, rows: Sequence[Prompt]) -> list[SampledTurn]:
         """Sample the next turn of each row. The `id` of a row is the index of its prompt among the
         function's prompts. The last `offset` tokens of a row are its completion so far. The noise
         depends on prompt and offset, not on the order of the rows. See `turn`."""
-        sampling, noise, own = self._called()
-        prompts = [replace(row, id=own[row.id][0].id, epoch=own[row.id][0].epoch) for row in rows]
-        numbers = [range(own[row.id][1], own[row.id][1] + 1) for row in rows]
-        return self._sample(prompts, numbers, sampling, noise)
-
-    def _sample(
-        self, prompts: Sequence[Prompt], numbers: NumSamples, sampling: Sampling, noise: int
-    ) -> list[SampledTurn]:
-        """One completion per prompt; equal prompts are computed once."""
-        known: dict[Any, Prompt] = {}
-        rows = [known.setdefault((p.noise_id, p.offset, *p.token_ids), p) for p in prompts]
-        return [
-            SampledTurn.of(turn) for (turn,) in self._inner.sample(rows, numbers, sampling, noise)
+        call, places = self._called(), [row.id for row in rows]
+        own = [call.rows[place] for place in places]
+        prompts = [
+            replace(row, id=prompt.id, epoch=prompt.epoch)
+            for row, (prompt, _) in zip(rows, own, strict=True)
         ]
+        numbers = [range(number, number + 1) for _, number in own]
+        turns = _sample(call, prompts, numbers, call.sampling, call.noise)
+        call.record(places, turns)
+        return turns
 
-    def _called(self) -> tuple[Sampling, int, list[_Row]]:
-        if self._now is None:
+    def _call(self) -> FunctionCall | None:
+        """The call of the function that this thread belongs to. A thread that the function has
+        started belongs to the call of `sample`."""
+        return self._foreground
+
+    def _called(self) -> FunctionCall:
+        call = self._call()
+        if call is None:
             raise RuntimeError("turn and go_on are for rollout_func, while it is called")
-        return self._now
+        return call
+
+    def _completions(self, call: FunctionCall) -> list[Completion]:
+        """The completions of the function for `call`."""
+        token = current_call.set(call)
+        try:
+            given = self._function([prompt.content for prompt, _ in call.rows], self._trainer())
+        finally:
+            current_call.reset(token)
+        return _Given.of(given, len(call.rows)).completions(call, self._vocabulary)
 
     def sample(
         self, prompts: Sequence[Prompt], samples: NumSamples, sampling: Sampling, noise: int
@@ -133,21 +194,30 @@ class RolloutFuncEngine:
         completion, and is not called if there are no completions. Raises ValueError for invalid
         completions."""
         numbers = sample_indices(samples, prompts)
-        keyed = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
-        rows = [prompt for prompt, _ in keyed]
-        self._now, self._turns, self.rows = (sampling, noise, keyed), 0, rows
+        rows = [(p, number) for p, own in zip(prompts, numbers, strict=True) for number in own]
+        self._foreground = FunctionCall(rows, sampling, noise, self._inner.sample)
         try:
             with kept_across_turns(self._inner):  # all ranks that share an engine enter together
-                if not keyed:
-                    return [[] for _ in prompts]
-                given = self._function([prompt.content for prompt in rows], self._trainer())
+                flat = iter(self._completions(self._foreground) if rows else [])
         finally:
-            self._now, self.rows = None, ()
-        flat = iter(_Given.of(given, len(rows)).completions(rows, sampling, self._vocabulary))
+            self._foreground = None
         groups = [[next(flat) for _ in own] for own in numbers]
         for prompt, group in zip(prompts, groups, strict=True):
-            _require_one_prompt(prompt, group)
+            require_one_prompt(prompt, group)
         return groups
+
+
+def _sample(
+    call: FunctionCall,
+    prompts: Sequence[Prompt],
+    numbers: NumSamples,
+    sampling: Sampling,
+    noise: int,
+) -> list[SampledTurn]:
+    """One completion per prompt; equal prompts are computed once."""
+    known: dict[Any, Prompt] = {}
+    rows = [known.setdefault((p.noise_id, p.offset, *p.token_ids), p) for p in prompts]
+    return [SampledTurn.of(turn) for (turn,) in call.sample(rows, numbers, sampling, noise)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +247,11 @@ class _Given:
                 )
         return cls(lists, {n: v for n, v in given.items() if n not in _OF_TOKENS})
 
-    def completions(
-        self, rows: Sequence[Prompt], sampling: Sampling, vocabulary: int
-    ) -> list[Completion]:
-        return [self._one(n, prompt, sampling, vocabulary) for n, prompt in enumerate(rows)]
+    def completions(self, call: FunctionCall, vocabulary: int) -> list[Completion]:
+        return [self._one(n, call, vocabulary) for n in range(len(call.rows))]
 
-    def _one(self, n: int, prompt: Prompt, sampling: Sampling, vocabulary: int) -> Completion:
+    def _one(self, n: int, call: FunctionCall, vocabulary: int) -> Completion:
+        (prompt, _), sampling = call.rows[n], call.sampling
         if FAILED in self.lists and self.lists[FAILED][n] is not None:
             why = str(self.lists[FAILED][n])
             lost = Episode(None, turns=0, calls=0, errors=0, seconds=0.0, failed=why)
@@ -220,7 +289,8 @@ class _Given:
             prompt=prompt if begin == prompt.token_ids else replace(prompt, token_ids=begin),
             columns={name: _of(values, n) for name, values in self.columns.items()},
         )  # fmt: skip
-        return Completion(ids, finish, known, known, trained=tuple(mask), episode=episode)
+        versions = call.weight_versions(n, sum(mask))
+        return Completion(ids, finish, known, known, versions, trained=tuple(mask), episode=episode)
 
 
 def _number(value: Any) -> float:
@@ -235,7 +305,8 @@ def _of(values: Any, n: int) -> Any:
     return values[n] if n < len(values) else None
 
 
-def _require_one_prompt(prompt: Prompt, group: Sequence[Completion]) -> None:
+def require_one_prompt(prompt: Prompt, group: Sequence[Completion]) -> None:
+    """Raise ValueError if completions of a prompt begin with different tokens."""
     begun = {tuple(c.episode.prompt.token_ids) for c in group if c.episode and c.episode.prompt}
     if len(begun) > 1:
         raise ValueError(other_prompt(prompt.id))

@@ -11,7 +11,7 @@ from torch import Tensor
 from rloo.kernels.c_build import library
 
 # The arguments of each function, as letters of `_TYPES`: tensors or pointers to structures (t),
-# integers (l), floats (f), and shapes (h, a). The result follows an arrow.
+# integers (l, u unsigned), floats (f), and shapes (h, a). The result follows an arrow.
 _SIGNATURES = {
     "rms_norm": "tttt llf",
     "rms_norm_backward": "ttttttt ll",
@@ -19,6 +19,7 @@ _SIGNATURES = {
     "gated_unit_backward": "ttttt l",
     "sum_of_squares": "tt l",
     "round_to_bfloat16": "tt l",
+    "changed_values": "tttttt lllu -> l",
     "rotary": "tttttt h",
     "rotary_backward": "ttttttttt h",
     "log_softmax": "tttttt llf",
@@ -60,6 +61,7 @@ class AttentionShape(ctypes.Structure):
 _TYPES = {
     "t": ctypes.c_void_p,
     "l": ctypes.c_long,
+    "u": ctypes.c_ulong,
     "f": ctypes.c_float,
     "h": ctypes.POINTER(HeadShape),
     "a": ctypes.POINTER(AttentionShape),

@@ -84,6 +84,89 @@ void round_to_bfloat16(const float *x, float *y, long count)
     }
 }
 
+#define PIECE 128 /* values that are compared at once */
+#define PLACES (1 << 16) /* values of which a place has 16 bits; a multiple of PIECE */
+#define WORDS (1 << 15) /* words of a block of the digest; a multiple of PIECE / 4 */
+
+/* The upper halves of float32, rounded as in `round_to_bfloat16`. */
+static inline void round_piece(const uint32_t *from, uint16_t *to, long count)
+{
+    for (long i = 0; i < count; i++) {
+        const uint32_t bits = from[i], near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+        to[i] = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : near;
+    }
+}
+
+/* A bit for each of the first `count` values, at most 64, that differ. */
+static inline uint64_t differing(const uint16_t *now, const uint16_t *before, long count)
+{
+    uint64_t found = 0;
+#ifdef __AVX512BW__
+    for (long i = 0; i < count; i += 32) {
+        const __mmask32 all_of = count - i < 32 ? (1u << (count - i)) - 1 : ~0u;
+        found |= (uint64_t)_mm512_cmpneq_epi16_mask(_mm512_maskz_loadu_epi16(all_of, now + i),
+                                                    _mm512_maskz_loadu_epi16(all_of, before + i))
+                 << i;
+    }
+#else
+    for (long i = 0; i < count; i++)
+        found |= (uint64_t)(now[i] != before[i]) << i;
+#endif
+    return found;
+}
+
+/* Sets `before`, `count` values of 16 bits, to `now`: such values or, if `rounds`, float32, which
+   is rounded to bfloat16. `changes` has a word for each changed value, the value above its place
+   in its PLACES, and `counts` the number of changes for each PLACES; `changes` is complete if there
+   are at most `room`, and needs PIECE words more. `digest` is that of rloo_weights.py, with its
+   `weights` and `step`. Returns the number of changes. */
+long changed_values(const void *now, uint16_t *before, uint32_t *changes, int32_t *counts,
+                    const uint64_t *weights, uint64_t *digest, long count, long room, long rounds,
+                    unsigned long step)
+{
+    uint16_t rounded[PIECE] __attribute__((aligned(64)));
+    uint64_t total = 2 * count, sum = 0, tail = 0;
+    long found = 0;
+    memset(counts, 0, sizeof *counts * ((count + PLACES - 1) / PLACES));
+    for (long from = 0; from < count; from += PIECE) {
+        const long size = smaller(count - from, PIECE), words = size / 4;
+        const uint16_t *piece = (const uint16_t *)now + from;
+        if (rounds) {
+            round_piece((const uint32_t *)now + from, rounded, size);
+            piece = rounded;
+        }
+        const uint64_t *factors = weights + from / 4 % WORDS;
+        for (long i = 0; i < words; i++) {
+            uint64_t word;
+            memcpy(&word, piece + 4 * i, sizeof word);
+            sum += word * factors[i];
+        }
+        if ((from + size) / 4 % WORDS == 0 && words) {
+            total = total * step + sum;
+            sum = 0;
+        }
+        memcpy(&tail, piece + 4 * words, sizeof *piece * (size % 4));
+        for (long part = 0; part < size; part += 64) {
+            const uint16_t *values = piece + part;
+            uint16_t *old = before + from + part;
+            uint32_t *to = changes + (found <= room ? found : 0);
+            const uint32_t first = (from + part) % PLACES;
+            uint64_t bits = differing(values, old, smaller(size - part, 64));
+            counts[from / PLACES] += __builtin_popcountl(bits);
+            found += __builtin_popcountl(bits);
+            for (; bits; bits &= bits - 1) {
+                const uint32_t place = __builtin_ctzl(bits);
+                old[place] = values[place];
+                *to++ = (uint32_t)values[place] << 16 | (first + place);
+            }
+        }
+    }
+    if (count / 4 % WORDS)
+        total = total * step + sum;
+    *digest = total * step + tail;
+    return found;
+}
+
 /* Sums of squares of SQUARES numbers each. */
 void sum_of_squares(const float *x, double *sums, long count)
 {

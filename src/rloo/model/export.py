@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -31,36 +31,68 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 Named = Iterable[tuple[str, Tensor]]
 
 
+class LayerSink(Protocol):
+    """Receives exported layers in the main process. `complete` is whether every tensor is written,
+    so that the folder needs a model's configuration and tokenizer. A sink that `rounds` receives
+    float32 tensors of the host as they are, and rounds them to bfloat16."""
+
+    complete: bool
+    rounds: bool
+
+    def save(self, tensors: dict[str, Tensor]) -> None:
+        """Receive the tensors of a layer, under the hub's names."""
+
+    def finish(self) -> None:
+        """Called after the last layer."""
+
+
+class CompleteFiles:
+    """Writes every layer into `folder` as safetensors: one file per layer and an index."""
+
+    complete, rounds = True, False
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._places: dict[str, str] = {}
+        self._files = self._total = 0
+
+    def save(self, tensors: dict[str, Tensor]) -> None:
+        """See `LayerSink`."""
+        file = f"model-{self._files:05d}.safetensors"
+        save_file(tensors, self._folder / file, metadata={"format": "pt"})
+        self._files += 1
+        self._places |= dict.fromkeys(tensors, file)
+        self._total += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> None:
+        """See `LayerSink`."""
+        index = {"metadata": {"total_size": self._total}, "weight_map": self._places}
+        (self._folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
+
+
 def export_weights(
-    folder: Path | None,
+    sink: LayerSink | None,
     model: PreTrainedModel,
     named: Named,
     dtype: torch.dtype,
     *,
     untie: bool = False,
 ) -> None:
-    """Write the weights `named` (names as in `model`) into `folder` as safetensors: one file per
-    layer and an index. Names and shapes are those of the hub. Floating-point weights are cast to
-    `dtype`. With sharded weights this is a collective. A rank that passes None as `folder` writes
-    nothing. Each rank holds one full layer at a time. With `untie` a tied matrix is written
-    twice."""
+    """Pass the weights `named` (names as in `model`) to `sink`, layer by layer. Names and shapes
+    are those of the hub. Floating-point weights are cast to `dtype`. With sharded weights this is a
+    collective. A rank that passes None as `sink` writes nothing. Each rank holds one full layer at
+    a time. With `untie` a tied matrix is written twice."""
     twins = tied_outputs(model) if untie else {}
-    places: dict[str, str] = {}
-    total = 0
-    layers = _layers(named, dtype, keep=folder is not None)
+    unchanged = {dtype, torch.float32} if sink is not None and sink.rounds else {dtype}
+    layers = _layers(named, dtype, unchanged, keep=sink is not None)
     # A for loop's variable would keep one layer in memory while the next is gathered.
     while (tensors := next(layers, None)) is not None:
-        if folder is not None:
+        if sink is not None:
             tensors |= {twins[name]: t.clone() for name, t in tensors.items() if name in twins}
-            tensors = _as_on_hub(model, tensors)
-            file = f"model-{len(set(places.values())):05d}.safetensors"
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(tensors, file)
-            total += sum(tensor.nbytes for tensor in tensors.values())
+            sink.save(_as_on_hub(model, tensors))
         del tensors
-    if folder is not None:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index))
+    if sink is not None:
+        sink.finish()
 
 
 def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
@@ -73,9 +105,14 @@ def tied_outputs(model: PreTrainedModel) -> dict[str, str]:
     return {name: f"{owner}.weight"} if name and owner and name != f"{owner}.weight" else {}
 
 
-def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[str, Tensor]]:
-    """Yield each layer's full tensors on the host, or empty dicts if `keep` is false."""
+def _layers(
+    named: Named, dtype: torch.dtype, unchanged: Collection[torch.dtype], *, keep: bool
+) -> Iterator[dict[str, Tensor]]:
+    """Yield each layer's full tensors on the host, or empty dicts if `keep` is false. Tensors of
+    the host that have a dtype in `unchanged` are not converted. The memory of converted tensors is
+    used again for the next layer, since to allocate it takes longer than to convert."""
     current, tensors = None, dict[str, Tensor]()
+    memory: dict[str, Tensor] = {}
     for name, tensor in named:
         found = _LAYER.match(name)
         layer = found[1] if found else name
@@ -86,7 +123,13 @@ def _layers(named: Named, dtype: torch.dtype, *, keep: bool) -> Iterator[dict[st
         whole = full_tensor(tensor)
         if keep:
             wanted = dtype if whole.is_floating_point() else whole.dtype
-            tensors[name] = whole.to("cpu", wanted)
+            if whole.device.type == "cpu" and whole.dtype in (wanted, *unchanged):
+                tensors[name] = whole
+            else:
+                key = name.removeprefix(layer)
+                if key not in memory or memory[key].shape != whole.shape:
+                    memory[key] = torch.empty(whole.shape, dtype=wanted)
+                tensors[name] = memory[key].copy_(whole)
         del whole
     if current is not None:
         yield tensors
@@ -110,17 +153,18 @@ class PolicyExport:
     ) -> None:
         self.world, self.tokenizer = policy.world, policy.tokenizer
         self.vocabulary = num_embedded(policy.model)
-        self._policy, self._dtype, self.untie = policy, dtype, untie
+        self._policy, self.dtype, self.untie = policy, dtype, untie
         adapter = policy.adapter
         alone = adapter is not None and not merge and why_merged(adapter) is None
         self.adapter_rank = largest_rank(adapter) if alone and adapter is not None else None
 
-    def write(self, folder: Path | None) -> None:
+    def write(self, folder: Path | None, sink: LayerSink | None = None) -> None:
         """Write the trained weights into `folder`, in the main process: only the adapter, or a full
-        model with its configuration and tokenizer. Other ranks pass None and write nothing."""
+        model with its configuration and tokenizer. A full model's layers go to `sink` (None:
+        `CompleteFiles`). Other ranks pass None and write nothing."""
         policy = self._policy
         if self.adapter_rank is None:
-            self._write_model(folder, policy.weights())
+            self._write_model(folder, policy.weights(), sink)
             return
         with policy.files.collected():
             if folder is not None:
@@ -131,10 +175,14 @@ class PolicyExport:
         assert self._policy.adapter is not None
         self._write_model(folder, self._policy.adapter.base_weights())
 
-    def _write_model(self, folder: Path | None, named: Named) -> None:
-        with self._policy.in_step():
-            export_weights(folder, self._policy.model, named, self._dtype, untie=self.untie)
-        if folder is not None:
+    def _write_model(
+        self, folder: Path | None, named: Named, sink: LayerSink | None = None
+    ) -> None:
+        if folder is not None and sink is None:
+            sink = CompleteFiles(folder)
+        with self._policy.in_step(forward=False):
+            export_weights(sink, self._policy.model, named, self.dtype, untie=self.untie)
+        if folder is not None and sink is not None and sink.complete:
             self._policy.files.save_description(folder)
 
     def free_cache(self) -> None:

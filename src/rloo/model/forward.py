@@ -173,7 +173,7 @@ class OutputHead:
 def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
     """The coefficient of the balancing loss: the option's value if set, otherwise the value in the
     model's configuration; 0 for a model without such a loss. Raises ValueError if the option is not
-    0 and the model has no balancing loss that is supported here."""
+    0 and the model has no balancing loss that is supported here, or tokens are in slices."""
     asked, settings = config.router_aux_loss_coef, model.config.get_text_config()
     own = getattr(settings, "router_aux_loss_coef", None)
     # Doge has these settings even where its layers have no experts.
@@ -190,7 +190,14 @@ def balancing_coefficient(model: PreTrainedModel, config: RLOOConfig) -> float:
             f"{type(model).__name__} chooses experts by products of keys, whose balancing loss is "
             "not known here; set router_aux_loss_coef to 0"
         )
-    return float(own if asked is None else asked)
+    coefficient = float(own if asked is None else asked)
+    if coefficient and (size := config.parallel_options.sp_size) > 1:
+        raise ValueError(
+            f"sp_size is {size} and router_aux_loss_coef is {coefficient}; the balancing "
+            "loss needs the experts of all tokens, and a process has those of a slice: set "
+            "router_aux_loss_coef to 0 (sp_size, router_aux_loss_coef)"
+        )
+    return coefficient
 
 
 def balancing_loss(

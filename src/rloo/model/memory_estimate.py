@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rloo.distributed.sharded_tensor import to_local
 from rloo.model.autocast_cache import casting_once
 from rloo.model.logprobs import CHUNK_ELEMENTS
-from rloo.model.micro_batch import count_input_tokens, make_sample
+from rloo.model.micro_batch import count_input_tokens, make_sample, shortened
 from rloo.model.optimizers import build_optimizer
 from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters, statistics
@@ -278,12 +277,7 @@ def _shorten(sample: Sample, share: float) -> Sample:
     prompt, completion = (
         max(1, round(share * len(ids))) for ids in (sample.prompt_ids, sample.token_ids)
     )
-    return replace(
-        sample,
-        prompt_ids=sample.prompt_ids[:prompt],
-        token_ids=sample.token_ids[:completion],
-        policy_logprobs=sample.policy_logprobs[:completion],
-    )
+    return shortened(sample, prompt, completion)
 
 
 def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> list[int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -118,6 +118,21 @@ def make_sample(key: tuple[int, int], prompt_tokens: int, completion_tokens: int
         policy_logprobs=[0.0] * completion_tokens,
         reward=0.0,
         truncated=True,
+    )
+
+
+def shortened(sample: Sample, prompt_tokens: int, completion_tokens: int) -> Sample:
+    """`sample` with at most the first tokens of its prompt and completion. `trained` is dropped:
+    all tokens count."""
+    few = slice(completion_tokens)
+    return replace(
+        sample,
+        prompt_ids=sample.prompt_ids[:prompt_tokens],
+        token_ids=sample.token_ids[few],
+        policy_logprobs=sample.policy_logprobs[few],
+        behavior_logprobs=None,
+        trained=None,
+        weight_versions=(),
     )
 
 

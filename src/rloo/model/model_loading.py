@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
@@ -170,11 +171,19 @@ def dtype_on_disk(name: str, revision: str = "main") -> str | None:
     return found if found in ("float32", "bfloat16", "float16") else None
 
 
-def load_weights(model: PreTrainedModel, path: str | Path) -> None:
+def load_weights(
+    model: PreTrainedModel, path: str | Path, tensors: dict[str, Tensor] | None = None
+) -> None:
     """Copy the weights saved in the folder `path` into `model`, bit for bit. The saved model must
-    have the class of `model`."""
+    have the class of `model`. With `tensors`, these are the weights, and only the configuration is
+    read from `path`."""
     dtype = next(model.parameters()).dtype
-    saved = load_pretrained(type(model), path, dtype=dtype)
+    if tensors is None:
+        saved = load_pretrained(type(model), path, dtype=dtype)
+    else:
+        given: dict[str, Any] = {"config": type(model.config).from_pretrained(path)}
+        given["state_dict"] = tensors
+        saved = load_pretrained(type(model), None, dtype=dtype, **given)
     own = model.state_dict(keep_vars=True)
     for name, whole in saved.state_dict().items():
         copy_from_full(own[name], whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,18 +20,23 @@ from rloo.kernels.bf16_rounding import reduced_precision
 from rloo.model import prepare_model
 from rloo.model.forward import LogprobModel, balancing_coefficient
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
-from rloo.model.micro_batch import MicroBatch, make_sample, pack, pad, split
+from rloo.model.micro_batch import MicroBatch, make_sample, pack, pad, shortened, split
 from rloo.model.model_loading import num_embedded
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizer_step import PolicyOptimizer
 from rloo.model.optimizers import Given, Scheduler, make_optimizers
 from rloo.model.parallel import deepspeed_zero, fsdp2
 from rloo.model.parallel.deepspeed_optimizer import ZeroOptimizer
+from rloo.model.parallel.sequence_parallel import SequenceParallel
 from rloo.model.quantization import count_parameters
 from rloo.model.reference import make_reference
 from rloo.model.save_load import ModelFiles
 from rloo.model.training_state import WeightsVersion, digest
 from rloo.types import Engine, Sample
+
+# Under sequence parallelism the first forward passes are compared on so many tokens of a prompt and
+# of a completion.
+_CHECKED_TOKENS = 256
 
 
 def describe_parameters(policy: Policy) -> str:
@@ -79,6 +84,10 @@ class Policy:
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
         self.device = world.device
         self.divides = config.parallel != "replicate"
+        group = world.sequence_group
+        self.sequence_parallel = SequenceParallel(group) if group else None
+        # Whether processes exchange data in the midst of a forward or a backward.
+        self.in_lockstep = self.divides or group is not None
         prepared = prepare_model.prepare(model, config, self.device)
         self.model, self.adapter = prepared.model, prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
@@ -98,6 +107,8 @@ class Policy:
         self.start = digest(list(self.model.parameters()))
         if self.divides:
             self._divide()
+        if self.sequence_parallel:
+            self.sequence_parallel.check(self.scorer, self.device)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
         self._version = WeightsVersion(self.model, optimizer, world)
@@ -108,8 +119,9 @@ class Policy:
         self.files.dtype = getattr(torch, config.save_dtype) if config.save_dtype else None
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
-        self.max_tokens = config.max_tokens_per_micro_batch or prepare_model.token_budget(
-            self.model, self.device, config
+        self.max_tokens = config.max_tokens_per_micro_batch or (
+            config.parallel_options.sp_size
+            * prepare_model.token_budget(self.model, self.device, config)
         )
 
     def _divide(self) -> None:
@@ -138,7 +150,12 @@ class Policy:
         shard(self.scorer)
         # FSDP2's first forward determines which weights have gradients. It also makes the first
         # called module the root.
-        first = pad([make_sample((0, 0), 1, 1)], self.device, self.pad_token_id)
+        blank = [make_sample((0, 0), 1, 1)]
+        first = (
+            self.batch(blank)
+            if self.sequence_parallel
+            else pad(blank, self.device, self.pad_token_id)
+        )
         self.score(first)
         if self.reference.model is not None:
             self.reference_logprobs(first)
@@ -153,10 +170,13 @@ class Policy:
             )
         return PolicyOptimizer(self.model, optimizer, scheduler, self.config, self.world)
 
-    def in_step(self) -> AbstractContextManager[None]:
-        """`World.in_step` if weights are sharded. Every computation with sharded weights must be
-        inside this context."""
-        return self.world.in_step() if self.divides else nullcontext()
+    def in_step(self, *, forward: bool = True) -> AbstractContextManager[None]:
+        """`World.in_step` if weights are sharded, or under sequence parallelism. Every computation
+        with sharded weights or slices of rows must be inside this context. If `forward` is false,
+        the context contains no forward pass of training and does nothing if weights are not
+        sharded."""
+        needed = self.in_lockstep if forward else self.divides
+        return self.world.in_step() if needed else nullcontext()
 
     def batch(self, samples: Sequence[Sample]) -> MicroBatch:
         """A micro-batch on the policy's device, packed if the policy's attention supports
@@ -169,16 +189,19 @@ class Policy:
         self, dealt: Sequence[Sequence[Sample]], *, whole_groups: bool
     ) -> Iterator[ScheduledMicroBatch]:
         """Yield the micro-batches (see `split`) of this process's samples. `dealt` has the samples
-        of every process (see `deal`). With sharded weights all processes need the same number: a
+        of every row group (see `deal`). With sharded weights all processes need the same number: a
         process with fewer micro-batches yields additional small ones whose loss does not count."""
 
         def cut(samples: Sequence[Sample]) -> list[list[Sample]]:
             return split(samples, self.max_tokens, whole_groups=whole_groups, packed=self.packed)
 
-        mine = cut(dealt[self.world.rank])
+        mine = cut(dealt[self.world.row_group])
         in_step = self.divides and self.world.size > 1
         turns = max(len(cut(samples)) for samples in dealt) if in_step else len(mine)
+        replicated = self.config.parallel_options.dp_shard_size is not None
         for turn in range(turns):
+            if replicated:
+                fsdp2.sum_over_replicas(self.scorer, now=turn == turns - 1)
             is_ours = turn < len(mine)
             part = mine[turn] if is_ours else [make_sample((0, 0), 1, 1)]
             yield ScheduledMicroBatch(self.batch(part), is_ours, turn == turns - 1)
@@ -189,22 +212,28 @@ class Policy:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
         they are enabled. With `reference`, the result includes `reference_logprobs`.
         `chunk_elements`: see `token_logprobs`."""
+        score = partial(self.scorer, chunk_elements=chunk_elements)
         with self._autocast(), self._offloading():
-            scores = self.scorer(batch, chunk_elements=chunk_elements)
+            sliced = self.sequence_parallel
+            scores = sliced.scores(score, batch) if sliced else score(batch)
         return scores._replace(reference=self.reference_logprobs(batch)) if reference else scores
 
     def score(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """The log-probs (T,) of the completion tokens, without gradients and without entropies.
         `temperature` replaces the policy's temperature."""
         with self._autocast():
-            return self.scorer.logprobs(batch, temperature)
+            return self._in_slices(partial(self.scorer.logprobs, temperature=temperature), batch)
 
     def reference_logprobs(self, batch: MicroBatch) -> Tensor:
         """Log-probs (T,) under the frozen reference. Raises ValueError if there is none (beta is
         0)."""
         # The policy cannot use casts made without gradients (see `autocast_cache`).
         with self._autocast(keeps=False):
-            return self.reference.logprobs(batch)
+            return self._in_slices(self.reference.logprobs, batch)
+
+    def _in_slices(self, compute: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor:
+        sliced = self.sequence_parallel
+        return sliced.logprobs(compute, batch) if sliced else compute(batch)
 
     def _autocast(self, *, keeps: bool = True) -> AbstractContextManager[Any]:
         if dtype := reduced_precision(self.config):
@@ -223,6 +252,8 @@ class Policy:
         use padding instead, with a note. If the result of our output head is wrong, updates use the
         model's own logits."""
         self.checked = True
+        if self.sequence_parallel:  # a row that needs several processes does not fit into one
+            samples = [shortened(sample, _CHECKED_TOKENS, _CHECKED_TOKENS) for sample in samples]
         reason = prepare_model.check_forward(
             self.scorer, samples, self.device, self.pad_token_id, packed=self.packed
         )
@@ -246,7 +277,7 @@ class Policy:
     def load_into(self, engine: Engine) -> None:
         """Load the weights into an engine. A collective if weights are sharded."""
         version = self.version
-        with self.in_step() if engine.capabilities.shares_memory else nullcontext():
+        with self.in_step(forward=False) if engine.capabilities.shares_memory else nullcontext():
             engine.load(self.weights, version)
 
     @contextmanager
@@ -255,11 +286,11 @@ class Policy:
         gradients. With `in_turn` all processes must run the same computation with `model` itself;
         sharded weights are then gathered layer by layer (under DeepSpeed all at once)."""
         if in_turn:
-            with self.in_step(), self._gathered(layers=False):
+            with self.in_step(forward=False), self._gathered(layers=False):
                 yield
             return
         with ExitStack() as stack:
-            with self.in_step():
+            with self.in_step(forward=False):
                 stack.enter_context(self._gathered())
             yield
 

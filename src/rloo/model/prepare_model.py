@@ -94,7 +94,12 @@ def prepare(model: PreTrainedModel, config: RLOOConfig, device: torch.device) ->
 
 
 def without_packing(config: RLOOConfig, reason: str) -> str:
-    """Return the note that updates are padded. Raises ValueError if `packing` is True."""
+    """Return the note that updates are padded. Raises ValueError if the options need packing."""
+    if (size := config.parallel_options.sp_size) > 1:
+        raise ValueError(
+            f"sp_size is {size}, and only packed rows are divided into slices, but "
+            f"{reason} (sp_size)"
+        )
     if config.packing:
         raise ValueError(f"packing is True, but {reason}; leave it out or set it to False")
     return f"updates are padded, not packed: {reason}"

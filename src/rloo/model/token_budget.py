@@ -202,8 +202,9 @@ def _fits(policy: Policy, samples: Sequence[Sample], room: int) -> bool:
 
 def _predicts(policy: Policy) -> bool:
     """Whether memory is predicted, not tried. On a CPU a micro-batch that does not fit ends the
-    process. With sharded weights it leaves other processes inside a collective."""
-    return policy.device.type == "cpu" or (policy.divides and policy.world.size > 1)
+    process. With sharded weights or slices of rows it leaves other processes inside a
+    collective."""
+    return policy.device.type == "cpu" or (policy.in_lockstep and policy.world.size > 1)
 
 
 def _fits_here(policy: Policy, samples: Sequence[Sample], room: int) -> bool:

@@ -240,6 +240,8 @@ def world_of(args: RLOOConfig) -> World:
         use_cpu=args.use_cpu,
         timeout=args.ddp_timeout,
         divides=args.parallel != "replicate",
+        dp_shard_size=args.parallel_options.dp_shard_size,
+        sp_size=args.parallel_options.sp_size,
         workers=args.output_dir if args.async_options.remote_workers else None,
     )
     let_segments_grow(world.device)

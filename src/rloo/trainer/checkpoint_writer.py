@@ -26,7 +26,7 @@ def write_checkpoint(
     """Write a checkpoint of the run's current state; see `snapshot` for `told`. If `told` is None,
     only the model is written. Collective."""
     config, policy, world = parts.config, parts.policy, parts.world
-    in_parts = config.state_dict_type == "sharded"
+    in_parts = config.parallel_options.state_dict_type == "sharded"
     with nullcontext() if in_parts else policy.files.collected():
         checkpoint = model_alone(state.step) if told is None else snapshot(parts, state, told)
         write_model: Callable[[Path], None] = partial(

@@ -13,7 +13,7 @@ from rloo.config.batch_sizes import BatchSizes
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import context_of
-from rloo.config.tool_options import check_rollout_func, refuse_in_vain
+from rloo.config.tool_options import refuse_in_vain
 from rloo.config.user_functions import load_function
 from rloo.data.iterable_dataset import Prompts
 from rloo.data.prompt_dataset import PromptDataset
@@ -132,12 +132,8 @@ class MultiTurnSetup:
         if self.rollout_func is not None or self.tools:
             self._check_processes(engine, trainer)
         if self.rollout_func is not None:
-            from rloo.episodes.rollout_func import RolloutFuncEngine
-
             policy.notes.append(f"{_named(self.rollout_func)} makes the rollouts (rollout_func)")
-            return RolloutFuncEngine(
-                engine, self.rollout_func, weakref.ref(trainer), num_embedded(policy.model)
-            )
+            return _calling(self.rollout_func, engine, policy, trainer)
         if not self.tools:
             return engine
         from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup, MultiTurnEngine
@@ -221,7 +217,6 @@ def multi_turn_setup(
         if own is None:
             return MultiTurnSetup()
     if own is not None:
-        check_rollout_func(args)
         return MultiTurnSetup(rollout_func=own)
     if "tools" in (args.chat_template_kwargs or {}):
         raise ValueError(
@@ -246,6 +241,18 @@ def multi_turn_setup(
         stage,
         factories=[*made.values()],
     )
+
+
+def _calling(function: RolloutFunc, engine: Engine, policy: Policy, trainer: Any) -> Engine:
+    """An engine that calls `function`, which samples with `engine`."""
+    owner, vocabulary = weakref.ref(trainer), num_embedded(policy.model)
+    if policy.config.samples_beside:
+        from rloo.episodes.async_rollout_func import AsyncRolloutFuncEngine
+
+        return AsyncRolloutFuncEngine(cast("AsyncEngine", engine), function, owner, vocabulary)
+    from rloo.episodes.rollout_func import RolloutFuncEngine
+
+    return RolloutFuncEngine(engine, function, owner, vocabulary)
 
 
 def _named(function: Any) -> str:

@@ -12,7 +12,7 @@ from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.config.config import RLOOConfig
 from rloo.distributed import World
 from rloo.distributed.process_exit import no_silent_end
-from rloo.distributed.sharded_tensor import is_sharded
+from rloo.distributed.sharded_tensor import shard_count, to_local
 from rloo.model.policy import Policy
 from rloo.model.training_state import WeightsDiverged, digest
 from rloo.tracking.jsonl import versions
@@ -67,16 +67,17 @@ def check_same_weights(parts: TrainerComponents, state: TrainState) -> bool:
     process has received a request to save."""
     if parts.world.collectives is None:
         return parts.stop.save_wanted
-    # Sharded weights have a single copy, so there is nothing to compare.
-    divided = any(map(is_sharded, parts.policy.parameters))
-    found = "" if divided else digest(parts.policy.parameters)
+    # Neighbours may have different shards of one copy of the weights.
+    shards = max(map(shard_count, parts.policy.parameters))
+    found = digest([to_local(p) for p in parts.policy.parameters])
     wants = parts.world.all_gather_object((parts.stop.save_wanted, found))
     for rank, (_, found) in enumerate(wants):
-        if found != wants[0][1]:
+        first = rank % shards
+        if found != wants[first][1]:
             raise WeightsDiverged(
-                f"after step {state.step} the weights of rank {rank} are not those of rank 0; all "
-                "start with the same and sum the same gradients, so one computes wrongly, or a "
-                "callback has changed them on some alone"
+                f"after step {state.step} the weights of rank {rank} are not those of rank "
+                f"{first}; all start with the same and sum the same gradients, so one "
+                "computes wrongly, or a callback has changed them on some alone"
             )
     return any(wanted for wanted, _ in wants)
 

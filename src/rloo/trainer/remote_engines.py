@@ -65,5 +65,7 @@ def make_apart(policy: Policy, precision: torch.dtype | None) -> RemoteEngine:
         seconds=config.ddp_timeout,
         folder=weights_folder(config) if placed else None,
         room=4 * sum(shape_of(p).numel() for p in model.parameters()),
+        # A step changes all trained values of 32 bits, so deltas only leave out frozen weights.
+        deltas=policy.adapter is not None,
     )
     return RemoteEngine(how, source, workers)

@@ -33,8 +33,9 @@ HARMLESS = (
     "logging_first_step", "log_completions", "num_completions_to_print", "report_to", "run_name",
     "disable_tqdm", "profile", "push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_revision", "on_sigusr1", "num_processes", "max_restarts", "ddp_timeout", "parallel",
-    "deepspeed", "offload.params",
-    "state_dict_type", "save_dtype", "sampler_processes", "async_kwargs.remote_workers",
+    "deepspeed", "offload.params", "parallel_kwargs.dp_shard_size", "parallel_kwargs.sp_size",
+    "parallel_kwargs.state_dict_type",
+    "save_dtype", "sampler_processes", "async_kwargs.remote_workers",
     "async_kwargs.reward_workers", "vllm_server_base_url", "engine_kwargs.weights_dir",
     "engine_kwargs.devices", "vllm_server_timeout", "engine_kwargs.request_timeout",
     "engine_kwargs.restarts", "vllm_gpu_memory_utilization",
@@ -53,7 +54,7 @@ def snapshot(parts: TrainerComponents, state: TrainState, told: dict[str, Any]) 
     """The state of a run, without the weights. `told` contains the resolved options (`config`) and
     the values that a resumed run continues to report, as JSON values."""
     policy = parts.policy
-    in_parts = parts.config.state_dict_type == "sharded"
+    in_parts = parts.config.parallel_options.state_dict_type == "sharded"
     optimizer, scheduler, scaler = policy.stepper.state(in_parts=in_parts)
     trainer_state = {
         **state.state_dict(),

@@ -299,7 +299,7 @@ class TrainingLoop:
 
     def _save_checkpoint(self, *, push: bool = True, last: bool = False) -> None:
         whole = last or not self.config.save_only_model
-        with self.parts.policy.in_step(), self.parts.stop.deferred():
+        with self.parts.policy.in_step(forward=False), self.parts.stop.deferred():
             self._commit(whole=whole)
             self._saved_step = self.state.step if whole else self._saved_step
             self.parts.events.send("on_save")

@@ -115,6 +115,20 @@ def test_keys_that_nobody_knows_are_listed_as_unknown(tmp_path):
     assert '#     new_trick: ["a", "b"]\n' in render_imported("ms-swift", found)
 
 
+def test_groups_of_sequence_parallelism_are_read():
+    assert swift("--sequence_parallel_size 4").options["parallel_kwargs"] == {"sp_size": 4}
+    assert "parallel_kwargs" not in swift("--sequence_parallel_size 1").options
+    actor = "actor_rollout_ref.actor."
+    found = import_config(
+        "verl",
+        f"python3 -m verl.trainer.main_ppo {actor}ulysses_sequence_parallel_size=2 "
+        f"{actor}use_dynamic_bsz=True {actor}ppo_max_token_len_per_gpu=8192",
+    )
+    # verl counts the tokens of a slice.
+    assert found.options["parallel_kwargs"] == {"sp_size": 2}
+    assert found.options["max_tokens_per_micro_batch"] == 2 * 8192
+
+
 def test_text_of_the_source_cannot_leave_its_comment(tmp_path):
     found = areal(tmp_path, '"a\\nmodel": "x\\nmodel: y"\n')
     shown = render_imported("areal", found)

@@ -127,7 +127,16 @@ def test_where_the_processes_are():
 @pytest.mark.parametrize(
     ("options", "arguments", "said"),
     [
-        ({}, ["--rollout_engine", "vllm"], "engine_gpus 0; it must be a multiple"),
+        (
+            {},
+            ["--rollout_engine", "vllm", "--max_staleness", "1"],
+            r"engine_gpus 0; it must be a multiple of vllm_tensor_parallel_size 1, above 0",
+        ),
+        (
+            {"engine_gpus": 1},
+            ["--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "2"],
+            r"engine_gpus 1; it must be a multiple of vllm_tensor_parallel_size 2 \(engine_gpus",
+        ),
         ({"engine_gpus": 1}, ["--num_processes", "2"], "leave num_processes out"),
         ({"engine_gpus": 1}, ["--sampler_processes", "2"], "follows from what is placed where"),
         ({"scorers": 1}, [], "own process samples and calls rewards"),

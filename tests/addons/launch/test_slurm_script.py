@@ -1,11 +1,13 @@
 """The script for sbatch, as it is read; `test_slurm` has it run."""
 
+import functools
 import os
 import re
 import shlex
 import subprocess
 
 import pytest
+import transformers
 
 from rloo.addons.launch import local_backend
 from rloo.addons.launch.cluster import Cluster
@@ -119,6 +121,57 @@ def test_the_folder_of_the_logs_is_there_before_sbatch_runs(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "--backend", "slurm", "-o", "runs/a b"]) == 0
     assert capsys.readouterr().out == f"job 7: {tmp_path}/runs/a b/job.sbatch\n"
+
+
+@pytest.fixture
+def model_folder(tmp_path) -> str:
+    """The configuration of a model with 8.19 billion parameters, without weights."""
+    sizes = {"hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288}
+    config = transformers.Qwen3Config(vocab_size=151936, tie_word_embeddings=False, **sizes)
+    config.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def requested(*arguments: str, **options) -> tuple[int, int]:
+    """--cpus-per-task, and --mem in GiB."""
+    text = written(*arguments, **options)
+    found = dict(line.split("=") for line in directives(text) if "cpus" in line or "mem" in line)
+    assert len(re.findall("# --(?:cpus-per-task|mem)=.*counted from", text)) == 2
+    return int(found["--cpus-per-task"]), int(found["--mem"].removesuffix("G"))
+
+
+def test_cpus_and_memory_of_a_job_with_gpus_are_counted(model_folder):
+    """By hand, in units of 10^9 bytes and of the 8.19 billion parameters."""
+    of = functools.partial(requested, "--model", model_folder, "--parallel", "fsdp2")
+
+    def gib(gigabytes: float, per_parameter: float) -> float:
+        return pytest.approx(1.25 * (gigabytes + per_parameter * 8.19) * 1e9 / 2**30, abs=1)
+
+    # Eight ranks load float32 weights: more than the checkpoint and three versions of weights.
+    assert of(gpus_per_node=8) == (2, gib(8 * 5, 8 * 4))
+    # With eight sleeping servers: 18 bytes of the main process and 4 of each server.
+    vllm = ("--rollout_engine", "vllm")
+    assert of(*vllm, gpus_per_node=8) == (5, gib(8 * 5 + 8 * 10, 18 + 8 * 4))
+    # One node trains and the other one has servers of two GPUs: each with its HTTP server, its
+    # scheduler and two workers.
+    both = of(
+        *vllm, "--vllm_tensor_parallel_size", "2", nodes=2, gpus_per_node=8, trainer_gpus=8,
+        engine_gpus=8,
+    )  # fmt: skip
+    assert both == (4, gib(8 * 5, 8 * 4))
+    # The optimizer's state of two ranks that replicate is in host memory.
+    moved = ("--offload", "optimizer", "--parallel", "replicate")
+    assert of(*moved, gpus_per_node=2) == (2, gib(2 * 5, 18 + 2 * 8))
+    # Sampling processes, and three processes that call reward functions.
+    three = ("--num_prompts", "3")
+    assert of(*three, gpus_per_node=2, trainer_gpus=1, engine_gpus=1) == (5, gib(15, 18 + 4))
+
+
+def test_a_model_without_a_configuration_here_is_not_counted():
+    text = written(gpus_per_node=2)
+    assert not re.search(r"#SBATCH --(cpus-per-task|mem)", text)
+    assert text.count("the model m cannot be loaded") == 2
 
 
 def test_a_figure_that_no_option_states_is_left_out_with_a_comment():

@@ -12,6 +12,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from rloo import RLOOConfig
 from rloo.config.compat.training_arguments import to_training_arguments
+from rloo.config.kwargs_options import ParallelKwargs
 from rloo.config.launcher_env import check_launch, unseen
 
 LAUNCHERS = {
@@ -70,7 +71,7 @@ def launched(tmp_path, monkeypatch):
         parser = launch.launch_command_parser()
         launch.launch_command(parser.parse_args(["--config_file", str(file), *words, "x.py"]))
         for name, value in made.items():
-            if name.startswith(("ACCELERATE_", "FSDP_")) and name not in os.environ:
+            if name.startswith(("ACCELERATE_", "FSDP_", "PARALLEL")) and name not in os.environ:
                 monkeypatch.setenv(name, value)
 
     return start
@@ -78,6 +79,15 @@ def launched(tmp_path, monkeypatch):
 
 def fsdp(offload="false", reshard="true", state="FULL_STATE_DICT", version=2) -> str:
     return FSDP.format(offload=offload, reshard=reshard, state=state, version=version)
+
+
+def sizes(replicas: int, shards: int, slices: int = 1, tensors: int = 1) -> str:
+    return fsdp() + (
+        "parallelism_config:\n  parallelism_config_cp_size: 1\n"
+        f"  parallelism_config_dp_replicate_size: {replicas}\n"
+        f"  parallelism_config_dp_shard_size: {shards}\n"
+        f"  parallelism_config_sp_size: {slices}\n  parallelism_config_tp_size: {tensors}\n"
+    )
 
 
 def zero(stage=3, offload="none") -> str:
@@ -89,16 +99,32 @@ def zero(stage=3, offload="none") -> str:
     [
         (fsdp(), {}),
         (fsdp(version=1, reshard="FULL_SHARD"), {}),
-        (fsdp(state="SHARDED_STATE_DICT"), {"state_dict_type": "sharded"}),
+        (
+            fsdp(state="SHARDED_STATE_DICT"),
+            {"parallel_options": ParallelKwargs(state_dict_type="sharded")},
+        ),
         (fsdp(offload="true"), {"offload": ["params"]}),
+        (sizes(2, 4), {"parallel_options": ParallelKwargs(dp_shard_size=4)}),
+        (sizes(2, 2, 2), {"parallel_options": ParallelKwargs(dp_shard_size=4, sp_size=2)}),
+        (sizes(1, 4, 2), {"parallel_options": ParallelKwargs(sp_size=2)}),
     ],
 )
 def test_fsdp(launched, text, expected):
     launched(text)
     config = RLOOConfig()
-    known = {"parallel": "fsdp2", "state_dict_type": "full", "offload": []} | expected
+    known = {"parallel": "fsdp2", "parallel_options": ParallelKwargs(), "offload": []} | expected
     assert {name: getattr(config, name) for name in known} == known
     check_launch(config)
+
+
+def test_sizes_of_groups_that_contradict_or_are_unknown_are_refused(launched):
+    launched(sizes(1, 2, 2, tensors=2))
+    with pytest.raises(ValueError, match="PARALLELISM_CONFIG_TP_SIZE 2, which is not taken"):
+        RLOOConfig()
+    os.environ["PARALLELISM_CONFIG_TP_SIZE"] = "1"
+    assert RLOOConfig(sp_size=2).sp_size == 2
+    with pytest.raises(ValueError, match="sp_size is 4, and accelerate was told 2"):
+        RLOOConfig(sp_size=4)
 
 
 def test_a_class_of_layers_that_is_named_is_gathered_as_all_are(launched):

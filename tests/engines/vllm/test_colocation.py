@@ -16,6 +16,7 @@ from rloo.engines.vllm.router import NoServers
 from rloo.engines.vllm.server_process import ServerConfig
 from rloo.engines.vllm.settings import VLLMSettings
 from rloo.engines.vllm.vllm_engine import VLLMEngine
+from rloo.engines.weight_store import WeightStore
 from rloo.model.export import PolicyExport
 from support.adapters import make_adapted
 from support.engines import make_prompts
@@ -94,7 +95,7 @@ class TwoMachines(World):
 class Ranks:
     """`size` ranks with GPUs, of which each `shared` have a server; the policies are equal."""
 
-    def __init__(self, folder, closing, size, shared=1, *, lora=False, **settings):
+    def __init__(self, folder, closing, size, shared=1, *, lora=False, deltas=False, **settings):
         self.folder, self.size = folder, size
         self.linked = LinkedServers(lora=lora)
         closing.callback(self.linked.close)
@@ -109,7 +110,8 @@ class Ranks:
             model.load_state_dict(state)
             policy = make_policy(model)
             policy.world = world
-            source, site = LoggedExport(policy, torch.float32), site_of(places, world.rank, shared)
+            dtype = torch.bfloat16 if deltas else torch.float32
+            source, site = LoggedExport(policy, dtype), site_of(places, world.rank, shared)
             source.events = self.linked.events
             level = settings.get("sleep_level", 2)
             server = ServerConfig(
@@ -117,6 +119,7 @@ class Ranks:
                 tensor_parallel_size=shared,
                 lora_rank=source.adapter_rank,
                 sleeps=level is not None,
+                extended=deltas,
                 executable=tuple(self.linked.executable),
             )
             how = {"sleep_level": 1 if lora else 2, "deadline": 60.0, "restarts": 0} | settings
@@ -250,6 +253,49 @@ def test_adapters_are_loaded_by_every_server(make_ranks):
     loads = [call for _, call in ranks.linked.events if call == "/v1/load_lora_adapter"]
     assert len(loads) == 4  # the perturbed one, and the first version
     assert ranks.notes == []
+
+
+def versions_in(folder):
+    """The store of the run, and the newest version."""
+    store = WeightStore(next(folder.glob("rloo-weights-*")))
+    return store, store.all()[-1]
+
+
+@pytest.mark.parametrize("refuses", [None, 0, 1])
+def test_every_server_loads_deltas_and_the_main_process_repairs_them(make_ranks, tmp_path, refuses):
+    """Only the main process has all weights in its memory."""
+    ranks = make_ranks(2, deltas=True, tolerance=0.2, weights_folder=tmp_path, restarts=1)
+    ranks.load()
+    servers = dict(zip([s["devices"] for s in ranks.linked.started], ranks.linked.servers,
+                       strict=True))  # fmt: skip
+
+    def refuse_once(body, answer):
+        if body["method"] == "load_version":
+            del server.faults["/collective_rpc"]
+            raise Status(500, "the weights have the digest 1, not 2")
+        return answer
+
+    if refuses is not None:
+        server = servers[str(4 + refuses)]
+        server.faults["/collective_rpc"] = refuse_once
+    for seed in (2, 3):
+        with torch.no_grad():
+            for policy in ranks.policies:
+                next(iter(policy.parameters))[0] += seed
+        ranks.load()
+        store, newest = versions_in(tmp_path)
+        assert (store.base(newest) is None) == (seed == 3 and refuses is not None)
+        ranks.sample()
+        assert store.copy_path(newest).exists() == (seed == 2 and refuses is not None)
+        ours = ranks.policies[0].model.state_dict()
+        for one in servers.values():
+            found = one.model.state_dict()
+            assert all(torch.equal(found[n], ours[n].bfloat16().float()) for n in found)
+    assert ["it loads the complete weights" in note for note in ranks.notes] == [True] * (
+        refuses is not None
+    )
+    stats = ranks.engines[1].stats()
+    assert stats["engine/lost"] == 0 and 0 < stats["engine/changed_share"] < 1
 
 
 @pytest.mark.parametrize(("size", "shared"), [(2, 1), (4, 2)])

@@ -65,7 +65,7 @@ _REASONS: dict[str, tuple[str, ...]] = {
     "only swift rlhf is read": ("command ",),
     ENGINES: ("vllm_", "sleep_level", "structured_outputs_regex", "move_model_batches"),
     "only the optimizer's state is moved (offload)": ("offload_model",),
-    PROCESSES: ("fsdp", "ddp", "sequence_parallel_size"),
+    PROCESSES: ("fsdp", "ddp"),
     "set it in the shell, or use_cpu": ("CUDA_VISIBLE_DEVICES",),
     "no effect: prompts are tokenised once, without loader workers": (
         "dataloader_", "dataset_num_proc",
@@ -106,6 +106,8 @@ def import_ms_swift(text: str, overrides: Sequence[str] = ()) -> ImportResult:
     if division and options.pop("offload.optimizer", False):
         source.give_back("offload_optimizer", True, "its state is divided, or moved (deepspeed)")
     options |= division
+    if (size := source.take("sequence_parallel_size", int, 1)) > 1:
+        options["parallel_kwargs.sp_size"] = size
     return source.finish(options, _REASONS)
 
 

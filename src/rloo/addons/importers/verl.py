@@ -205,9 +205,11 @@ def _read_batches(
         prompts = part * source.take("async_training.require_batches", int, 1)
         source.notes.append("sampling goes on beside training there: the option is max_staleness")
     read, each = read_batches(source, prompts, part * each_agent, options)
+    size = source.take(f"{_ACTOR}ulysses_sequence_parallel_size", int, 1)
+    read |= {"parallel_kwargs.sp_size": size} if size > 1 else {}
     if source.take(f"{_ACTOR}use_dynamic_bsz", bool, False):
         most = source.take(f"{_ACTOR}ppo_max_token_len_per_gpu", int, 16384)
-        read["max_tokens_per_micro_batch"] = most
+        read["max_tokens_per_micro_batch"] = most * size
     if source.take("algorithm.filter_groups.enable", bool, False):
         source.expect("algorithm.filter_groups.metric", "seq_reward", "groups of equal rewards")
         most = source.take("algorithm.filter_groups.max_num_gen_batches", int, 0)

@@ -162,10 +162,13 @@ def _role(
 
 def _check(cluster: Cluster, config: RLOOConfig) -> None:
     size = config.vllm_tensor_parallel_size
-    if _is_vllm(config) and (cluster.engine_gpus == 0 or cluster.engine_gpus % size):
+    # Without GPUs of their own, servers are on the GPUs that train (engines/vllm/colocation.py).
+    colocated = config.rollout_engine == "vllm" and not config.max_staleness
+    if _is_vllm(config) and (cluster.engine_gpus % size or not (cluster.engine_gpus or colocated)):
+        least = "" if colocated else ", above 0"
         raise ValueError(
             f"rollout_engine is {config.rollout_engine} and engine_gpus {cluster.engine_gpus}; it "
-            f"must be a multiple of vllm_tensor_parallel_size {size}, above 0 (engine_gpus)"
+            f"must be a multiple of vllm_tensor_parallel_size {size}{least} (engine_gpus)"
         )
     if config.num_processes not in (None, cluster.trainers):
         raise ValueError(

@@ -11,6 +11,8 @@ from string import Template
 
 from rloo.addons.launch.roles import AGAIN, KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.slurm_options import directive, directives, split_option, unsafe
+from rloo.addons.launch.slurm_resources import node_needs
+from rloo.config.file_checks import one_line
 from rloo.distributed.standard_streams import say
 from rloo.tracking.jsonl import LOGS
 
@@ -36,9 +38,10 @@ def script(job: LaunchJob) -> str:
     if _is_split(job):
         names = "$SLURM_JOB_NODELIST_HET_GROUP_0,$SLURM_JOB_NODELIST_HET_GROUP_1"
     counts = [f"{role.count} {role.name}s" for role in job.others]
-    summary = [", ".join([f"{job.trainer.count} to train", *counts]), *_left_out(job)]
+    cpus, memory, notes = _requested(job)
+    summary = [", ".join([f"{job.trainer.count} to train", *counts]), *notes]
     return _template(job).substitute(
-        directives="\n".join(f"#SBATCH {line}" for line in _directives(job)),
+        directives="\n".join(f"#SBATCH {line}" for line in _directives(job, cpus, memory)),
         summary="\n# ".join(summary),
         setup="\n".join([*settings, *cluster.setup, f"export OUT={out}"]),
         folder=shlex.quote(str(Path.cwd())),
@@ -101,21 +104,33 @@ def _template(job: LaunchJob) -> Template:
     return template
 
 
-def _left_out(job: LaunchJob) -> list[str]:
-    """Comments about directives whose figure no option states."""
+def _requested(job: LaunchJob) -> tuple[int | None, str | None, list[str]]:
+    """The CPUs of a process, the memory of a node, and comments about both. With GPUs, a figure
+    that no option states is counted from the run."""
     c = job.cluster
     words = [word for option in c.slurm_options for word in split_option(option)]
-    found = []
-    if c.threads is None and not any(re.match(r"--cpus-per-task|-c", word) for word in words):
-        found.append(
-            "--cpus-per-task is left out: no option states the CPUs of a process (threads)"
-        )
-    if c.slurm_mem is None and not any(word.startswith("--mem") for word in words):
-        found.append(
-            "--mem is left out: the memory of a node is not known before the run is measured, as "
-            "by `rloo plan` (slurm.mem)"
-        )
-    return found
+    open_cpus = c.threads is None and not any(re.match(r"--cpus-per-task|-c", w) for w in words)
+    open_memory = c.slurm_mem is None and not any(word.startswith("--mem") for word in words)
+    if not (open_cpus or open_memory):
+        return c.threads, c.slurm_mem, []
+    needs, why = None, "only a job with GPUs is counted (gpus_per_node)"
+    if c.gpus_per_node:
+        try:
+            needs = node_needs(job)
+        except ValueError as error:
+            why = one_line(error)
+    cpus, memory, notes = c.threads, c.slurm_mem, []
+    if open_cpus and needs is not None:
+        cpus = needs.cpus
+        notes.append(f"--cpus-per-task={cpus}: counted from the roles of the processes (threads)")
+    elif open_cpus:
+        notes.append(f"--cpus-per-task is left out: no option states it (threads), and {why}")
+    if open_memory and needs is not None:
+        memory = f"{needs.memory}G"
+        notes.append(f"--mem={memory}: counted from the model's parameters (slurm.mem)")
+    elif open_memory:
+        notes.append(f"--mem is left out: no option states it (slurm.mem), and {why}")
+    return cpus, memory, notes
 
 
 def _check_folder(job: LaunchJob) -> None:
@@ -139,7 +154,7 @@ def _is_split(job: LaunchJob) -> bool:
     return job.cluster.slurm_engine_options is not None
 
 
-def _directives(job: LaunchJob) -> list[str]:
+def _directives(job: LaunchJob, cpus: int | None, memory: str | None) -> list[str]:
     c = job.cluster
     number = "%A_%a" if c.slurm_array is not None else "%j"
     roles = [job.trainer, *job.others]
@@ -164,8 +179,8 @@ def _directives(job: LaunchJob) -> list[str]:
             "partition": c.slurm_partition,
             "nodes": c.nodes - first if index else first,
             "ntasks-per-node": sum(role.per_node for role in side),
-            "cpus-per-task": c.threads,
-            "mem": c.slurm_mem,
+            "cpus-per-task": cpus,
+            "mem": memory,
             "gpus-per-node": None if c.slurm_gres else c.gpus_per_node or None,
             "gres": f"{c.slurm_gres}:{c.gpus_per_node}" if c.slurm_gres else None,
         }

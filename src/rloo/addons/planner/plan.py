@@ -143,6 +143,16 @@ def _refuse(config: RLOOConfig) -> None:
             "divides what zero3 divides; zero2 does not divide weights, zero1 neither weights nor "
             "gradients (parallel)"
         )
+    if (size := config.parallel_options.sp_size) > 1:
+        raise ValueError(
+            f"sp_size is {size}, and a plan measures in one process, which has no "
+            "slices: give sp_size 1 and the length of a slice (sp_size, max_completion_length)"
+        )
+    if (shards := config.parallel_options.dp_shard_size) is not None:
+        raise ValueError(
+            f"dp_shard_size is {shards}, and a plan measures in one process, which has all shards; "
+            "leave it out (dp_shard_size)"
+        )
     if config.tools or config.environment_factory:
         raise ValueError(
             "there are tools, and a plan calls no tools: what they take, and how long episodes "

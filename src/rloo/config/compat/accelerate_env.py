@@ -1,5 +1,5 @@
-"""The FSDP and DeepSpeed settings that `accelerate launch` passes in the environment: read as
-options, or refused by name."""
+"""The settings of FSDP, DeepSpeed and parallelism that `accelerate launch` passes in the
+environment: read as options, or refused by name."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ _FSDP_AS_HERE: dict[str, tuple[tuple[str, ...], str]] = {
 _STATE = {
     "full_state_dict": "full", "sharded_state_dict": "sharded", "1": "full", "3": "sharded",
 }  # fmt: skip
+_SIZES = "PARALLELISM_CONFIG_"
 _NOTHING = ("", "none", "null")
 
 
@@ -43,6 +44,9 @@ def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
     if _is_on(FSDP) and _is_on(DEEPSPEED):
         raise ValueError(f"accelerate was told to use FSDP and DeepSpeed ({FSDP}, {DEEPSPEED})")
     told = _fsdp() if _is_on(FSDP) else _deepspeed() if _is_on(DEEPSPEED) else {}
+    keys = told.pop("parallel_kwargs", {})
+    if _is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        keys |= _groups()
     if given.get("deepspeed") is not None and "deepspeed" in told:
         file = told.pop("deepspeed")
         if isinstance(file, str) and deepspeed_config.read(file) != deepspeed_config.read(
@@ -52,14 +56,16 @@ def launched_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"deepspeed is {given['deepspeed']}, and accelerate was told {file}, which says "
                 "something else; leave it out here or there (deepspeed)"
             )  # without a file accelerate has fewer settings, of which only the stage must agree
-    for name, value in told.items():
-        if given.get(name, value) != value:
-            source = FSDP if _is_on(FSDP) else DEEPSPEED
-            raise ValueError(
-                f"{name} is {given[name]}, and accelerate was told {value} ({source}); leave it "
-                f"out here or there ({name})"
-            )
-    return told
+    own_keys = given.get("parallel_kwargs") or {}
+    source = FSDP if _is_on(FSDP) else DEEPSPEED if _is_on(DEEPSPEED) else _SIZES
+    for ours, theirs in ((given, told), (own_keys, keys)):
+        for name, value in theirs.items():
+            if ours.get(name, value) != value:
+                raise ValueError(
+                    f"{name} is {ours[name]}, and accelerate was told {value} ({source}); leave it "
+                    f"out here or there ({name})"
+                )
+    return told | ({"parallel_kwargs": own_keys | keys} if keys else {})
 
 
 def _is_on(name: str) -> bool:
@@ -73,7 +79,7 @@ def _fsdp() -> dict[str, Any]:
         if not name.startswith("FSDP_") or said in _NOTHING:
             continue
         if name == "FSDP_STATE_DICT_TYPE" and said in _STATE:
-            options["state_dict_type"] = _STATE[said]
+            options["parallel_kwargs"] = {"state_dict_type": _STATE[said]}
         elif name in ("FSDP_OFFLOAD_PARAMS", "FSDP_ACTIVATION_CHECKPOINTING"):
             if said == "true":
                 if name == "FSDP_OFFLOAD_PARAMS":
@@ -87,6 +93,25 @@ def _fsdp() -> dict[str, Any]:
             if "any" not in same and said not in same:
                 _refuse(name, value, why)
     return options
+
+
+def _groups() -> dict[str, Any]:
+    """The keys of `parallel_kwargs` for accelerate's `parallelism_config`. Its shards are those of
+    a sequence-parallel group's process; here the group's processes have different shards too."""
+    sizes = {
+        name: _number(os.environ.get(f"{_SIZES}{name.upper()}", "1"))
+        for name in ("dp_replicate_size", "dp_shard_size", "sp_size", "tp_size", "cp_size")
+    }
+    for name, why in (
+        ("tp_size", "there is no tensor parallelism"),
+        ("cp_size", "the parallelism of long rows is that of sp_size"),
+    ):
+        if sizes[name] != 1:
+            _refuse(f"{_SIZES}{name.upper()}", str(sizes[name]), why)
+    keys = {"sp_size": sizes["sp_size"]} if sizes["sp_size"] != 1 else {}
+    if sizes["dp_replicate_size"] != 1 and _is_on(FSDP):
+        keys["dp_shard_size"] = sizes["dp_shard_size"] * sizes["sp_size"]
+    return keys
 
 
 def _deepspeed() -> dict[str, Any]:

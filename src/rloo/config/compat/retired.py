@@ -66,14 +66,22 @@ _GONE: dict[str, tuple[Any, Any, str]] = {
 }
 # other system -> {name in that system: option.key}
 ELSEWHERE: dict[str, dict[str, str]] = {
+    "accelerate": {
+        "dp_shard_size": "parallel_kwargs.dp_shard_size",
+        "sp_size": "parallel_kwargs.sp_size",
+        "state_dict_type": "parallel_kwargs.state_dict_type",
+    },
     "verl": {
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "parallel_kwargs.sp_size",
         "algorithm.kl_ctrl.target_kl": "kl_kwargs.target",
         "algorithm.kl_ctrl.horizon": "kl_kwargs.horizon",
     },
     "OpenRLHF": {
         "algo.kl.target": "kl_kwargs.target", "algo.kl.horizon": "kl_kwargs.horizon",
     },
-    "ms-swift": {"offload_optimizer": "offload"},
+    "ms-swift": {
+        "offload_optimizer": "offload", "sequence_parallel_size": "parallel_kwargs.sp_size",
+    },
 }  # fmt: skip
 _THEIRS = {name: place for names in ELSEWHERE.values() for name, place in names.items()}
 
@@ -282,7 +290,7 @@ def by_entry(options: Mapping[str, Any]) -> dict[str, Any]:
     """Resolved options, with each entry of a mapping and each value in `offload` as a separate
     option."""
     flat = {name: value for name, value in options.items() if name not in (*KWARGS, "offload")}
-    for name in (*_KEYS, *_WORDS):
+    for name in (*_KEYS, *_WORDS, *_THEIRS):
         old = _retired()[name]
         if old.option in KWARGS:
             flat[f"{old.option}.{old.key}"] = old.default

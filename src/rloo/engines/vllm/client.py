@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 
+from rloo.engines.vllm.server_plugin.rloo_weights import METHOD
+
 # The number of characters of a server's error message that are shown.
 SHOWN_CHARACTERS = 600
 
@@ -107,8 +109,16 @@ class VLLMClient:
             await self.post("/resume", phase="resuming", seconds=seconds)
 
     async def reload(self, folder: str, *, seconds: float) -> None:
-        """Make all workers of the server load the weights in `folder`."""
-        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}, "timeout": seconds}
+        """Make all workers of the server load the complete weights in `folder`."""
+        await self._call_workers("reload_weights", {"weights_path": folder}, seconds)
+
+    async def load_version(self, folder: str, *, seconds: float) -> None:
+        """Make all workers of a server with the worker extension load the version in `folder`,
+        which may be a delta, and verify its digest."""
+        await self._call_workers(METHOD, {"folder": folder}, seconds)
+
+    async def _call_workers(self, method: str, kwargs: dict[str, str], seconds: float) -> None:
+        call = {"method": method, "kwargs": kwargs, "timeout": seconds}
         await self.post("/collective_rpc", call, phase="loading weights", seconds=seconds)
 
     async def stamp(self, version: str, *, seconds: float) -> None:

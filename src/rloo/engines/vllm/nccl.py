@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from rloo.engines.vllm.client import VLLMClient
+from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.server_process import free_port
 from rloo.engines.vllm.server_state import ServerState, ServerWeights
 
@@ -153,7 +153,8 @@ async def fill(
     member: ServerState, weights: ServerWeights, seconds: float, say: Callable[[str], None]
 ) -> None:
     """Load a version into a server: over NCCL if possible, otherwise from the folder. After a
-    failure of NCCL the server always reads the folder."""
+    failure of NCCL the server always reads the folder. A server that refuses a delta, for example
+    for its digest, loads the complete weights."""
     if member.transfer is not None:
         try:
             await member.transfer.sent(weights.folder)
@@ -162,7 +163,21 @@ async def fill(
             member.transfer = None
             fact = str(error) or type(error).__name__
             say(f"weights go to {member.url} by files from now on, not over NCCL: {fact}")
-    await member.client.reload(str(weights.folder), seconds=seconds)
+    if member.extended:
+        try:
+            await member.client.load_version(str(weights.folder), seconds=seconds)
+            return
+        except ServerError as error:
+            if weights.repair is None or error.status is None:
+                raise
+            say(f"{error}; it loads the complete weights")
+    folder = weights.folder
+    if weights.repair is not None:  # the version is a delta
+        try:
+            folder = await asyncio.to_thread(weights.repair)
+        except (OSError, ValueError) as error:
+            raise ServerError("loading weights", member.url, f"has no folder: {error}") from error
+    await member.client.reload(str(folder), seconds=seconds)
 
 
 def described(folder: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:

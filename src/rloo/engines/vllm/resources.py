@@ -6,20 +6,20 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from rloo.engines.vllm.server_pool import ServerPool
-from rloo.engines.weight_store import WeightStore
+from rloo.engines.vllm.weight_publisher import VersionFolders
 from rloo.rewards.async_functions import LoopThread
 
 
 @dataclass(slots=True)
 class OpenResources:
-    """The store of weights of the main process, and the servers of a process that calls servers.
-    Before the first load there are none."""
+    """The versions of the weights, and the servers of a process that calls servers. Before the
+    first load there are none."""
 
-    versions: WeightStore | None = None
+    versions: VersionFolders | None = None
     fleet: ServerPool | None = None
 
     def close(self, loop: LoopThread) -> None:
-        """Stop the servers of the run and the `loop`, and remove the store."""
+        """Stop the servers of the run and the `loop`, and remove the versions."""
         if (fleet := self.fleet) is not None:
             loop.run({"closing": fleet.close}, 15.0, lambda _: nullcontext())
             for member in fleet.members:

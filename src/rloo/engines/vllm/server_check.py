@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE
 from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
+from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
 from rloo.engines.vllm.server_process import HERE, ServerConfig
 
 _SECONDS = 30.0
@@ -23,13 +24,14 @@ _TEXT = 'Ein Zebra zählt: 1, 22, 333 - 4,444 = ?\n\n\tif x: "réponse" 東京 �
 class ServerInfo:
     """Properties that a server reports: the maximum tokens of prompt plus completion, the dtype,
     the number of completions that are computed at once, the sampling route, and whether the server
-    `receives` weights over NCCL."""
+    `receives` weights over NCCL and is `extended` to load deltas."""
 
     max_model_length: int
     dtype: str
     sequences: int
     route: str
     receives: bool = False
+    extended: bool = False
 
 
 async def examine(
@@ -57,7 +59,10 @@ async def examine(
         dtype = str(model["dtype"]).removeprefix("torch.")
         sequences = int(config["scheduler_config"]["max_num_seqs"])
         limit = int(model["max_model_len"])
-        facts = ServerInfo(limit, dtype, sequences, route, TRANSFER_ROUTE in paths)
+        extension = (config.get("parallel_config") or {}).get("worker_extension_cls")
+        facts = ServerInfo(
+            limit, dtype, sequences, route, TRANSFER_ROUTE in paths, extension == EXTENSION
+        )
         on_cpu = config["device_config"]["device"] == "cpu"
         untied = (model.get("hf_overrides") or {}).get("tie_word_embeddings") is False
         mode = str(model["logprobs_mode"])

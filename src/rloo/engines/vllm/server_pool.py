@@ -377,7 +377,8 @@ class ServerPool:
             return
         await member.client.close()
         member.reads = None if self.base else self.weights.version
-        await asyncio.to_thread(member.own.start, str(self.base or self.weights.folder))
+        folder = self.base or self.weights.complete or self.weights.folder
+        await asyncio.to_thread(member.own.start, str(folder))
         member.client = await member.own.wait(self.start_deadline)
 
     def _compare(self, member: ServerState, probe: LogprobProbe, weights: ServerWeights) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from rloo.config.optional_packages import install
 from rloo.distributed.child_process import ChildProcess, last_lines
 from rloo.engines.vllm.client import ServerError, VLLMClient
+from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
 
 # vLLM has routes for weights, pauses, sleep and adapters only with these variables.
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -47,7 +48,7 @@ class ServerConfig:
     of the adapters that the server will load (None: no adapters). With `tied`, the model has tied
     embeddings, which the server must untie (on a CPU). With `tells`, answers must name the weights
     that sampled each token. With `transfers`, weights are sent over NCCL. `arguments` are further
-    arguments of vLLM."""
+    arguments of vLLM. An `extended` server can load deltas; start it with `guarded_environment`."""
 
     model: str
     dtype: str = "float32"
@@ -63,6 +64,7 @@ class ServerConfig:
     transfers: bool = False
     arguments: tuple[str, ...] = ()
     executable: tuple[str, ...] = ("vllm",)
+    extended: bool = False
 
     def command(self, host: str = HERE, port: int = 8000) -> list[str]:
         """The command line, without `SWITCHES`, of a server that listens on `host`."""
@@ -89,6 +91,7 @@ class ServerConfig:
         command += ["--enable-scale-out"] if self.tells else []
         command += ["--weight-transfer-config", CONFIGURATION] if self.transfers else []
         command += ["--trust-remote-code"] if self.trust_remote_code else []
+        command += ["--worker-extension-cls", EXTENSION] if self.extended else []
         return [*command, *self.arguments]
 
     def require_program(self) -> None:
@@ -109,7 +112,8 @@ class ServerConfig:
         """This configuration with the route guard; start the server with `guarded_environment`. The
         guard disables routes that no run uses. With VLLM_API_KEY, all routes except health checks
         require that key."""
-        return replace(self, arguments=("--middleware", "rloo_guard.RouteGuard", *self.arguments))
+        arguments = ("--middleware", "rloo_guard.RouteGuard", *self.arguments)
+        return replace(self, arguments=arguments, extended=self.lora_rank is None)
 
 
 @dataclass(slots=True)
@@ -131,7 +135,7 @@ class LocalServer:
         self.serving.require_program()
         port = free_port("127.0.0.1")
         serving = self.serving if model is None else replace(self.serving, model=model)
-        environment = {**os.environ, **SWITCHES}
+        environment = {**os.environ, **guarded_environment()}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
         # A launcher's variables for our processes are wrong for the server's processes.
@@ -183,7 +187,7 @@ class LocalServer:
 
 
 def guarded_environment() -> dict[str, str]:
-    """The environment variables of a server with `ServerConfig.guarded`."""
+    """The environment variables of a server that loads code of `server_plugin`."""
     guard = str(Path(__file__).parent / "server_plugin")
     paths = [guard, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**SWITCHES, "PYTHONPATH": os.pathsep.join(paths)}

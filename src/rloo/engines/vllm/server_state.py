@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -65,6 +65,10 @@ class ServerWeights:
     folder: Path
     label: str
     expected: list[LogprobProbe] = field(default_factory=list)
+    # A complete version that a server can be started with (None: `folder`).
+    complete: Path | None = None
+    # Writes a complete folder of this version, which is a delta.
+    repair: Callable[[], Path] | None = None
 
 
 @dataclass(slots=True)
@@ -86,6 +90,8 @@ class ServerState:
     reads: int | None = None
     # Whether the server receives weights over NCCL, and the sender if NCCL is used.
     receives: bool = False
+    # Whether the server can load deltas.
+    extended: bool = False
     transfer: WeightSender | None = None
     # The running requests, and the version that the server had when each was sent.
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)

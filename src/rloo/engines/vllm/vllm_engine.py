@@ -27,8 +27,8 @@ from rloo.engines.vllm.server_state import (
     ServerWeights,
     mean_difference,
 )
-from rloo.engines.vllm.settings import VLLMSettings, WeightPublisher
-from rloo.engines.weight_store import WeightStore
+from rloo.engines.vllm.settings import VLLMSettings
+from rloo.engines.vllm.weight_publisher import VersionFolders, WeightPublisher
 from rloo.rewards.async_functions import LoopThread
 from rloo.types import Completion, EngineCapabilities, NumSamples, Prompt, Sampling
 from rloo.types import Weights as Named
@@ -66,6 +66,8 @@ class VLLMEngine:
         self._settings, self._source, self._say = settings, source, say
         # Distinguishes this run's versions, since other runs, and a resumed run, also count from 0.
         self._token = secrets.token_hex(4)
+        # Whether all servers can load deltas.
+        self._extended = bool(settings.urls) or settings.server.extended
         self._begun: set[Future[list[Completion]]] = set()
         self._wanted: ServerWeights | None = None  # published, but not loaded yet
         self._loop = LoopThread()
@@ -90,23 +92,31 @@ class VLLMEngine:
         version = self._source.world.broadcast_object(version)
         if version == self.version:
             return
-        source, main, first = self._source, self._source.world.is_main, self.version < 0
-        if first:
-            self._token = source.world.broadcast_object(self._token)
-        if first and main:
-            self._open.versions = WeightStore.made_in(self._settings.weights_folder, self._token)
+        source, first = self._source, self.version < 0
+        versions = self._open.versions or self._make_versions()
         if first and source.adapter_rank is not None:
-            self._base = self._write("base", source.write_base)
+            self._base = versions.write_folder("base", source.write_base)
             self._start(self._base)
-            self._require_adapters()
-        path = self._write(version, source.write)
-        self._wanted = ServerWeights(version, path, f"rloo-{self._token}-{version}")
+            self._require_adapters(versions)
+        self._wanted = versions.publish(version, f"rloo-{self._token}-{version}")
         self.version = version
         if self._settings.sleep_level is None:
             self._bring()
         elif first:
             with self.prefix_caching():  # the servers load the version, then sleep
                 pass
+
+    def _make_versions(self) -> VersionFolders:
+        source, settings = self._source, self._settings
+        self._token = source.world.broadcast_object(self._token)
+        few = source.adapter_rank is None and source.dtype.itemsize == 2
+        deltas = few and self._extended and not settings.server.transfers
+        versions = self._open.versions = VersionFolders(
+            source, settings.weights_folder, self._token, settings.deadline, deltas=deltas
+        )
+        if source.world.is_main and deltas and not self.capabilities.central:
+            self._loop.submit(versions.answer_requests())
+        return versions
 
     def _bring(self) -> None:
         """Load the last published version into the servers, and verify it."""
@@ -118,7 +128,7 @@ class VLLMEngine:
         wanted, self._wanted = self._wanted, None
         if wanted is None:
             return
-        self._start(self._base or wanted.folder)
+        self._start(self._base or wanted.complete or wanted.folder)
         try:
             while not self._verify(wanted, probes := self._brought(wanted)):
                 pass  # until a server passes; NoServers if all budgets are exhausted
@@ -169,7 +179,7 @@ class VLLMEngine:
                 )
         return self._source.world.broadcast_object(bool(wanted.expected))
 
-    def _require_adapters(self) -> None:
+    def _require_adapters(self, versions: VersionFolders) -> None:
         """Raise ValueError for servers that ignore an adapter. Some servers silently serve the base
         if they do not know the names in an adapter."""
         source = self._source
@@ -181,7 +191,7 @@ class VLLMEngine:
             if source.world.broadcast_object(moved >= enough):
                 break
         with source.perturbed(scale):
-            path = self._write("perturbed", source.write)
+            path = versions.write_folder("perturbed", source.write)
             wanted = ServerWeights(-1, path, f"rloo-{self._token}-perturbed")
             probes = self._brought(wanted)
             inside = [source.logprobs(p.prompt, p.tokens) for _, _, p in probes]
@@ -196,20 +206,6 @@ class VLLMEngine:
                     f"serves are {how}, {apart:.3g} away: it does not apply the adapter "
                     "(lora_target_modules, engine_kwargs.merge_adapter)"
                 )
-
-    def _write(self, name: int | str, write: Callable[[Path | None], None]) -> Path:
-        """Write a version or another folder, and return its path, in all processes. Ranks other
-        than the main rank take part in the collective."""
-        path = Path()
-        if self._open.versions is None:
-            write(None)
-        elif isinstance(name, int):
-            path = self._open.versions.write(name, write)
-        else:
-            path = self._open.versions.folder / name
-            path.mkdir(parents=True)
-            write(path)
-        return Path(self._source.world.broadcast_object(str(path)))
 
     # -- servers ---------------------------------------------------------------------------------
 
@@ -276,7 +272,8 @@ class VLLMEngine:
         # Some requests wait at the server, in addition to those that it computes, to fill its
         # batch.
         member.route, member.room = facts.route, facts.sequences * 3 // 2
-        member.receives = facts.receives
+        member.receives, member.extended = facts.receives, facts.extended
+        self._extended = self._extended and facts.extended
 
     def _connect(self, member: ServerState) -> None:
         """Set up the transfer of weights over NCCL, if enabled and supported by the server."""
@@ -369,12 +366,14 @@ class VLLMEngine:
         return self._open.fleet.watch.seconds if self._open.fleet else 0.0
 
     def stats(self) -> dict[str, float]:
-        """How often servers were lost and recovered, and requests were repeated, so far. With an
-        engine for each rank: of all ranks, in all processes."""
+        """How often servers were lost and recovered, and requests were repeated, so far, and the
+        size of the last version of the weights. With an engine for each rank: of all ranks, in all
+        processes."""
         return self._own_stats() if self.capabilities.central else dict(self._counts)
 
     def _own_stats(self) -> dict[str, float]:
-        return dict(self._open.fleet.counts) if self._open.fleet else {}
+        counts = dict(self._open.fleet.counts) if self._open.fleet else {}
+        return counts | (self._open.versions.stats() if self._open.versions else {})
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         done, _ = self._loop.run({"vllm": lambda: work}, None, lambda _: nullcontext())

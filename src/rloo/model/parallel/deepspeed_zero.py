@@ -71,7 +71,7 @@ class ZeroModel:
         self._engine = _initialize(scorer, _complete(settings), optimizer)
         self._inner: Any = self._engine.optimizer
         self._stage = int(self._engine.zero_optimization_stage())
-        self._size, self._group = world.size, world.mesh().get_group()
+        self._size, self._group = world.size, world.mesh_group()
         of_three = self._stage == 3
         self._on_host = bool(
             getattr(self._inner, "offload_optimizer" if of_three else "cpu_offload", False)
@@ -271,7 +271,7 @@ def prepare(world: World) -> None:
     # This op is an all-reduce for inference. On a CPU, DeepSpeed would start a compiler to build
     # the op.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    groups._WORLD_GROUP = world.mesh().get_group()
+    groups._WORLD_GROUP = world.mesh_group()
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it at every collective
 
 

@@ -2,7 +2,9 @@
 
 Every weight, its gradient and its optimizer state are sharded by rows (DTensors). A layer's weights
 are gathered before its forward and before its backward, and freed after each. Gradients are summed
-into the shards. Outside of a forward, a parameter contains only this process's shard.
+into the shards. Outside of a forward, a parameter contains only this process's shard. With several
+groups of processes that each have all shards (HSDP), weights are gathered within a group, and the
+gradients of a step are summed over the groups once.
 """
 
 from __future__ import annotations
@@ -63,6 +65,13 @@ def shard(module: nn.Module, world: World, *, on_host: bool = False) -> None:
         # averaged. gloo supports sums too.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+
+
+def sum_over_replicas(module: nn.Module, *, now: bool) -> None:
+    """Set whether the next backward sums gradients over the groups that each have all shards. If
+    not, its sums within the group are added in a later backward."""
+    for part in _divided(module):
+        part.set_requires_all_reduce(now, recurse=False)
 
 
 @contextmanager

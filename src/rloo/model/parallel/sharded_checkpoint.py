@@ -31,7 +31,7 @@ def write_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: Wo
     import torch.distributed.checkpoint as dcp
 
     writer = dcp.HuggingFaceStorageWriter(str(Path(checkpoint, PARTS)), save_distributed=True)
-    group = world.mesh().get_group()
+    group = world.mesh_group()
     with _quiet():
         dcp.save(dict(tensors), storage_writer=writer, process_group=group)
 
@@ -46,7 +46,7 @@ def read_parts(checkpoint: str | Path, tensors: Mapping[str, Tensor], world: Wor
         raise ValueError(f"checkpoint {checkpoint} has no {missing[0]} (resume_from_checkpoint)")
     reader = dcp.HuggingFaceStorageReader(str(Path(checkpoint, PARTS)))
     divided = any(map(is_sharded, tensors.values()))
-    group: Any = world.mesh().get_group() if divided else None
+    group: Any = world.mesh_group() if divided else None
     with _quiet():
         dcp.load(dict(tensors), storage_reader=reader, process_group=group, no_dist=not divided)
 

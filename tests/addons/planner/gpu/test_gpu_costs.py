@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
-from rloo.addons.planner.gpu.cost_model import ENGINE, RolloutCost
+from rloo.addons.planner.gpu.cost_model import ENGINE, SAMPLED_TOKEN, RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
 from rloo.addons.planner.gpu.layouts import ParallelLayout, best, forecast, most_samples
 from rloo.addons.planner.gpu.model_shapes import TYPICAL, shape_of_size
+from rloo.engines.serialization import pack
+from rloo.types import Completion
 
 
 def make_job(shape=TYPICAL[3], gpu="h100", **changes) -> RolloutCost:
@@ -115,14 +118,32 @@ def test_weights_travel_at_their_rate():
 def test_beside_each_other_a_step_is_the_longer_part():
     job = make_job()
     one = forecast(job, ParallelLayout(8, 8, 1, True, 1))
-    assert one.seconds == max(one.sampling, one.training) + one.publishing
+    assert one.seconds == max(one.sampling, one.gathering + one.training) + one.publishing
     assert one.reading == pytest.approx(256 * 8 * 1000 * 1.5e-6) and one.reading < one.sampling
     slow = replace(job, rates={**job.rates, "reading": 1e-3})
     read = forecast(slow, ParallelLayout(8, 8, 1, True, 1))
     assert read.seconds == 256 * 8 * 1000 * 1e-3 + read.publishing
     assert read.bottleneck == "reading answers"
     usual = forecast(job, ParallelLayout(8, 8, 1, True, 0))
-    assert usual.seconds == usual.sampling + usual.training + usual.publishing
+    parts = (usual.sampling, usual.gathering, usual.training, usual.publishing)
+    assert usual.seconds == pytest.approx(sum(parts))
+
+
+def test_trainers_receive_the_completions_that_they_have_not_sampled():
+    job = make_job()
+    sent = 256 * 8 * 1000 * 8  # bytes
+    assert job.gathering(8, apart=True) == pytest.approx(sent / (450e9 * 0.7))
+    assert job.gathering(8, apart=False) == pytest.approx(sent * 7 / 8 / (450e9 * 0.7))
+    assert job.gathering(16, apart=True) == pytest.approx(sent / (50e9 * 0.7))
+    assert job.gathering(1, apart=True) == job.gathering(1, apart=False) == 0
+
+
+def test_a_sampled_token_is_sent_in_as_many_bytes():
+    long = Completion([7] * 1000, "stop", [-0.5] * 1000, [-0.5] * 1000)
+    packed = pack([long]).values()
+    assert sum(part.nbytes for part in packed if isinstance(part, torch.Tensor)) == (
+        1000 * SAMPLED_TOKEN + 4 + 1  # the length, and whether it has ended
+    )
 
 
 def test_what_does_not_fit_is_not_offered():

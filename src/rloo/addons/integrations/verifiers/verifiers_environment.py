@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -45,16 +46,18 @@ class VerifiersEnvironment:
         # The event loop is reused, since the environment's connections belong to the loop that
         # opened them.
         self._loop: LoopThread | None = None
+        self._starting = threading.Lock()
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> Mapping[str, Any]:
         """The tokens and rewards of the rollouts. Raises ValueError if the model's chat template
         does not support the environment's tools."""
-        self._loop = self._loop or LoopThread()
+        with self._starting:  # with max_staleness there are several calls at the same time
+            self._loop = loop = self._loop or LoopThread()
         asked: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         speech = IncrementalRenderer(trainer)
         groups = self._groups(trainer.engine.rows)
         clients = [EngineClient(speech, asked, [n for n, _ in own]) for own in groups]
-        over = self._loop.submit(self._play([[row for _, row in own] for own in groups], clients))
+        over = loop.submit(self._play([[row for _, row in own] for own in groups], clients))
         try:
             while waiting := _waiting(asked, over):
                 turns = trainer.engine.go_on([one.row for one in waiting])

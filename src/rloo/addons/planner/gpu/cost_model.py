@@ -22,6 +22,8 @@ TRAINED, WEIGHTS, ENGINE = 16, 4, 2
 USABLE = SEPARATE_GPUS
 # Seconds of the shortest all-reduce over NVLink: an assumption, as in `gpu_specs`.
 _ALL_REDUCE = 15e-6
+# Bytes of a sampled token that a trainer receives: its id and its log-prob (`serialization.pack`).
+SAMPLED_TOKEN = 8
 # Bytes of a token's activations per hidden unit, in a recomputed layer (Korthikanti et al., arXiv
 # 2205.05198: 34); bytes of a block of logits.
 _OF_LAYER, _LOGITS = 34, 2**26 * 4 * 2
@@ -197,6 +199,13 @@ class RolloutCost:
         sent = 2 * WEIGHTS * self.shape.parameters + WEIGHTS * self.trained
         times = self.iterations * self.micro_batches(trainers, divided=True)
         return computing, times * sent * others / rate
+
+    def gathering(self, trainers: int, *, apart: bool) -> float:
+        """Seconds in which each trainer receives the completions that it has not sampled: all of
+        separate servers, or the shares of the other trainers."""
+        others = (trainers - 1) / trainers
+        missing = others > 0 if apart else others
+        return SAMPLED_TOKEN * self.sampled * missing / self._network(trainers)
 
     def micro_batches(self, trainers: int, *, divided: bool) -> float:
         """The number of micro-batches of a GPU."""

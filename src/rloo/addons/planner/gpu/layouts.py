@@ -33,7 +33,8 @@ class ParallelLayout:
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The prediction for a layout: seconds of the parts of a rollout (`reading` is the time in
-    which the main process reads sampled completions); bytes on a trainer's GPU and on an engine's
+    which the main process reads sampled completions, `gathering` the time in which the trainers
+    receive them); bytes on a trainer's GPU and on an engine's
     GPU; the number of tokens that fit into a micro-batch; and the number of completions that fit
     into an engine (`room`)."""
 
@@ -42,6 +43,7 @@ class Forecast:
     computing: float
     sending: float
     reading: float
+    gathering: float
     publishing: float
     trainer_bytes: float
     engine_bytes: float
@@ -62,8 +64,8 @@ class Forecast:
         """Seconds of a rollout and its steps."""
         sampling = max(self.sampling, self.reading)
         if self.layout.staleness:
-            return max(sampling, self.training) + self.publishing
-        return sampling + self.training + self.publishing
+            return max(sampling, self.gathering + self.training) + self.publishing
+        return sampling + self.gathering + self.training + self.publishing
 
     @property
     def bottleneck(self) -> str:
@@ -73,6 +75,7 @@ class Forecast:
             "training": self.computing,
             "what trainers send": self.sending,
             "reading answers": self.reading,
+            "completions to the trainers": self.gathering,
             "weights to the servers": self.publishing,
         }
         return max(parts, key=lambda name: parts[name])
@@ -103,6 +106,7 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
         computing,
         sending,
         job.sampled * job.rates["reading"] if layout.gpus > 1 else 0.0,
+        job.gathering(layout.trainers, apart=not together),
         job.publishing(layout.trainers, divided=layout.divided, apart=not together),
         held + copy,
         USABLE * gpu.memory if not together else held + copy,

@@ -61,22 +61,23 @@ def print_gpu_plan(plan: GPUPlan) -> None:
 
 def table(plan: GPUPlan) -> list[str]:
     """The lines of a table with a row for each layout; a star marks the recommended layout."""
-    names = ("", "trainers", "engines", "s a step", "tokens/s", "sample", "train", "send", "sync")
+    names = ["", "trainers", "engines", "s a step", "tokens/s"]
+    names += ["sample", "gather", "train", "send", "sync"]
     head = [*names, "GB", *(["per 1M"] if plan.price else []), "bottleneck"]
     rows = [head]
     for name, one in plan.ways.items():
         at = one.layout
         rate = plan.job.sampled / one.seconds
         cost = plan.gpus * (plan.price or 0.0) / 3600 / rate * 1e6
-        seconds = (one.seconds, one.sampling, one.computing, one.sending, one.publishing)
-        step, *parts = (f"{each:.3g}" for each in seconds)
+        seconds = (one.sampling, one.gathering, one.computing, one.sending, one.publishing)
+        parts = [f"{each:.3g}" for each in seconds]
         engines = f"{at.engines:,}" if at.engines else "the same"
         rows.append(
             [
                 f"{'*' if name == plan.chosen else ' '} {name}",
                 f"{at.trainers:,} {'fsdp2' if at.divided else 'replicate'}",
                 engines + (f" x {at.parallel}" if at.parallel > 1 else ""),
-                step,
+                f"{one.seconds:.3g}",
                 f"{rate:,.0f}",
                 *parts,
                 f"{one.trainer_bytes / 1e9:.1f}",

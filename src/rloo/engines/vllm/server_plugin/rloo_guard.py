@@ -24,7 +24,7 @@ WEIGHTS = (
     "/finish_weight_update",
 )  # fmt: skip
 # The only methods that /collective_rpc may call on workers.
-CALLED = ("reload_weights",)
+CALLED = ("reload_weights", "load_version")
 
 
 class RouteGuard:

@@ -1,0 +1,120 @@
+"""The cost of versions of the weights for the trainer: bytes, and CPU seconds per GB of exported
+weights of 16 bits, over steps of AdamW. Three ways: complete folders with the SHA-256 of every file
+(as before deltas), complete folders, and deltas with their digest.
+
+    python -m benchmarks.weights [--model FOLDER] [--rate 1e-6] [--steps 5]
+
+The weights are float32. The gradient is that of a policy gradient on completions that the model has
+sampled, with random advantages. Without `--model`, the model has 9 layers and random weights. The
+seconds are of one thread: conversion, comparison, digest and files, in shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from rloo import kernels
+from rloo.distributed.atomic_io import list_files
+from rloo.engines.vllm.server_plugin.rloo_weights import VersionReader
+from rloo.engines.weight_delta import DeltaWriter
+from rloo.engines.weight_store import WeightStore
+from rloo.model.export import CompleteFiles, LayerSink, export_weights
+
+
+def make_model(folder: str | None) -> PreTrainedModel:
+    """The model in `folder`, or a random one of 70 M parameters, in float32."""
+    if folder:
+        found: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        return found
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 9}
+    heads: dict[str, Any] = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=8192, **sizes, **heads))
+
+
+def step(model: PreTrainedModel, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step of a policy gradient on 8 completions of 32 tokens."""
+    torch.manual_seed(seed)
+    prompts = torch.randint(5, model.config.vocab_size, (8, 8))
+    generate: Any = model.generate
+    with torch.no_grad():
+        rows = generate(
+            prompts, do_sample=True, min_new_tokens=32, max_new_tokens=32, pad_token_id=0
+        )
+    logprobs = model(rows[:, :-1]).logits.log_softmax(-1).gather(-1, rows[:, 1:, None])
+    advantages = torch.randn(8)
+    loss = -(advantages * logprobs[:, 7:, 0].sum(1)).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def write(model: PreTrainedModel, folder: Path, sink: LayerSink | None = None) -> None:
+    """Write the model's weights as bfloat16."""
+    export_weights(sink or CompleteFiles(folder), model, model.named_parameters(), torch.bfloat16)
+
+
+def write_and_hash(model: PreTrainedModel, folder: Path) -> None:
+    """Write complete weights and hash every file."""
+    write(model, folder)
+    list_files(folder)
+
+
+def measured(work: Callable[[], Path]) -> tuple[float, int]:
+    """The CPU seconds of `work`, and the bytes of the folder that it returns."""
+    start = time.process_time()
+    folder = work()
+    seconds = time.process_time() - start
+    return seconds, sum(file.stat().st_size for file in folder.rglob("*"))
+
+
+def main() -> None:
+    """Print a line for each version and way."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--model")
+    options.add_argument("--rate", type=float, default=1e-6)
+    options.add_argument("--steps", type=int, default=5)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    kernels.use(kernels.unavailable_reason() is None)
+    model = make_model(given.model)
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate, weight_decay=0.0)
+    stores = [WeightStore.made_in(None, secrets.token_hex(4)) for _ in range(3)]
+    writer = DeltaWriter(stores[2], torch.bfloat16)
+    print(f"{size / 2 / 1e6:,.0f} M parameters, {size / 1e6:,.1f} MB, learning rate {given.rate:g}")
+    for version in range(given.steps + 1):
+        if version:
+            step(model, optimizer, version)
+        ways = {
+            "complete, SHA-256": partial(stores[0].write, version, partial(write_and_hash, model)),
+            "complete": partial(stores[1].write, version, partial(write, model)),
+            "delta": partial(writer.write, version, partial(write, model)),
+        }
+        for name, work in ways.items():
+            seconds, written = measured(work)
+            share = writer.stats.get("engine/changed_share") if name == "delta" else None
+            print(
+                f"step {version}, {name}: {written / 1e6:.2f} MB ({written / size:.2%}), "
+                f"{seconds / (size / 1e9):.2f} CPU s/GB"
+                + ("" if share is None else f", {share:.2%} of the values changed")
+            )
+        fresh = VersionReader(stores[1].path(version)).read()
+        delta = VersionReader(stores[2].path(version)).read()
+        assert all(torch.equal(tensor, delta[name]) for name, tensor in fresh.items())
+    for store in stores:
+        store.remove()
+
+
+if __name__ == "__main__":
+    main()

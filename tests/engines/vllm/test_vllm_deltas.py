@@ -1,0 +1,139 @@
+"""Deltas of the weights on servers that speak vLLM's protocol."""
+
+import pytest
+import torch
+
+from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
+from rloo.engines.weight_store import WeightStore
+from support.engines import make_prompts
+from support.fake_vllm import Status
+from support.models import make_model
+from support.vllm_engines import COMPLETIONS, SAMPLING, made_on_fakes, make_policy
+
+made = pytest.fixture(made_on_fakes)
+
+
+def nudge(policy, seed):
+    """Change one value of a hundred, so much that log-probs move."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(0.1 * (torch.rand_like(parameter) < 0.01))
+
+
+def has(server, policy) -> bool:
+    """Whether a server has the policy's weights, rounded to bfloat16."""
+    ours = dict(policy.model.named_parameters())
+    return all(
+        torch.equal(value, ours[name].bfloat16().float())
+        for name, value in server.model.named_parameters()
+    )
+
+
+def methods(server) -> list[str]:
+    return [body["method"] for route, body in server.bodies if route == "/collective_rpc"]
+
+
+@pytest.fixture
+def start(made, tmp_path):
+    def start(policy, *extensions, **settings):
+        return made(
+            policy,
+            servers=len(extensions),
+            extensions=extensions,
+            dtype=torch.bfloat16,
+            tolerance=0.2,
+            weights_folder=tmp_path,
+            **settings,
+        )
+
+    return start
+
+
+def store_of(folder) -> WeightStore:
+    """The only store in a folder."""
+    (found,) = folder.iterdir()
+    return WeightStore(found)
+
+
+def test_servers_with_the_extension_are_sent_what_has_changed(start, tmp_path):
+    policy = make_policy()
+    engine, servers, said = start(policy, EXTENSION, EXTENSION)
+    for seed in range(4):
+        policy.load_into(engine)
+        store = store_of(tmp_path)
+        assert all(has(server, policy) for server in servers)
+        assert store.base(engine.version) == (engine.version - 1 if seed else None)
+        nudge(policy, seed)
+    stats = engine.stats()
+    assert 0.005 < stats["engine/changed_share"] < 0.02
+    complete = sum(p.numel() for p in policy.model.parameters()) * 2
+    assert 0 < stats["engine/sent_bytes"] < 0.1 * complete
+    assert store.all() == [engine.version - age for age in (3, 2, 1, 0)]
+    assert methods(servers[0]) == ["load_version"] * 4 and said == []
+
+
+@pytest.mark.parametrize("extensions", [("",), (EXTENSION, "")])
+def test_complete_versions_are_written_if_a_server_cannot_load_deltas(start, extensions, tmp_path):
+    policy = make_policy()
+    engine, servers, _ = start(policy, *extensions)
+    for seed in range(2):
+        policy.load_into(engine)
+        assert all(has(server, policy) for server in servers)
+        nudge(policy, seed)
+    assert store_of(tmp_path).all() == [engine.version]
+    assert "engine/changed_share" not in engine.stats()
+    assert methods(servers[-1]) == ["reload_weights"] * 2
+
+
+def damage(store, version) -> None:
+    file = sorted(store.path(version).glob("*.safetensors"))[0]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0x10
+    file.write_bytes(data)
+
+
+def test_a_delta_with_a_wrong_digest_is_replaced_by_complete_weights(start, tmp_path):
+    policy = make_policy()
+    engine, (server, other), said = start(policy, EXTENSION, EXTENSION)
+    policy.load_into(engine)
+    store = store_of(tmp_path)
+    nudge(policy, 1)
+    damage(store, engine.version)  # the base of the next version
+    policy.load_into(engine)
+    assert has(server, policy) and has(other, policy) and engine.stats()["engine/lost"] == 0
+    assert methods(server) == ["load_version", "load_version", "reload_weights"]
+    assert len(said) == 2 and all("it loads the complete weights" in line for line in said)
+    assert store.copy_path(engine.version).exists()
+    for seed, base in ((2, None), (3, engine.version + 1)):
+        nudge(policy, seed)
+        policy.load_into(engine)
+        assert has(server, policy) and store.base(engine.version) == base
+    names = {path.name for path in store.folder.iterdir()} - {"in-use"}
+    assert names == {f"v{engine.version - 1:08d}", f"v{engine.version:08d}"}
+
+
+@pytest.mark.parametrize("extension", [EXTENSION, ""])
+def test_a_server_without_the_base_is_given_all_weights(start, extension):
+    """A server of the user is started again, with or without the extension."""
+    policy = make_policy()
+    engine, (server,), said = start(policy, EXTENSION, restarts=2)
+    for seed in range(3):
+        policy.load_into(engine)
+        nudge(policy, seed)
+    policy.load_into(engine)
+    expected = engine.sample(make_prompts(), 2, SAMPLING, 1)
+    server.version, server.extension = "default", extension
+    server.model.load_state_dict(make_model("qwen3", seed=5).state_dict())
+    failed = []
+
+    def once(body, answer):
+        if not failed:
+            failed.append(1)
+            raise Status(500, "it is starting")
+        return answer
+
+    server.faults[COMPLETIONS] = once
+    assert engine.sample(make_prompts(), 2, SAMPLING, 1) == expected
+    assert has(server, policy) and "is back, with" in said[-1]
+    assert methods(server)[-1] == ("load_version" if extension else "reload_weights")
