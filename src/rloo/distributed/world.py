@@ -262,8 +262,8 @@ def make_world(
     world = _connected(use_cpu, timeout, sizes["dp_shard_size"] if divides else None, sp_size)
     if workers is None or not world.is_main:
         return world
-    if name := os.environ.get(REGISTRY):
-        module, _, function = name.partition(":")
+    if factory := os.environ.get(REGISTRY):
+        module, _, function = factory.partition(":")
         return replace(world, worker_registry=getattr(importlib.import_module(module), function)())
     from rloo.distributed.worker_registry import WorkerRegistry
 

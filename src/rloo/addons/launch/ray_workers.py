@@ -187,7 +187,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class _Child:
+class _WorkerChild:
     """The process that computes, and the connection to it."""
 
     process: ChildProcess
@@ -205,7 +205,7 @@ class WorkerActor:
         self._environment, self._cwd = job.environment, cwd
         self._role, self._number, self._folder = role.name, number, logs_of(job)
         self._lock = threading.Lock()
-        self._child: _Child | None = None
+        self._child: _WorkerChild | None = None
 
     def join(self) -> tuple[str, int]:
         """End the child, and return the host and the process id of this actor."""
@@ -234,7 +234,7 @@ class WorkerActor:
                     os._exit(1)
             raise
 
-    def _start(self) -> _Child:
+    def _start(self) -> _WorkerChild:
         connection, theirs = Pipe()
         log = self._folder / f"{self._role}-{self._number}.log"
         with theirs:
@@ -248,7 +248,7 @@ class WorkerActor:
                 unblocked=SIGNALS,
             )
         self._note("started", pid=process.pid)
-        return _Child(process, connection)
+        return _WorkerChild(process, connection)
 
     def _note(self, event: str, **more: Any) -> None:
         note(self._folder, self._role, self._number, event, **more)
