@@ -145,6 +145,10 @@ def test_an_actor_is_asked_again_until_ray_gives_it_up(begin):
     actors.refused += [Killed("busy"), Killed("busy")]
     pool = begin(actors).pool("test", 1, b"setup", SECONDS)
     assert ask(pool, b"x").result(SECONDS) == b"x" and len(actors.joins) == 3
+    half = Pretended(2, answers=True)
+    half.refused += [Dead("no restart is left")]
+    pool = begin(half).pool("test", 2, b"setup", SECONDS)
+    assert ask(pool, b"x").result(SECONDS) == b"x"  # the other one works
     gone = Pretended(2)
     gone.refused += [Dead("no restart is left\nmore")] * 2
     pool = begin(gone).pool("test", 2, b"setup", SECONDS)
