@@ -286,9 +286,7 @@ def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
     assert killed.returncode == -9
     failed = WorkerRegistry(tmp_path, "127.0.0.1")
     failed.open()
-    pool = hire(
-        failed
-    )  # a pool that nobody has any more would let the worker go, which comes again
+    pool = hire(failed)  # without the pool the worker would be let go, and come again
     assert answer(pool, b"y") == b"<y"
     failed.close()
     last = WorkerRegistry(tmp_path, "127.0.0.1")
