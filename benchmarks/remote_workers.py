@@ -3,10 +3,11 @@ The workers are simulated. All other parts are real: the transport on the loopba
 packed groups.
 
     python -m benchmarks.remote_workers [--workers 256] [--groups 10000] [--tokens 2048] [--steps 3]
-        [--processes 4]
+        [--processes 4] [--ray]
 
-The workers are sockets of a few processes. A worker answers a call at once with a packed group. A
-step is one call per group. CPU seconds are of the training process, with all of its threads.
+The workers are sockets of a few processes, or with `--ray` threads of a few actors of a Ray that
+this program starts. A worker answers a call at once with a packed group. A step is one call per
+group. CPU seconds are of the training process, with all of its threads.
 "without unpacking" leaves the answers as bytes, which is the cost of the transport and the queue.
 """
 
@@ -15,13 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,6 +98,64 @@ def simulated(folder: Path, options: argparse.Namespace) -> Generator[None]:
             process.wait()
 
 
+class SimulatedActor:
+    """`WorkerActor` for several simulated workers."""
+
+    def __init__(self, tokens: int) -> None:
+        from rloo.distributed.worker_process import ANSWER as SUCCESS
+
+        self._answer = SUCCESS + packed_group(tokens)
+
+    def join(self) -> tuple[str, int]:
+        """See `WorkerActor`."""
+        return "simulated", os.getpid()
+
+    def call(self, *_: bytes) -> bytes:
+        """See `WorkerActor`."""
+        return self._answer
+
+
+@contextmanager
+def opened(folder: Path, options: argparse.Namespace) -> Generator[Any]:
+    """A registry with all simulated workers."""
+    if options.ray:
+        registry = ray_registry(options)
+        workers: Any = nullcontext()
+    else:
+        from rloo.distributed.worker_registry import WorkerRegistry
+
+        registry, workers = WorkerRegistry(folder, "127.0.0.1"), simulated(folder, options)
+    registry.open()
+    with workers:
+        while len(registry.members()) < options.workers:
+            time.sleep(0.1)
+        yield registry
+        registry.close()
+
+
+def ray_registry(options: argparse.Namespace) -> Any:
+    """The registry of the actors, each of which is several workers."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+
+    from rloo.addons.launch.ray_actors import RayActors
+    from rloo.addons.launch.ray_workers import RayRegistry
+
+    class OfThisDriver(RayActors):
+        """This process has connected already."""
+
+        def connect(self) -> dict[str, list[Any]]:
+            kind = ray.remote(SimulatedActor).options(
+                num_cpus=0, max_concurrency=options.workers // options.processes + 1
+            )
+            actors = [kind.remote(options.tokens) for _ in range(options.processes)]
+            return {"sample": [actors[n % len(actors)] for n in range(options.workers)]}
+
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=200_000_000)
+    return RayRegistry(OfThisDriver("", "", {}))
+
+
 def measure_step(pool: Any, message: bytes, groups: int, take: Take) -> tuple[float, float]:
     """The CPU seconds and the seconds of one step."""
     from rloo.distributed.worker_pool import wait_result
@@ -113,29 +173,22 @@ def measure_step(pool: Any, message: bytes, groups: int, take: Take) -> tuple[fl
 def measure(options: argparse.Namespace) -> list[str]:
     """The rows of the table."""
     from rloo.distributed.pytree import encode
-    from rloo.distributed.worker_registry import WorkerRegistry, make_pool
+    from rloo.distributed.remote_pool import make_pool
 
     message = encode({"rows": [[0, 0, [7] * 256, [0, SAMPLES]]], "how": {"temperature": 1.0}})
     rows = []
-    with tempfile.TemporaryDirectory() as name:
-        registry = WorkerRegistry(Path(name), "127.0.0.1")
-        registry.open()
-        with simulated(Path(name), options):
-            while len(registry.members()) < options.workers:
-                time.sleep(0.1)
-            pool = make_pool("sample", options.workers, b"{}", registry, SECONDS)
-            kinds: dict[str, Take] = {"without unpacking": len, "with unpacking": unpacked}
-            for what, take in kinds.items():
-                steps = [
-                    measure_step(pool, message, options.groups, take)
-                    for _ in range(options.steps + 1)
-                ][1:]
-                cpu, wall = (median(values) for values in zip(*steps, strict=True))
-                rows.append(
-                    f"| {options.workers} | {options.groups:,} | {what} | {cpu:.2f} | {wall:.1f} "
-                    f"| {threading.active_count()} |"
-                )
-        registry.close()
+    kinds: dict[str, Take] = {"without unpacking": len, "with unpacking": unpacked}
+    with tempfile.TemporaryDirectory() as name, opened(Path(name), options) as registry:
+        pool = make_pool("sample", options.workers, b"{}", registry, SECONDS)
+        for what, take in kinds.items():
+            steps = [
+                measure_step(pool, message, options.groups, take) for _ in range(options.steps + 1)
+            ][1:]
+            cpu, wall = (median(values) for values in zip(*steps, strict=True))
+            rows.append(
+                f"| {options.workers} | {options.groups:,} | {what} | {cpu:.2f} | {wall:.1f} "
+                f"| {threading.active_count()} |"
+            )
     return rows
 
 
@@ -147,6 +200,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--ray", action="store_true")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve is not None:

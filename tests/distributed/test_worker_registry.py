@@ -286,7 +286,8 @@ def test_workers_wait_for_a_run_that_was_started_again(tmp_path, elsewhere):
     assert killed.returncode == -9
     failed = WorkerRegistry(tmp_path, "127.0.0.1")
     failed.open()
-    assert answer(hire(failed), b"y") == b"<y"
+    pool = hire(failed)  # without the pool the worker would be let go, and come again
+    assert answer(pool, b"y") == b"<y"
     failed.close()
     last = WorkerRegistry(tmp_path, "127.0.0.1")
     pool = hire(last)

@@ -1,6 +1,6 @@
-"""A pool of workers that are started outside of the run.
+"""Pools of workers that are started outside of the run.
 
-The thread of a `WorkerRegistry` runs the jobs of all such pools. A job that waits for an answer is
+The thread of a `WorkerLoop` runs the jobs of all such pools. A job that waits for an answer is
 a suspended generator, without a thread.
 """
 
@@ -17,8 +17,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from rloo.distributed.child_process import describe_status
-from rloo.distributed.worker_pool import Calls, Job, JobQueue, Pool
-from rloo.distributed.worker_process import FAILURE, WorkerDied, error_of
+from rloo.distributed.worker_pool import Calls, Job, JobQueue, Pool, WorkerPool
+from rloo.distributed.worker_process import FAILURE, LocalWorker, WorkerDied, error_of
+
+# The function that serves each kind of worker.
+KINDS = {"sample": "rloo.engines.engine_worker:serve", "score": "rloo.rewards.reward_workers:serve"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,29 @@ class Links(Protocol):
     def lose(self, worker: RemoteWorker, error: WorkerDied) -> None:
         """Disconnect a worker, and inform its pool."""
 
+    def hint(self, kind: str) -> str:
+        """How a user gets workers of this kind."""
+
+
+class Registry(Protocol):
+    """The workers of a run that are started outside of the run: a `WorkerRegistry` (ZeroMQ), or the
+    actors of Ray."""
+
+    def open(self) -> None:
+        """Start to accept workers. Raises OSError if that is impossible."""
+
+    def pool(self, kind: str, size: int, setup: bytes, seconds: float) -> RemotePool:
+        """A pool of workers of this kind: see `RemotePool`."""
+
+    def members(self) -> list[dict[str, Any]]:
+        """The connected workers: kind, host, process id, and time of connection."""
+
+    def finish(self) -> None:
+        """Mark the run as over."""
+
+    def close(self) -> None:
+        """Disconnect all workers; may be repeated."""
+
 
 class RemotePool(Pool):
     """`size` remote workers of a kind, which first receive the bytes `setup`. If no worker has
@@ -84,12 +110,12 @@ class RemotePool(Pool):
 
 
 class RemoteJobs(JobQueue):
-    """The state of a `RemotePool`. The thread of the registry calls `dispatch`, `answered`,
+    """The state of a `RemotePool`. The thread of a `WorkerLoop` calls `dispatch`, `answered`,
     `check_deadlines`, `drop` and `end`."""
 
     def __init__(self, kind: str, size: int, setup: bytes, seconds: float, links: Links) -> None:
         super().__init__()
-        self._kind, self._size, self._setup, self._seconds = kind, size, setup, seconds
+        self.kind, self._size, self._setup, self._seconds = kind, size, setup, seconds
         self._links = links
         self._idle: deque[RemoteWorker] = deque()
         self._without_worker_since: float | None = None
@@ -133,8 +159,8 @@ class RemoteJobs(JobQueue):
             self._without_worker_since = time.monotonic()
         elif time.monotonic() - self._without_worker_since > self._seconds:
             self._without_worker_since = None
-            command = f"rloo worker {self._kind} FOLDER"
-            self._fail_waiting(f"has not come within {self._seconds:g} s ({command})")
+            hint = self._links.hint(self.kind)
+            self._fail_waiting(f"has not come within {self._seconds:g} s ({hint})")
 
     def answered(self, worker: RemoteWorker, answer: bytes) -> None:
         """Continue the worker's job with an answer."""
@@ -177,11 +203,11 @@ class RemoteJobs(JobQueue):
     def _free_worker(self) -> RemoteWorker | None:
         if self._idle:
             return self._idle.popleft()
-        if len(self.workers) == self._size or (worker := self._links.hire(self._kind)) is None:
+        if len(self.workers) == self._size or (worker := self._links.hire(self.kind)) is None:
             return None
         worker.jobs, worker.setup = self, self._setup
         place = f"process {worker.pid} on {worker.hello.host}"
-        worker.name = f"that {self._kind}s ({place})"
+        worker.name = f"that {self.kind}s ({place})"
         with self.changed:
             self.workers.append(worker)
         return worker
@@ -220,4 +246,12 @@ class RemoteJobs(JobQueue):
     def _fail_waiting(self, fact: str) -> None:
         while (job := self.take()) is not None:
             self.count(job)
-            job.future.set_exception(WorkerDied(f"that {self._kind}s", fact))
+            job.future.set_exception(WorkerDied(f"that {self.kind}s", fact))
+
+
+def make_pool(kind: str, size: int, setup: bytes, hub: Registry | None, seconds: float) -> Pool:
+    """A pool of workers of one of the KINDS: workers of the registry `hub` (see `RemotePool`), or
+    processes that the pool starts if `hub` is None."""
+    if hub is not None:
+        return hub.pool(kind, size, setup, seconds)
+    return WorkerPool(size, partial(LocalWorker, f"that {kind}s", KINDS[kind], setup))

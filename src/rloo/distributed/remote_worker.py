@@ -20,8 +20,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from rloo.distributed.remote_pool import KINDS
 from rloo.distributed.worker_process import start
-from rloo.distributed.worker_registry import FILE, KINDS, VERSIONS
+from rloo.distributed.worker_registry import FILE, VERSIONS
 from rloo.distributed.worker_server import (
     ANSWER,
     HELLO,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
@@ -43,3 +44,7 @@ def main(target: str, channel: int, lifeline: int) -> None:
 def _end_with(lifeline: int) -> None:
     os.read(lifeline, 1)  # returns when the other end is closed; nothing is ever written
     leave(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

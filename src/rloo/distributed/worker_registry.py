@@ -14,20 +14,15 @@ import os
 import platform
 import threading
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zmq
 
 import rloo
-from rloo.distributed.remote_pool import RemoteJobs, RemotePool
-from rloo.distributed.worker_pool import Pool, WorkerPool
-from rloo.distributed.worker_process import LocalWorker
+from rloo.distributed.remote_pool import RemotePool
 from rloo.distributed.worker_server import SILENCE_SECONDS, WorkerServer
 
-# The function that serves each kind of worker.
-KINDS = {"sample": "rloo.engines.engine_worker:serve", "score": "rloo.rewards.reward_workers:serve"}
 # The file in a run's folder with the registry's address and keys.
 FILE = ".workers.json"
 # A worker must have the same versions as the run.
@@ -62,14 +57,12 @@ class WorkerRegistry:
             self._write(self._port, over=False)
 
     def pool(self, kind: str, size: int, setup: bytes, seconds: float) -> RemotePool:
-        """A pool of workers of this kind: see `RemotePool`."""
-        jobs = RemoteJobs(kind, size, setup, seconds, self._server)
-        self._server.add(jobs)
-        return RemotePool(size, jobs)
+        """See `Registry`."""
+        return self._server.pool(kind, size, setup, seconds)
 
     def members(self) -> list[dict[str, Any]]:
-        """The connected workers: kind, host, process id, and time of connection."""
-        return [worker.hello.shown() for worker in self._server.members()]
+        """See `Registry`."""
+        return self._server.members()
 
     def finish(self) -> None:
         """Mark the run as over. After `close`, workers of such a run end. Workers of other runs
@@ -98,13 +91,3 @@ class WorkerRegistry:
         with open(descriptor, "w") as file:
             json.dump(known, file)
         temporary.rename(self._file)
-
-
-def make_pool(
-    kind: str, size: int, setup: bytes, hub: WorkerRegistry | None, seconds: float
-) -> Pool:
-    """A pool of workers of one of the KINDS: workers of the registry `hub` (see `RemotePool`), or
-    processes that the pool starts if `hub` is None."""
-    if hub is not None:
-        return hub.pool(kind, size, setup, seconds)
-    return WorkerPool(size, partial(LocalWorker, f"that {kind}s", KINDS[kind], setup))

@@ -1,4 +1,4 @@
-"""The sockets of a `WorkerRegistry`, and the thread that serves all remote workers.
+"""The sockets of a `WorkerRegistry`.
 
 A message of a worker begins with HELLO or ANSWER, a message to a worker with CALL or LEAVE.
 """
@@ -9,7 +9,6 @@ import json
 import socket
 import threading
 import time
-from collections import defaultdict, deque
 from contextlib import suppress
 from typing import Any
 
@@ -17,9 +16,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from rloo.distributed.child_process import describe_status
-from rloo.distributed.remote_pool import Registration, RemoteJobs, RemoteWorker
-from rloo.distributed.worker_process import WorkerDied
+from rloo.distributed.remote_pool import Registration, RemoteWorker
+from rloo.distributed.worker_loop import WorkerLoop
 
 # After HELLO: a registration. After CALL: the setup, with the first call only, and the message.
 # After ANSWER: the answer. LEAVE disconnects the worker.
@@ -28,34 +26,23 @@ HELLO, CALL, ANSWER, LEAVE = b"hello", b"call", b"answer", b"leave"
 HELLO_SECONDS = 10.0
 # Seconds without a sign of life after which ZeroMQ closes a connection.
 SILENCE_SECONDS = 30.0
-_TURN_SECONDS = 0.2
-_CLOSE_SECONDS = 10.0
 # Where ZeroMQ asks for the admission of a client (https://rfc.zeromq.org/spec/27/).
 _ADMISSION = "inproc://zeromq.zap.01"
-
-_NOT_NEEDED = "is not needed any more"
 
 Socket = zmq.Socket[bytes]
 
 
-class WorkerServer:
+class WorkerServer(WorkerLoop):
     """Accepts workers that know the public key of `private` and have the key `admitted`. Runs the
     jobs of the pools in one thread."""
 
     def __init__(self, private: bytes, admitted: bytes, silence: float) -> None:
+        super().__init__()
         self._private, self._admitted, self._silence = private, admitted, silence
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self._listens = threading.Event()
         self._sockets: _Sockets | None = None
-        self._is_closed = False
-        self._pools: list[RemoteJobs] = []
-        self._members: dict[bytes, RemoteWorker] = {}
-        self._waiting: defaultdict[str, deque[RemoteWorker]] = defaultdict(deque)
         # The workers by the descriptors of their connections; None before the registration.
         self._connected: dict[int, RemoteWorker | None] = {}
-        self._gone: list[RemoteWorker] = []
-        self._next_check = 0.0
 
     def listen(self, host: str) -> int:
         """Listen on a port of `host`, and return the port. Raises OSError or ZMQError."""
@@ -64,110 +51,36 @@ class WorkerServer:
         self._start()
         return self._sockets.port
 
-    def add(self, jobs: RemoteJobs) -> None:
-        """Serve a pool."""
-        with self._lock:
-            is_closed = self._is_closed
-            self._pools.append(jobs)
-        if is_closed:
-            jobs.end(_NOT_NEEDED)
-        else:
-            self._start()
-
-    def members(self) -> list[RemoteWorker]:
-        """The connected workers."""
-        with self._lock:
-            return list(self._members.values())
-
-    def close(self) -> None:
-        """Disconnect all workers, fail all jobs, and end the thread."""
-        with self._lock:
-            self._is_closed = True
-        self._listens.set()
-        self.wake()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_SECONDS)
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread.ident is None and not self._is_closed:
-                self._thread.start()
-
-    # -- Links -------------------------------------------------------------------------------------
-
     def wake(self) -> None:
         """See `Links`."""
         if self._sockets is not None:
             self._sockets.wake()
 
-    def hire(self, kind: str) -> RemoteWorker | None:
+    def hint(self, kind: str) -> str:
         """See `Links`."""
-        return self._waiting[kind].popleft() if self._waiting[kind] else None
+        return f"rloo worker {kind} FOLDER"
 
     def send(self, worker: RemoteWorker, *parts: bytes) -> None:
         """See `Links`."""
         if not self._send(worker.identity, CALL, *parts):
             self._gone.append(worker)
 
-    def lose(self, worker: RemoteWorker, error: WorkerDied) -> None:
-        """See `Links`."""
-        if worker.gone:
-            return
-        worker.gone = True
+    def _disconnect(self, worker: RemoteWorker) -> None:
         self._send(worker.identity, LEAVE)
-        with self._lock:
-            self._members.pop(worker.identity, None)
-        if worker in self._waiting[worker.hello.kind]:
-            self._waiting[worker.hello.kind].remove(worker)
-        if worker.jobs is not None:
-            worker.jobs.drop(worker, error)
 
-    # -- the thread --------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        fact = _NOT_NEEDED
-        try:
-            while not self._is_closed:
-                if self._sockets is None:
-                    self._listens.wait(_TURN_SECONDS)
-                else:
-                    self._communicate(self._sockets)
-                self._dispatch()
-        except BaseException as error:
-            fact = f"cannot be reached: {error!r}"
-            raise
-        finally:
-            with self._lock:
-                self._is_closed = True
-                self._members.clear()
-            for jobs in [*self._pools]:
-                jobs.end(fact)
-            if self._sockets is not None:
-                self._sockets.close()
-
-    def _communicate(self, sockets: _Sockets) -> None:
-        sockets.wait(0.0 if self._gone else _TURN_SECONDS)
+    def _communicate(self, seconds: float) -> None:
+        if (sockets := self._sockets) is None:
+            self._listens.wait(seconds)
+            return
+        sockets.wait(seconds)
         sockets.admit(self._admitted)
         self._note_connections(sockets)
         while (message := sockets.receive()) is not None:
             self._handle(sockets, *message)
-        # After the messages: a worker may have answered before it left.
-        gone, self._gone = self._gone, []
-        for worker in gone:
-            self.lose(worker, WorkerDied(worker.name, describe_status(None)))
 
-    def _dispatch(self) -> None:
-        now = time.monotonic()
-        is_due = now >= self._next_check
-        for jobs in [*self._pools]:
-            if is_due:
-                jobs.check_deadlines(now)
-            is_closed = jobs.closed  # before `dispatch`, which then disconnects the workers
-            jobs.dispatch()
-            if is_closed:
-                self._pools.remove(jobs)
-        if is_due:
-            self._next_check = now + _TURN_SECONDS
+    def _stop(self) -> None:
+        if self._sockets is not None:
+            self._sockets.close()
 
     def _note_connections(self, sockets: _Sockets) -> None:
         """Process the opened and closed connections."""
@@ -203,9 +116,7 @@ class WorkerServer:
             # A closed connection had the same descriptor, and its last message came after its end.
             self._gone.append(before)
         worker = self._connected[descriptor] = RemoteWorker(identity, registration)
-        self._waiting[registration.kind].append(worker)
-        with self._lock:
-            self._members[identity] = worker
+        self._admit(worker)
 
     def _send(self, identity: bytes, *parts: bytes) -> bool:
         assert self._sockets is not None

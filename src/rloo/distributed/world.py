@@ -3,6 +3,7 @@ and passes it on. No other module queries a device or a rank."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
     from rloo.distributed.gradient_buckets import GradientBuckets
     from rloo.distributed.group_setup import SequenceGroup, ShardingGroups, TensorGroup
     from rloo.distributed.process_group import Collectives
-    from rloo.distributed.worker_registry import WorkerRegistry
+    from rloo.distributed.remote_pool import Registry
 
 T = TypeVar("T")
+# The environment variable that names a function (`module:function`) which returns the registry of
+# workers. A launcher whose cluster has its own connections to the workers sets this variable.
+REGISTRY = "RLOO_WORKER_REGISTRY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class World:
     size: int = 1
     collectives: Collectives | None = None
     device_groups: ShardingGroups | None = None
-    worker_registry: WorkerRegistry | None = None
+    worker_registry: Registry | None = None
     sequence_group: SequenceGroup | None = None
     tensor_group: TensorGroup | None = None
 
@@ -262,7 +266,8 @@ def make_world(
     """The World of this process, on the device of `device_here`. A process waits at most `timeout`
     seconds for the others. `divides`: whether weights are sharded, also with a single process.
     `groups` has the sizes of the groups of neighbouring processes. `workers` is the folder in which
-    remote workers find the main process's address; None if there are no remote workers."""
+    remote workers find the main process's address; None if there are no remote workers. The
+    environment variable REGISTRY replaces the registry."""
     for name, number in asdict(groups).items():
         if number is not None and process_count() % number:
             raise ValueError(
@@ -272,6 +277,9 @@ def make_world(
     world = _connected(use_cpu, timeout, divides, groups)
     if workers is None or not world.is_main:
         return world
+    if factory := os.environ.get(REGISTRY):
+        module, _, function = factory.partition(":")
+        return replace(world, worker_registry=getattr(importlib.import_module(module), function)())
     from rloo.distributed.worker_registry import WorkerRegistry
 
     host = os.environ.get("MASTER_ADDR") or socket.gethostname()

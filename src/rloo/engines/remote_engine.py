@@ -25,8 +25,8 @@ import torch
 from rloo import kernels
 from rloo.distributed import World
 from rloo.distributed.pytree import decode, encode
+from rloo.distributed.remote_pool import Registry, make_pool
 from rloo.distributed.worker_pool import Calls, Pool, call_once, wait_result
-from rloo.distributed.worker_registry import WorkerRegistry, make_pool
 from rloo.engines.engine_worker import EngineWorkerConfig
 from rloo.engines.sampling import check_request, refuse_images, sample_indices
 from rloo.engines.serialization import unpack
@@ -56,7 +56,7 @@ class RemoteEngineConfig:
     needs `room` bytes. With `deltas`, only changed tensors are written where possible."""
 
     size: int = 1
-    worker_registry: WorkerRegistry | None = None
+    worker_registry: Registry | None = None
     seconds: float = 1800.0
     folder: Path | None = None
     room: int = 0

@@ -20,10 +20,10 @@ from typing import Any
 
 import dill
 
+from rloo.distributed.remote_pool import Registry, make_pool
 from rloo.distributed.standard_streams import IS, counted
 from rloo.distributed.worker_pool import Calls, call_once
 from rloo.distributed.worker_process import WorkerDied
-from rloo.distributed.worker_registry import WorkerRegistry, make_pool
 from rloo.rewards.registry import load_reward
 from rloo.rewards.reward_function import RewardLog
 from rloo.rewards.reward_set import RawScores, RewardSet
@@ -44,7 +44,7 @@ class RewardWorkerPool:
     """`size` worker processes that score groups in parallel. Each process calls all functions, and
     has a separate copy of the state of their modules. `close` ends the processes."""
 
-    def __init__(self, rewards: RewardSet, size: int, hub: WorkerRegistry | None = None) -> None:
+    def __init__(self, rewards: RewardSet, size: int, hub: Registry | None = None) -> None:
         """Start the workers on this machine. With `hub`, wait instead for workers that connect to
         it. Raises ValueError if `unavailable_reason` returns a reason."""
         if (reason := unavailable_reason(rewards)) is not None:

@@ -1,5 +1,6 @@
 """Jobs on a real Ray of two nodes, started here: placed, killed, submitted, told to end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rloo.distributed.worker_registry import FILE
 from rloo.trainer.run_lock import refuse_if_owned
 from support.launched_runs import (
     RUN,
@@ -78,6 +80,19 @@ def is_free(run: Path) -> bool:
     return True
 
 
+def workers(run: Path, role: str) -> list[int]:
+    """The processes that compute for the workers of a role, each below its actor."""
+    rows = [json.loads(line) for line in (run / "logs" / "launch.jsonl").read_text().splitlines()]
+    newest = {r["number"]: r["pid"] for r in rows if r["role"] == role and r["event"] == "started"}
+    return [pid for _, pid in sorted(newest.items()) if psutil.pid_exists(pid)]
+
+
+def lost(run: Path) -> float:
+    """How many workers that sample were lost."""
+    line = (run / "metrics.jsonl").read_text().splitlines()[-1]
+    return json.loads(line)["engine/lost"]
+
+
 def wait_for_step(folder: Path, step: int) -> None:
     wait_until(lambda: steps(folder / "run") >= step, lambda: printed(folder))
 
@@ -105,18 +120,22 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     assert refused.returncode != 0 and b"Unauthenticated" in refused.stderr
     subprocess.run(submit, env=environment, check=True)
     wait_for_step(tmp_path, 2)
-    sampling, scoring = (processes(run, "worker", kind) for kind in ("sample", "score"))
+    sampling, scoring = workers(run, "sampler"), workers(run, "scorer")
     nodes = [{*map(ray_cluster.node_of, pids)} for pids in (sampling, scoring)]
     assert not nodes[0] & {ray_cluster.node_of(rank(run, number)) for number in range(2)}
     assert nodes[1] <= {"one", "two"}
+    threads = Path(f"/proc/{rank(run, 0)}/task").glob("*/comm")
+    assert not [name for t in threads if (name := t.read_text()).startswith("ZMQ")]
+    assert not (run / FILE).exists()  # nobody can come by ZeroMQ
     os.kill(sampling[0], signal.SIGKILL)
     os.kill(psutil.Process(sampling[1]).ppid(), signal.SIGKILL)
     wait_for_step(tmp_path, 4)
+    assert lost(run) >= 2
     os.kill(rank(run, 1), signal.SIGKILL)
     wait_for_step(tmp_path, 6)
-    lost = ray_cluster.node_of(processes(run, "sample")[0])
-    ray_cluster.kill(lost)
-    ray_cluster.add(lost, 3)
+    node = ray_cluster.node_of(workers(run, "sampler")[0])
+    ray_cluster.kill(node)
+    ray_cluster.add(node, 3)
     wait_for_step(tmp_path, 8)
     for process in processes(run, "launch"):
         os.kill(process, signal.SIGKILL)
@@ -128,6 +147,7 @@ def test_a_run_ends_with_the_weights_of_a_local_one_whatever_happens(
     assert (run / f"checkpoint-{steps(run)}").is_dir() and not processes(run)
     here = rloo("launch", *RUN, "--resume_from_checkpoint=auto", f"--output_dir={run}")
     subprocess.run(here, env=environment_here(), cwd=tmp_path, check=True)
+    assert groups(run) == groups(undisturbed)  # each is trained, once
     assert steps(run) == STEPS and weights(run) == weights(undisturbed)
 
 

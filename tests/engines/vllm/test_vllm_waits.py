@@ -11,6 +11,7 @@ FOLDER = PACKAGE / "engines" / "vllm"
 BESIDE = (
     "distributed/worker_process.py", "distributed/worker_pool.py", "distributed/worker_registry.py",
     "distributed/remote_worker.py", "distributed/remote_pool.py", "distributed/worker_server.py",
+    "distributed/worker_loop.py",
     "distributed/child_process.py", "engines/remote_engine.py", "rewards/reward_workers.py",
     "algorithm/async_rollout.py", "episodes/async_multi_turn.py",
 )  # fmt: skip

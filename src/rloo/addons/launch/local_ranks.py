@@ -219,11 +219,11 @@ def _say(text: str) -> None:
         say(f"rloo: {text}", sys.stderr)
 
 
-def this_program() -> list[str]:
-    """The command of this program. The working directory is on the command's module path only if it
-    is on the module path of this process."""
+def this_program(module: str = "rloo") -> list[str]:
+    """The command of this program, or of a module. The working directory is on the command's module
+    path only if it is on the module path of this process."""
     here = {"", os.getcwd()} & set(sys.path)
-    return [sys.executable, *([] if here else ["-P"]), "-m", "rloo"]
+    return [sys.executable, *([] if here else ["-P"]), "-m", module]
 
 
 @contextmanager

@@ -3,28 +3,34 @@ imported only for ranks, since an actor without torch needs 300 MB less memory."
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import secrets
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.addons.launch.local_ranks import BAD_INPUT, free_port
-from rloo.addons.launch.ray_checks import check_address, check_resources
+from rloo.addons.launch.ray_checks import check_resources
+from rloo.addons.launch.ray_workers import KIND_OF, Done, RayRegistry, WorkerActor, logs_of
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
 from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Supervisor, note
 from rloo.algorithm.stop_signals import Stopped, StopSignals
 from rloo.distributed.child_process import ChildProcess, shell_status
 from rloo.distributed.standard_streams import say
+from rloo.distributed.world import REGISTRY
 from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import EVENTS, LOGS
 from rloo.tracking.run_reader import read_rows
@@ -38,15 +44,19 @@ _ANSWER_SECONDS = 60.0
 _NODE = "ray.io/node-id"  # a label that Ray sets on each node
 
 
+# The environment variable in which rank 0 finds the names of the actors that sample and score.
+_NAMES = "RLOO_RAY_WORKERS"
+
+
 class SupervisorActor:
-    """An actor that supervises a process which samples, serves or scores. Ray restarts the actor,
+    """An actor that supervises a vLLM server. Ray restarts the actor,
     on another node if its node is lost."""
 
     def __init__(self, job: LaunchJob, role: Role, number: int, cwd: str) -> None:
         with free_port("") as port:
             self._port = port
         command = job.command(role, ray.util.get_node_ip_address(), str(self._port))
-        folder = _logs(job)
+        folder = logs_of(job)
         self._keeper = Supervisor(role.name, number, command, job.environment, folder, cwd)
         self._keeper.start()
 
@@ -59,6 +69,57 @@ class SupervisorActor:
         self._keeper.end()
 
 
+@dataclass(frozen=True)
+class RayActors:
+    """See `rloo.addons.launch.ray_workers.Actors`. `names` has the names of the actors of each
+    kind."""
+
+    address: str
+    namespace: str
+    names: dict[str, list[str]]
+
+    def connect(self) -> dict[str, list[Any]]:
+        """See `Actors`."""
+        ray.init(
+            address=self.address, namespace=self.namespace, log_to_driver=False,
+            logging_level=logging.ERROR,
+        )  # fmt: skip
+        return {kind: [*map(ray.get_actor, some)] for kind, some in self.names.items()}
+
+    def join(self, actor: Any, done: Done) -> None:
+        """See `Actors`."""
+        _when_done(actor.join.options(max_task_retries=-1).remote(), done)
+
+    def call(self, actor: Any, parts: Sequence[bytes], done: Done) -> None:
+        """See `Actors`."""
+        _when_done(actor.call.remote(*parts), done)
+
+    def kill(self, actor: Any) -> None:
+        """See `Actors`."""
+        ray.kill(actor, no_restart=False)
+
+    def is_final(self, error: BaseException) -> bool:
+        """See `Actors`."""
+        return isinstance(error, ActorDiedError)
+
+    def close(self) -> None:
+        """See `Actors`."""
+        ray.shutdown()
+
+
+def _when_done(reference: Any, done: Done) -> None:
+    def tell(future: Future[Any]) -> None:
+        error = future.exception()
+        done(None if error else future.result(), error)
+
+    reference.future().add_done_callback(tell)
+
+
+def registry_here() -> RayRegistry:
+    """The registry of the actors that the launcher has started, in rank 0."""
+    return RayRegistry(RayActors(**json.loads(os.environ[_NAMES])))
+
+
 def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
     """Run a job by Ray: see `rloo.addons.launch.ray_backend.run`."""
     import ray.train
@@ -66,8 +127,6 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
 
     if job.servers:  # the key stops others on the network from loading weights into a server
         os.environ.setdefault(KEY, secrets.token_hex(16))
-    given = job.cluster.ray_address
-    check_address(os.environ.get("RAY_ADDRESS") if given in (None, "auto") else given)
     ray.init(address=job.cluster.ray_address)
     try:
         if not job.cluster.ray_autoscaling:
@@ -83,7 +142,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
             # Not passed as train_loop_config, which Ray's own processes would read; they may lack
             # rloo.
             trainer = TorchTrainer(
-                partial(rank_by_ray, job, servers, os.getcwd()),
+                partial(rank_by_ray, job, servers, os.getcwd(), _names(job)),
                 torch_config=TorchConfig(backend="gloo"),  # Ray's group; the run creates another
                 scaling_config=ray.train.ScalingConfig(
                     num_workers=job.trainer.count,
@@ -94,7 +153,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
                 ),
                 run_config=ray.train.RunConfig(
                     name="ray",
-                    storage_path=str(_logs(job)),
+                    storage_path=str(logs_of(job)),
                     failure_config=ray.train.FailureConfig(max_failures=job.cluster.ray_restarts),
                     worker_runtime_env={"env_vars": _environment()},
                 ),
@@ -103,13 +162,13 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
             _fit(trainer, Path(job.config.output_dir).absolute())
             last = _statuses(job)[before:][-job.trainer.count :]
             if len(last) < job.trainer.count:
-                raise OSError(f"{_logs(job) / EVENTS} does not say how the ranks have ended")
+                raise OSError(f"{logs_of(job) / EVENTS} does not say how the ranks have ended")
             return next(filter(None, last), 0)
     finally:
         ray.shutdown()
 
 
-def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
+def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str, names: str) -> None:
     """Run `rloo train` as a rank in a child process of a Ray Train worker. Raises RuntimeError if
     the rank died; Ray then restarts all ranks."""
     import ray.train
@@ -127,13 +186,25 @@ def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str) -> None:
             "LOCAL_RANK": str(context.get_local_rank()),
             "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
             **job.environment,
+            REGISTRY: "rloo.addons.launch.ray_actors:registry_here", _NAMES: names,
         }  # fmt: skip
         arguments = [*job.arguments, *AGAIN, *job.extra, *place[2]]
         status = _child(job, rank, job.started("train", *arguments), environment, cwd)
-    note(_logs(job), job.trainer.name, rank, "ended", status=status)
+    note(logs_of(job), job.trainer.name, rank, "ended", status=status)
     # Other statuses are success, bad input, or a requested stop after saving.
     if status == _KILLED or (0 < status < 128 and status != BAD_INPUT):
         raise RuntimeError(f"rank {rank} ended with status {status}")
+
+
+def _names(job: LaunchJob) -> str:
+    """What rank 0 needs to find the actors that sample and score, as JSON."""
+    names = {
+        KIND_OF[role.name]: [f"{role.name}-{n}" for n in range(role.count)]
+        for role in job.others
+        if role.name in KIND_OF
+    }
+    here = ray.get_runtime_context()
+    return json.dumps({"address": here.gcs_address, "namespace": here.namespace, "names": names})
 
 
 def _child(
@@ -144,7 +215,7 @@ def _child(
         command,
         environment={**os.environ, **environment},
         folder=cwd,
-        log=_logs(job) / f"trainer-{rank}.log" if rank else None,
+        log=logs_of(job) / f"trainer-{rank}.log" if rank else None,
         unblocked=SIGNALS,
     )
     return shell_status(process.join())
@@ -163,7 +234,7 @@ def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]
     Ray's label selector for the nodes of the ranks (None: any node)."""
     actors: list[Any] = []
     servers: list[Any] = []
-    _logs(job).mkdir(parents=True, exist_ok=True)
+    logs_of(job).mkdir(parents=True, exist_ok=True)
     engines = [(role, n) for role in job.others if role.name != "scorer" for n in range(role.count)]
     group = _group(job, [job.needs(role) for role, _ in engines]) if engines else None
     try:
@@ -176,7 +247,7 @@ def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]
                 actors += [_actor(job, role, n, _without_gpus()) for n in range(role.count)]
         yield servers, _apart(job, group) if group is not None else None
     finally:
-        ends = [actor.end.remote() for actor in actors]
+        ends = [server.end.remote() for server in servers]
         with suppress(RayError):
             ray.wait(ends, num_returns=len(ends), timeout=15.0) if ends else None
         for actor in actors:
@@ -226,18 +297,16 @@ def _without_gpus() -> dict[str, Any]:
 
 def _actor(job: LaunchJob, role: Role, number: int, place: dict[str, Any]) -> Any:
     resources = job.needs(role)
-    return (
-        ray.remote(SupervisorActor)
-        .options(
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            **place,
-            max_restarts=RESTARTS,
-            max_task_retries=2,
-            runtime_env={"env_vars": _environment()},
-        )
-        .remote(job, role, number, os.getcwd())
-    )
+    options = {
+        "num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), **place,
+        "max_restarts": RESTARTS, "runtime_env": {"env_vars": _environment()},
+    }  # fmt: skip
+    if role.name in KIND_OF:
+        options |= {"name": f"{role.name}-{number}", "max_concurrency": 2}  # for `join`
+    else:
+        options["max_task_retries"] = 2
+    kind = ray.remote(WorkerActor if role.name in KIND_OF else SupervisorActor)
+    return kind.options(**options).remote(job, role, number, os.getcwd())
 
 
 def _resources() -> list[dict[str, float]]:
@@ -247,7 +316,7 @@ def _resources() -> list[dict[str, float]]:
 
 def _statuses(job: LaunchJob) -> list[int]:
     """The exit statuses of the ranks that have ended, in the order of time."""
-    events = read_rows(_logs(job) / EVENTS)
+    events = read_rows(logs_of(job) / EVENTS)
     return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
 
 
@@ -283,7 +352,3 @@ def _fit(trainer: Any, folder: Path) -> None:
 
 def _environment() -> dict[str, str]:
     return {n: value for n, value in os.environ.items() if not n.startswith(_OURS)}
-
-
-def _logs(job: LaunchJob) -> Path:
-    return Path(job.config.output_dir).absolute() / LOGS

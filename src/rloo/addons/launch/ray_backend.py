@@ -1,6 +1,6 @@
 """Runs a job with Ray: Ray Train's TorchTrainer runs the ranks, and actors run the other roles. Ray
-places and restarts ranks and actors. Each of them runs the same child process as with other
-launchers."""
+places and restarts ranks and actors. Ranks and servers are the same child processes as with other
+launchers. Rank 0 calls the actors that sample and score (`rloo.addons.launch.ray_workers`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shlex
 from importlib.util import find_spec
 
 from rloo.addons.launch.local_backend import by_hand, urls
+from rloo.addons.launch.ray_checks import check_address
 from rloo.addons.launch.roles import AGAIN, LaunchJob
 from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.optional_packages import install
@@ -39,6 +40,8 @@ def run(job: LaunchJob, signals: StopSignals) -> int:
     is no cluster at `ray_address`, or if the ranks have died too often."""
     if find_spec("ray") is None:
         raise ValueError(f"backend is ray, which is not installed: {install('ray')} (backend)")
+    given = job.cluster.ray_address
+    check_address(os.environ.get("RAY_ADDRESS") if given in (None, "auto") else given)
     # Ray's usage reports are off unless the user turns them on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from rloo.addons.launch.ray_actors import run_by_ray

@@ -76,12 +76,12 @@ class LaunchJob:
         found = {"CPU": self.cluster.threads or 1}
         return found | ({"GPU": role.gpus} if role.gpus else {})
 
-    def started(self, *words: str) -> list[str]:
-        """The command that starts `rloo` with the arguments `words`."""
+    def started(self, *words: str, module: str = "rloo") -> list[str]:
+        """The command that starts `rloo`, or a module, with the arguments `words`."""
         if not self.cluster.setup:
-            return [*this_program(), *words]
+            return [*this_program(module), *words]
         lines = "\n".join([*self.cluster.setup, 'exec "$@"'])
-        return ["bash", "-c", lines, "bash", *shlex.split(RLOO), *words]
+        return ["bash", "-c", lines, "bash", "python", "-m", module, *words]
 
 
 def make_job(
