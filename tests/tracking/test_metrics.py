@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_LOGGED_HERE = {
     "update/max_tokens", "rewards/math_reward/unjudged", "rewards/code_reward/unjudged",
     "rank/gathered_bytes", "rank/imbalance", "rank/wait_time", "engine/lost", "engine/returned",
-    "engine/repeated", "groups/first", "idle/rewards", "idle/sampler", "idle/trainer",
+    "engine/repeated", "engine/changed_share", "engine/sent_bytes", "groups/first",
+    "idle/rewards", "idle/sampler", "idle/trainer",
     "queue/done", "queue/in_flight", "scorers/lost", "staleness/max", "staleness/mean",
     "episodes/turns", "episodes/failed", "tools/call_frequency", "tools/failure_frequency",
     "tools/time",
