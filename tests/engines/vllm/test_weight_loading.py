@@ -1,14 +1,22 @@
 """Servers load weights independently: a server that has loaded a version samples while another
 still loads, with the same guarantees."""
 
+import asyncio
 import threading
 import time
 
 import pytest
+import torch
 
-from rloo.engines.vllm.router import NoServers
+from rloo.engines.vllm.client import VLLMClient
+from rloo.engines.vllm.router import LoadBalancer, NoServers
+from rloo.engines.vllm.server_state import ServerState, ServerWeights
+from rloo.engines.vllm.weight_loading import WeightLoader
+from rloo.model.export import PolicyExport
 from support.engines import make_prompts
-from support.fake_vllm import Status
+from support.fake_vllm import FakeVLLM, Status
+from support.models import make_model
+from support.text import make_tokenizer
 from support.vllm_engines import (
     COMPLETIONS,
     SAMPLING,
@@ -148,6 +156,30 @@ def test_a_slow_server_that_fails_recovers_with_the_newest_version(made):
     wait_until(lambda: "is back, with" in said[-1])
     wait_until(lambda: sample(engine) and len(salts(second)) > before)
     assert set(salts(second)[before:]) == {first.version}
+
+
+def test_an_error_of_the_run_itself_while_a_server_loads_is_told(tmp_path):
+    PolicyExport(make_policy(), torch.float32).write(tmp_path)
+    server = FakeVLLM(make_model("qwen3"), make_tokenizer())
+    member = ServerState(VLLMClient(server.url))
+
+    async def fail(*_):
+        raise RuntimeError("a thread cannot be started")
+
+    async def run():
+        def lose(member, error):
+            member.fault = str(error)
+            loader.changed.set()
+
+        loader = WeightLoader(
+            [member], LoadBalancer([member]), 60.0, False, False, 1e-3, [3, 4], print, fail, lose
+        )
+        async with asyncio.timeout(60):
+            await loader.bring(ServerWeights(0, tmp_path, "newest"), everyone=False)
+
+    with pytest.raises(NoServers, match="has not loaded them: a thread cannot be started"):
+        asyncio.run(run())
+    server.close()
 
 
 def test_loading_waits_for_the_slow_server_if_the_others_fail(made):

@@ -119,6 +119,10 @@ class WeightLoader:
         except ServerError as error:
             self.refusals.extend([error] if error.is_refusal else [])
             self.lose(member, error)
+        # All errors are caught, since no other code would report an error of this task.
+        except (OSError, ValueError, RuntimeError) as error:
+            fact = f"has not loaded them: {error}"
+            self.lose(member, ServerError("loading weights", member.url, fact))
         else:
             self.places.restore_server(member)
 
