@@ -174,8 +174,11 @@ def test_an_error_of_the_run_itself_while_a_server_loads_is_told(tmp_path):
         loader = WeightLoader(
             [member], LoadBalancer([member]), 60.0, False, False, 1e-3, [3, 4], print, fail, lose
         )
-        async with asyncio.timeout(60):
-            await loader.bring(ServerWeights(0, tmp_path, "newest"), everyone=False)
+        try:
+            async with asyncio.timeout(60):
+                await loader.bring(ServerWeights(0, tmp_path, "newest"), everyone=False)
+        finally:
+            await member.client.close()
 
     with pytest.raises(NoServers, match="has not loaded them: a thread cannot be started"):
         asyncio.run(run())
