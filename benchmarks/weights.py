@@ -3,10 +3,14 @@ weights of 16 bits, over steps of AdamW. Three ways: complete folders with the S
 (as before deltas), complete folders, and deltas with their digest.
 
     python -m benchmarks.weights [--model FOLDER] [--rate 1e-6] [--steps 5]
+    python -m benchmarks.weights --passes
 
 The weights are float32. The gradient is that of a policy gradient on completions that the model has
 sampled, with random advantages. Without `--model`, the model has 9 layers and random weights. The
 seconds are of one thread: conversion, comparison, digest and files, in shared memory.
+
+With `--passes`: the pass over the values alone, of which 2 % have changed, and numpy's pass that
+only reads the same memory.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rloo import kernels
 from rloo.distributed.atomic_io import list_files
+from rloo.engines.delta_values import update_values
 from rloo.engines.vllm.server_plugin.rloo_weights import VersionReader
 from rloo.engines.weight_delta import DeltaWriter
 from rloo.engines.weight_store import WeightStore
@@ -78,15 +84,39 @@ def measured(work: Callable[[], Path]) -> tuple[float, int]:
     return seconds, sum(file.stat().st_size for file in folder.rglob("*"))
 
 
+def time_passes(count: int = 32_000_000, repeats: int = 7) -> None:
+    """Print the median CPU seconds per exported GB of a pass over `count` values."""
+    torch.manual_seed(0)
+    values = torch.randn(count)
+    for dtype in (torch.float32, torch.bfloat16):
+        passes, reads = [], []
+        for _ in range(repeats):
+            old = values.bfloat16()
+            now = torch.where(torch.rand(count) < 0.02, 1.1 * values, values).to(dtype)
+            start = time.process_time()
+            update_values(old, now)
+            passes.append(time.process_time() - start)
+            start = time.process_time()
+            for tensor in (old, now):
+                np.bitwise_or.reduce(tensor.view(torch.int64).numpy())
+            reads.append(time.process_time() - start)
+        pair = [sorted(some)[repeats // 2] / (2 * count / 1e9) for some in (passes, reads)]
+        print(f"from {dtype}: {pair[0]:.2f} CPU s/GB; only reading {pair[1]:.2f} CPU s/GB")
+
+
 def main() -> None:
     """Print a line for each version and way."""
     options = argparse.ArgumentParser()
     options.add_argument("--model")
     options.add_argument("--rate", type=float, default=1e-6)
     options.add_argument("--steps", type=int, default=5)
+    options.add_argument("--passes", action="store_true")
     given = options.parse_args()
     torch.set_num_threads(1)
     kernels.use(kernels.unavailable_reason() is None)
+    if given.passes:
+        time_passes()
+        return
     model = make_model(given.model)
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate, weight_decay=0.0)

@@ -147,7 +147,7 @@ def test_a_server_loads_deltas_and_repairs_a_damaged_one(tmp_path, capsys):
         assert moved > 3 * (differs := apart(trainer)), (moved, differs)
         said = capsys.readouterr().out
         assert ("it loads the complete weights" in said) == (seed == 3), said
-        assert engine.stats()["engine/lost"] == 0
+        assert engine.stats()["engine/lost"] == 0, said
         based = store.base(engine.version) is not None
         assert based == (seed not in (0, 4))  # after a repair a version is complete
         share = engine.stats().get("engine/changed_share", 0.0)

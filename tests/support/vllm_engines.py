@@ -1,5 +1,6 @@
 """An engine on servers that speak vLLM's protocol, and what its samples are compared with."""
 
+import time
 from dataclasses import replace
 
 import torch
@@ -62,6 +63,13 @@ def change(policy, seed=1):
     with torch.no_grad():
         for parameter in policy.parameters:
             parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def sample_of(prompt, completion):

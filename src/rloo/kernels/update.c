@@ -85,6 +85,7 @@ void round_to_bfloat16(const float *x, float *y, long count)
 }
 
 #define PIECE 128 /* values that are compared at once */
+#define AHEAD 1024 /* values by which memory is fetched before it is compared */
 #define PLACES (1 << 16) /* values of which a place has 16 bits; a multiple of PIECE */
 #define WORDS (1 << 15) /* words of a block of the digest; a multiple of PIECE / 4 */
 
@@ -95,6 +96,13 @@ static inline void round_piece(const uint32_t *from, uint16_t *to, long count)
         const uint32_t bits = from[i], near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
         to[i] = (bits & 0x7fffffff) > 0x7f800000 ? (bits >> 16) | 0x40 : near;
     }
+}
+
+/* Loads `size` bytes into the cache, which need not exist. */
+static inline void fetch(const void *from, long start, long size)
+{
+    for (long i = 0; i < size; i += 64)
+        __builtin_prefetch((const char *)from + start + i);
 }
 
 /* A bit for each of the first `count` values, at most 64, that differ. */
@@ -131,6 +139,8 @@ long changed_values(const void *now, uint16_t *before, uint32_t *changes, int32_
     for (long from = 0; from < count; from += PIECE) {
         const long size = smaller(count - from, PIECE), words = size / 4;
         const uint16_t *piece = (const uint16_t *)now + from;
+        fetch(now, (from + AHEAD) * (rounds ? 4 : 2), rounds ? 4 * PIECE : 2 * PIECE);
+        fetch(before, (from + AHEAD) * 2, 2 * PIECE);
         if (rounds) {
             round_piece((const uint32_t *)now + from, rounded, size);
             piece = rounded;

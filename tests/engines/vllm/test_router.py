@@ -52,10 +52,11 @@ def test_who_is_near_is_given_while_it_is_well_has_room_and_nobody_waits():
         near.fault = "gone"
         assert await places.take(4, near=near) is other
         near.fault = None
-        places.holding = True
+        near.loads = other.loads = True
         (waiting,) = await started(places.take(4, near=near))
         assert not waiting.done()
-        places.release()
+        near.loads = False
+        places.restore_server(near)
         await asyncio.sleep(0)
         assert waiting.result() is near
 
@@ -93,9 +94,11 @@ def test_a_server_that_is_lost_in_the_moment_it_is_given_is_not_asked():
         first, second = make_members(8, 4)
         places = LoadBalancer([first, second])
         (task,) = [asyncio.create_task(places.take(4))]
-        places.holding = True
+        first.loads = second.loads = True
         await asyncio.sleep(0)
-        places.release()
+        for member in (first, second):
+            member.loads = False
+            places.restore_server(member)
         assert first.busy == 4
         first.fault = "gone"
         assert await task is second and first.busy == 0
@@ -115,7 +118,7 @@ def test_nobody_waits_for_servers_that_do_not_come_back():
         with pytest.raises(NoServers):
             await places.take(1)
         with pytest.raises(NoServers):
-            await places.somebody()
+            places.require_servers()
 
     asyncio.run(run())
 

@@ -116,7 +116,7 @@ def test_versions_are_whole_folders_of_which_the_newest_stays(made, tmp_path):
     assert set(manifest["files"]) == {p.name for p in newest.iterdir()} - {"manifest.json"}
     loads = [body for route, body in server.bodies if route == "/collective_rpc"]
     assert len({body["kwargs"]["weights_path"] for body in loads}) == 3
-    assert set(engine._open.fleet.labels.values()) == {engine.version - 1, engine.version}
+    assert set(engine._open.fleet.loader.labels.values()) == {engine.version - 1, engine.version}
     engine.close()
     assert list(tmp_path.iterdir()) == []
 

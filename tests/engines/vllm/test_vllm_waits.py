@@ -20,6 +20,8 @@ WAITING = {
 }  # fmt: skip
 # What has none of its own, and why it needs none.
 HAS_ENDED = {
+    # Loads, restarts and requests of servers have deadlines, and each sets the event at its end.
+    ("weight_loading.py", "self.changed.wait()"),
     # A recovery waits until servers may use memory; sampling sets it, and closing cancels the task.
     ("server_pool.py", "self.awake.wait()"),
     ("vllm_engine.py", "done['vllm'].result()"),  # it is done

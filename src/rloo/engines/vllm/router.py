@@ -21,14 +21,13 @@ class NoServers(OSError):
 
 class LoadBalancer:
     """Assigns servers to waiting requests in order of arrival. A request gets the least busy server
-    as soon as this server has room or is idle. Assigned completions count as `busy` immediately.
-    While `holding`, no request is assigned."""
+    as soon as this server has room or is idle. Assigned completions count as `busy` immediately. A
+    server that loads weights gets no request."""
 
     def __init__(self, members: Sequence[ServerState]) -> None:
-        self.holding = False
         self._members = members
         self._waiting: deque[tuple[int, asyncio.Future[ServerState]]] = deque()
-        # A heap with the current key of every server without a fault. Other entries are outdated.
+        # A heap with the current key of every usable server. Other entries are outdated.
         self._free: list[tuple[_Key, int, ServerState]] = []
         self._number = count()
         self._renew()
@@ -39,8 +38,8 @@ class LoadBalancer:
         """Wait for a server with room for `completions`; `near` is preferred if it has room now. A
         repeated request (`again`) is assigned before all others. When the completions are done or
         cancelled, call `remove_server`. Raises NoServers."""
-        free = not self.holding and not self._waiting
-        if near is not None and free and near.fault is None and _has_room(near, completions):
+        free = near is not None and near.is_usable and not self._waiting
+        if near is not None and free and _has_room(near, completions):
             near.busy += completions
             self._offer(near)
             return near
@@ -66,20 +65,15 @@ class LoadBalancer:
         self.restore_server(member)
 
     def restore_server(self, member: ServerState) -> None:
-        """Make a server that is less busy, or was recovered, available to requests."""
+        """Make a server that is less busy, was recovered, or has loaded weights available to
+        requests."""
         self._offer(member)
-        self.deal()
-
-    def release(self) -> None:
-        """Stop holding. The servers' room may have changed."""
-        self.holding = False
-        self._renew()
         self.deal()
 
     def deal(self) -> None:
         """Assign servers to waiting requests. The requests fail if no server is left or can be
         recovered."""
-        while self._waiting and not self.holding:
+        while self._waiting:
             completions, place = self._waiting[0]
             if not place.done():  # else it was cancelled
                 member = self._best()
@@ -95,13 +89,10 @@ class LoadBalancer:
                 if not place.done():
                     place.set_exception(error)
 
-    async def somebody(self) -> None:
-        """Wait until at least one server has no fault. Raises NoServers."""
-        while all(member.fault is not None for member in self._members):
-            if (error := self._nobody()) is not None:
-                raise error
-            coming = [m.recovery for m in self._members if m.recovery and not m.recovery.done()]
-            await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+    def require_servers(self) -> None:
+        """Raise NoServers if no server is left or can be recovered."""
+        if (error := self._nobody()) is not None:
+            raise error
 
     def _nobody(self) -> NoServers | None:
         for member in self._members:
@@ -111,10 +102,10 @@ class LoadBalancer:
         return NoServers(f"no vLLM server is left: {faults}")
 
     def _best(self) -> ServerState | None:
-        """The least busy server; None if all have a fault."""
+        """The least busy server; None if none is usable."""
         while self._free:
             key, _, member = self._free[0]
-            if member.fault is None and key == _key(member):
+            if member.is_usable and key == _key(member):
                 return member
             heappop(self._free)
         return None
@@ -125,7 +116,7 @@ class LoadBalancer:
         heappush(self._free, (_key(member), next(self._number), member))
 
     def _renew(self) -> None:
-        live = [member for member in self._members if member.fault is None]
+        live = [member for member in self._members if member.is_usable]
         self._free = [(_key(member), next(self._number), member) for member in live]
         heapify(self._free)
 

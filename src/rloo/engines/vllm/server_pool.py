@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.nccl import fill
-from rloo.engines.vllm.requests import CompletionRequest, greedy, read_answer
+from rloo.engines.vllm.requests import CompletionRequest, read_answer
 from rloo.engines.vllm.router import LoadBalancer
 from rloo.engines.vllm.server_process import LOOK_SECONDS, found_again
 from rloo.engines.vllm.server_state import (
@@ -23,16 +22,15 @@ from rloo.engines.vllm.server_state import (
     ServerState,
     ServerWeights,
     WaitClock,
-    answered,
     cancel_all,
 )
-from rloo.types import Completion, Prompt, Sampling
+from rloo.engines.vllm.weight_loading import WeightLoader
+from rloo.types import Completion
 
 # Seconds between health checks, and the number of failed checks after which a server is lost.
 LOOK_EVERY, LOOKS = 5.0, 3
 # Seconds by which the delay before each further attempt to recover a server grows.
 PATIENCE = 1.0
-PROBE_TOKENS = 16
 
 
 @dataclass(slots=True)
@@ -58,9 +56,6 @@ class ServerPool:
     sleep_level: int | None = None
     # Whether running completions continue with new weights; if not, loading waits for them.
     partial: bool = False
-    weights: ServerWeights | None = None
-    # The versions by the labels under which servers have loaded them.
-    labels: dict[str, int] = field(default_factory=dict)
     # With prefix caching: the server that sampled and cached each completion's last turn.
     homes: dict[tuple[int, int], ServerState] | None = None
     closed: bool = False
@@ -70,12 +65,25 @@ class ServerPool:
     looking: list[asyncio.Task[None]] = field(default_factory=list)
     watch: WaitClock = field(default_factory=WaitClock)
     places: LoadBalancer = field(init=False)
+    loader: WeightLoader = field(init=False)
     counts: dict[str, float] = field(
         default_factory=lambda: {"engine/lost": 0.0, "engine/returned": 0.0, "engine/repeated": 0.0}
     )
 
     def __post_init__(self) -> None:
         self.places = LoadBalancer(self.members)
+        self.loader = WeightLoader(
+            self.members,
+            self.places,
+            self.deadline,
+            self.adapters,
+            self.partial,
+            self.tolerance,
+            self.prompt,
+            self.say,
+            self._ask,
+            self._lose,
+        )
         if self.sleep_level is None:
             self.awake.set()
 
@@ -86,87 +94,17 @@ class ServerPool:
 
     # -- weights ---------------------------------------------------------------------------------
 
-    async def bring(self, weights: ServerWeights) -> dict[str, LogprobProbe]:
-        """Load a version into every server; return each server's result on the probe prompt. A
-        server that fails is marked as lost. Raises NoServers if none is left."""
-        self.weights, self.places.holding = weights, True
+    async def bring(
+        self, weights: ServerWeights, *, everyone: bool = False
+    ) -> dict[str, LogprobProbe]:
+        """See `WeightLoader.bring`. With a `sleep_level`, all servers load the version, and none
+        sleeps while another loads."""
         self.awake.set()
-        oldest = min([self.oldest_in_use(), *(v for m in self.members for v in m.calls.values())])
-        kept = {label: v for label, v in self.labels.items() if v >= oldest}
-        self.labels = kept | {weights.label: weights.version}
-        found: dict[str, LogprobProbe] = {}
-        refusals: list[ServerError] = []
-
-        async def one(member: ServerState) -> None:
-            try:
-                await self._load(member, weights)
-                found[member.url] = await self.probe(member)
-            except ServerError as error:
-                refusals.extend([error] if error.is_refusal else [])
-                self._lose(member, error)
-
-        while not found:
-            await self.places.somebody()
-            asked = self.live
-            await asyncio.gather(*map(one, asked))
-            if len(refusals) >= len(asked) and not found:
-                raise refusals[0]  # all are healthy and reject it: a retry would fail too
-        return found
-
-    async def verify_others(self, verified: Iterable[str]) -> None:
-        """Verify the live servers that were recovered before the expected log-probs were known."""
-
-        async def one(member: ServerState) -> None:
-            assert self.weights is not None
-            self._compare(member, await self.probe(member), self.weights)
-
-        known = set(verified)
-        await self._each(one, [member for member in self.live if member.url not in known])
+        return await self.loader.bring(weights, everyone=everyone or self.sleep_level is not None)
 
     async def release(self) -> None:
-        """Assign requests again, after all live servers have been verified."""
-        self.places.release()
-
-    async def _load(self, member: ServerState, weights: ServerWeights) -> None:
-        client, seconds, before = member.client, self.deadline, member.label
-        if not self.partial:
-            await answered(member, seconds)
-        member.reads = weights.version
-        if member.asleep:
-            await client.wake_up("weights", seconds=seconds)
-        async with client.paused(mode="keep" if self.partial else "wait", seconds=seconds):
-            if self.adapters:
-                if before != weights.label:
-                    await client.load_adapter(weights.label, str(weights.folder), seconds=seconds)
-            elif before != weights.label or member.asleep:
-                await fill(member, weights, seconds, self.say)
-            await client.stamp(weights.label, seconds=seconds)
-        if member.asleep:
-            await client.wake_up("kv_cache", seconds=seconds)
-            member.asleep = False
-        said = await client.weight_version(seconds=seconds)
-        if said != weights.label:
-            fact = f"says that its weights are {said}, not {weights.label}"
-            raise ServerError("reading the version back", client.url, fact)
-        member.label = weights.label
-        if self.adapters and before and before != weights.label:
-            with suppress(ServerError):  # no request uses the older adapter
-                await client.unload_adapter(before, seconds=seconds)
-
-    async def probe(self, member: ServerState) -> LogprobProbe:
-        """Sample greedily after the probe prompt; return the tokens and their log-probs."""
-        how = greedy(Sampling(PROBE_TOKENS, ()), PROBE_TOKENS)
-        request = CompletionRequest(Prompt(0, self.prompt, ""), range(1), how, 0)
-        (completion,) = await self._ask(member, request)
-        return LogprobProbe(
-            self.prompt, list(completion.token_ids), list(completion.policy_logprobs)
-        )
-
-    def oldest_in_use(self) -> int:
-        """The oldest version whose folder a server may still read."""
-        assert self.weights is not None
-        used = [m.reads for m in self.members if m.reads is not None]
-        return min([*used, self.weights.version])
+        """See `WeightLoader.release`."""
+        self.loader.release()
 
     # -- sampling --------------------------------------------------------------------------------
 
@@ -216,8 +154,8 @@ class ServerPool:
         for member in {id(a.member): a.member for a in answers}.values():
             # A server that is loading weights has answered all requests, and is verified after
             # loading.
-            asked = not member.tells and member.fault is None and not self.places.holding
-            if asked and not await self._is_well(member) and not self.places.holding:
+            asked = not member.tells and member.is_usable
+            if asked and not await self._is_well(member) and member.is_usable:
                 fact = f"has lost {member.label} while it sampled"
                 self._lose(member, ServerError("sampling", member.url, fact))
         return [a for a in answers if a.member.tells or a.losses == a.member.losses]
@@ -239,8 +177,8 @@ class ServerPool:
 
     async def _wake(self, member: ServerState) -> None:
         if member.asleep:
-            assert self.weights is not None
-            await self._load(member, self.weights)
+            assert self.loader.weights is not None
+            await self.loader.load(member, self.loader.weights)
 
     async def _sleep(self, member: ServerState) -> None:
         if self.sleep_level is not None and not member.asleep:
@@ -261,7 +199,7 @@ class ServerPool:
             if self.homes is not None:
                 self.homes[row] = member
             call = asyncio.create_task(self._ask(member, request))
-            member.calls[call] = self.labels[member.label]
+            member.calls[call] = self.loader.labels[member.label]
             try:
                 losses = member.losses
                 return ServerReply(member, losses, await call)
@@ -282,11 +220,13 @@ class ServerPool:
 
     async def _ask(self, member: ServerState, request: CompletionRequest) -> list[Completion]:
         client, route, label = member.client, member.route, member.label
-        known = {label: self.labels[label]}
+        labels = self.loader.labels
+        known = {label: labels[label]}
         body = request.body(route, model=label if self.adapters else None, salt=label)
         answer = await client.post(route, body, phase="sampling", seconds=self.deadline)
         if self.partial:  # newer weights may have continued the completion
-            known |= {name: v for name, v in self.labels.items() if v > known[label]}
+            labels = self.loader.labels
+            known |= {name: v for name, v in labels.items() if v > known[label]}
         return read_answer(
             answer, request, url=client.url, versions=known, vocabulary=self.vocabulary
         )
@@ -321,8 +261,9 @@ class ServerPool:
     def lose(self, url: str, fact: str) -> None:
         """Mark the server `url` as lost, for the reason `fact`."""
         for member in self.members:
-            if member.url == url:
-                self._lose(member, ServerError("verifying", url, fact))
+            error = ServerError("verifying", url, fact)
+            if member.url == url and not self.loader.reject(member, error):
+                self._lose(member, error)
 
     def _lose(self, member: ServerState, error: ServerError) -> None:
         if member.fault is not None or self.closed:
@@ -333,8 +274,13 @@ class ServerPool:
         for call in member.calls:
             call.cancel()
         member.recovery = asyncio.create_task(self._recover(member))
-        member.recovery.add_done_callback(lambda _: self.places.deal())
+        member.recovery.add_done_callback(self._deal)
+        self.loader.changed.set()
         self.say(f"{error}; it is out, and what it had not finished goes to the others")
+
+    def _deal(self, _: asyncio.Task[None]) -> None:
+        self.places.deal()
+        self.loader.changed.set()
 
     async def _recover(self, member: ServerState) -> None:
         """Recover a server with the newest weights. A server of the run is restarted; a server of
@@ -347,12 +293,7 @@ class ServerPool:
             try:
                 await self._restart(member)
                 await self.examine(member)
-                weights = None
-                while weights is not self.weights:  # newer weights may have been published
-                    assert self.weights is not None
-                    weights = self.weights
-                    await self._load(member, weights)
-                    self._compare(member, await self.probe(member), weights)
+                await self.loader.update(member)
             # All errors are caught, since no other code would report an error of this task.
             except (OSError, ValueError, RuntimeError) as error:
                 member.fault, member.reads = str(error), None
@@ -367,25 +308,19 @@ class ServerPool:
 
     async def _restart(self, member: ServerState) -> None:
         member.label, member.asleep, member.transfer = "", False, None  # its NCCL group is gone
-        assert self.weights is not None
+        weights = self.loader.weights
+        assert weights is not None
         if member.own is None:
             await found_again(member.client, self.start_deadline)
             if self.adapters:
                 with suppress(ServerError):  # the server may have the adapter
-                    label = self.weights.label
-                    await member.client.unload_adapter(label, seconds=self.deadline)
+                    await member.client.unload_adapter(weights.label, seconds=self.deadline)
             return
         await member.client.close()
-        member.reads = None if self.base else self.weights.version
-        folder = self.base or self.weights.complete or self.weights.folder
+        member.reads = None if self.base else weights.version
+        folder = self.base or weights.complete or weights.folder
         await asyncio.to_thread(member.own.start, str(folder))
         member.client = await member.own.wait(self.start_deadline)
-
-    def _compare(self, member: ServerState, probe: LogprobProbe, weights: ServerWeights) -> None:
-        found = [probe.difference(expected) for expected in weights.expected]
-        if found and (apart := min(found)) > self.tolerance:
-            fact = f"gives log-probs {apart:.3g} away from the trainer's ({weights.label})"
-            raise ServerError("verifying", member.url, fact)
 
     # -- the end ---------------------------------------------------------------------------------
 
@@ -394,6 +329,7 @@ class ServerPool:
         keep running."""
         self.closed = True
         await cancel_all([call for member in self.members for call in member.calls])
+        await self.loader.close()
         await cancel_all([m.recovery for m in self.members if m.recovery is not None])
         for member in self.members:
             with suppress(Exception):

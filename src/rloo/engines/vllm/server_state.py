@@ -71,6 +71,15 @@ class ServerWeights:
     repair: Callable[[], Path] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeCheck:
+    """The probe of a server that waits for the trainer's log-probs, and the future that ends the
+    wait."""
+
+    probe: LogprobProbe
+    verdict: asyncio.Future[None]
+
+
 @dataclass(slots=True)
 class ServerState:
     """A server and its state. A server with a `fault` is not used for sampling."""
@@ -96,11 +105,21 @@ class ServerState:
     # The running requests, and the version that the server had when each was sent.
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)
     recovery: asyncio.Task[None] | None = None
+    # Whether the server loads weights, the task that loads them, and the probe that is not verified
+    # yet.
+    loads: bool = False
+    update: asyncio.Task[None] | None = None
+    check: ProbeCheck | None = None
 
     @property
     def url(self) -> str:
         """The server's URL."""
         return self.client.url
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the server may sample."""
+        return self.fault is None and not self.loads
 
     @property
     def tells(self) -> bool:

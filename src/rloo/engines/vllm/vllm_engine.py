@@ -130,29 +130,24 @@ class VLLMEngine:
             return
         self._start(self._base or wanted.complete or wanted.folder)
         try:
-            while not self._verify(wanted, probes := self._brought(wanted)):
+            while not self._verify(wanted, self._brought(wanted)):
                 pass  # until a server passes; NoServers if all budgets are exhausted
-            oldest = on_all_ranks(world, lambda: self._verify_others(probes))
-            if self._open.versions:
-                self._open.versions.drop_older(min(v for v in oldest if v is not None))
         finally:
             if self._open.fleet:
                 self._run(self._open.fleet.release())
+        fleet = self._open.fleet
+        oldest = on_all_ranks(world, lambda: fleet.loader.oldest_in_use() if fleet else None)
+        if self._open.versions:
+            self._open.versions.drop_older(min(v for v in oldest if v is not None))
 
-    def _verify_others(self, probes: Sequence[RankProbe]) -> int | None:
-        """Verify this rank's servers that were recovered meanwhile. Return the oldest version that
-        its servers may read."""
-        if self._open.fleet is None:
-            return None
-        here = [probe.url for probe in probes if probe.rank == self._source.world.rank]
-        self._run(self._open.fleet.verify_others(here))
-        return self._open.fleet.oldest_in_use()
-
-    def _brought(self, wanted: ServerWeights) -> list[RankProbe]:
-        """Load a version into the servers. Return the probes of all servers, in all processes."""
+    def _brought(self, wanted: ServerWeights, *, everyone: bool = False) -> list[RankProbe]:
+        """Load a version into the servers. Return the probes of the servers that have loaded it, in
+        all processes: of at least one server of each rank that calls servers, or of all with
+        `everyone`."""
 
         def bring() -> dict[str, Any]:
-            found = self._run(self._open.fleet.bring(wanted)) if self._open.fleet else {}
+            fleet = self._open.fleet
+            found = self._run(fleet.bring(wanted, everyone=everyone)) if fleet else {}
             return {url: [probe.tokens, probe.logprobs] for url, probe in found.items()}
 
         parts = on_all_ranks(self._source.world, bring)
@@ -193,7 +188,7 @@ class VLLMEngine:
         with source.perturbed(scale):
             path = versions.write_folder("perturbed", source.write)
             wanted = ServerWeights(-1, path, f"rloo-{self._token}-perturbed")
-            probes = self._brought(wanted)
+            probes = self._brought(wanted, everyone=True)
             inside = [source.logprobs(p.prompt, p.tokens) for _, _, p in probes]
         for (_, url, probe), ours in zip(probes, inside, strict=True):
             outside = source.logprobs(probe.prompt, probe.tokens)
