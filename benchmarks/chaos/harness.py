@@ -218,9 +218,9 @@ class Rig:
                 shutil.rmtree(path)
         found = [d for d in compare_folders(whole, run, Words()) if not SPOKEN.search(d.place)]
         # Expected differences: paths, rows that a checkpoint keeps for later, output of ranks and
-        # servers, and arguments of the resuming command.
+        # servers, arguments of the resuming command, and the keys of remote workers.
         kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/(rank|vllm)-"
-        kept += r"|^(summary|checkpoint-\d+/trainer_state)\.json named\b"
+        kept += r"|^\.workers\.json|^(summary|checkpoint-\d+/trainer_state)\.json named\b"
         found = [d for d in found if not (ignoring and ignoring.search(d.place))]
         wrong = [str(d) for d in found if not re.search(kept, d.place)]
         return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""
