@@ -48,6 +48,7 @@ class FakeVLLM:
         self.routes += ["/inference/v1/generate"] if scale_out else []
         self.received: dict[str, torch.Tensor] = {}  # over what stands for NCCL
         self.version, self.calls, self.bodies = "default", [], []
+        self.interrupted = False  # an error has ended a load of weights
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
         self.lora_rank, self.extension = LORA_RANK, ""
@@ -106,9 +107,10 @@ class FakeVLLM:
         if route == "/update_weight_version":
             self.version = body["new_version"]
         if route == "/collective_rpc":
+            assert not self.interrupted, "vLLM cannot load after a load that an error has ended"
             if body["method"] == "load_version":
                 try:
-                    _Worker(self.model).load_version(body["kwargs"]["folder"])
+                    _Worker(self).load_version(body["kwargs"]["folder"])
                 except WrongDigestError as error:
                     raise Status(500, str(error)) from error
             else:
@@ -205,11 +207,13 @@ class FakeVLLM:
 class _Worker(VersionLoader):
     """A worker of the server, with the extension that loads deltas."""
 
-    def __init__(self, model) -> None:
-        self.model = model
+    def __init__(self, server: FakeVLLM) -> None:
+        self.server = server
 
     def reload_weights(self, weights_iterator) -> None:
-        self.model.load_state_dict(dict(weights_iterator), strict=False)
+        self.server.interrupted = True
+        self.server.model.load_state_dict(dict(weights_iterator), strict=False)
+        self.server.interrupted = False
 
 
 class Status(Exception):

@@ -4,8 +4,10 @@ import time
 from dataclasses import replace
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from rloo.distributed import World
+from rloo.engines.vllm.server_plugin.rloo_weights import COUNTS
 from rloo.engines.vllm.server_process import ServerConfig
 from rloo.engines.vllm.settings import VLLMSettings
 from rloo.engines.vllm.vllm_engine import VLLMEngine
@@ -13,7 +15,7 @@ from rloo.model.export import PolicyExport
 from rloo.model.micro_batch import make_sample
 from rloo.model.policy import Policy
 from rloo.types import Sampling
-from support.fake_vllm import FakeVLLM
+from support.fake_vllm import FakeVLLM, Status
 from support.models import CPU, make_model
 from support.policies import make_policy_config
 from support.text import make_tokenizer
@@ -56,6 +58,27 @@ def made_on_fakes():
     yield make
     for one in reversed(closing):
         one.close()
+
+
+def damage(folder, *, counts=False, file=0) -> None:
+    """Flip a bit of a value in a version's folder, or of a count of a delta."""
+    path = sorted(folder.glob("*.safetensors"))[file]
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    name = next(n for n in tensors if n.startswith(COUNTS) == counts)
+    tensors[name].view(torch.int16).view(-1)[-1] ^= 0x1000
+    path.unlink()  # whoever reads the file keeps it
+    save_file(tensors, path)
+
+
+def fail_once(server, route) -> None:
+    """Let the next request of a server for `route` fail."""
+
+    def fail(body, answer):
+        if server.faults.pop(route, None):
+            raise Status(500, "it is starting")
+        return answer
+
+    server.faults[route] = fail
 
 
 def change(policy, seed=1):

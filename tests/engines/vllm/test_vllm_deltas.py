@@ -6,9 +6,16 @@ import torch
 from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
 from rloo.engines.weight_store import WeightStore
 from support.engines import make_prompts
-from support.fake_vllm import Status
 from support.models import make_model
-from support.vllm_engines import COMPLETIONS, SAMPLING, made_on_fakes, make_policy, wait_until
+from support.vllm_engines import (
+    COMPLETIONS,
+    SAMPLING,
+    damage,
+    fail_once,
+    made_on_fakes,
+    make_policy,
+    wait_until,
+)
 
 made = pytest.fixture(made_on_fakes)
 
@@ -88,24 +95,21 @@ def test_complete_versions_are_written_if_a_server_cannot_load_deltas(start, ext
     assert methods(servers[-1]) == ["reload_weights"] * 2
 
 
-def damage(store, version) -> None:
-    file = sorted(store.path(version).glob("*.safetensors"))[0]
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 0x10
-    file.write_bytes(data)
-
-
-def test_a_delta_with_a_wrong_digest_is_replaced_by_complete_weights(start, tmp_path):
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_damaged_delta_is_replaced_by_complete_weights(start, tmp_path, counts):
     policy = make_policy()
     engine, (server, other), said = start(policy, EXTENSION, EXTENSION)
     policy.load_into(engine)
     store = store_of(tmp_path)
+    nudge(policy, 0)
+    policy.load_into(engine)
+    wait_until(lambda: has(server, policy) and has(other, policy))
     nudge(policy, 1)
-    damage(store, engine.version)  # the base of the next version
+    damage(store.path(engine.version), counts=counts)  # the base of the next version
     policy.load_into(engine)
     wait_until(lambda: has(server, policy) and has(other, policy) and len(said) == 2)
     assert engine.stats()["engine/lost"] == 0
-    assert methods(server) == ["load_version", "load_version", "reload_weights"]
+    assert methods(server) == ["load_version"] * 3 + ["reload_weights"]
     assert all("it loads the complete weights" in line for line in said)
     assert store.copy_path(engine.version).exists()
     for seed, base in ((2, None), (3, engine.version + 1)):
@@ -129,15 +133,7 @@ def test_a_server_without_the_base_is_given_all_weights(start, extension):
     expected = engine.sample(make_prompts(), 2, SAMPLING, 1)
     server.version, server.extension = "default", extension
     server.model.load_state_dict(make_model("qwen3", seed=5).state_dict())
-    failed = []
-
-    def once(body, answer):
-        if not failed:
-            failed.append(1)
-            raise Status(500, "it is starting")
-        return answer
-
-    server.faults[COMPLETIONS] = once
+    fail_once(server, COMPLETIONS)
     assert engine.sample(make_prompts(), 2, SAMPLING, 1) == expected
     assert has(server, policy) and "is back, with" in said[-1]
     assert methods(server)[-1] == ("load_version" if extension else "reload_weights")

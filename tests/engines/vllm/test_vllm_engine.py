@@ -23,6 +23,7 @@ from support.vllm_engines import (
     SAMPLING,
     TOKENS,
     change,
+    fail_once,
     made_on_fakes,
     make_policy,
     sample_of,
@@ -331,15 +332,7 @@ def test_a_given_server_that_was_started_again_loads_the_newest_version(made):
     # As one that comes back under its address: the model of its files, and no version.
     server.version = "default"
     server.model.load_state_dict(make_model("qwen3", seed=5).state_dict())
-    failed = []
-
-    def once(body, answer):
-        if not failed:
-            failed.append(1)
-            raise Status(500, "it is starting")
-        return answer
-
-    server.faults[COMPLETIONS] = once
+    fail_once(server, COMPLETIONS)
     assert engine.sample(make_prompts(), 2, SAMPLING, 1) == expected
     assert said[0].partition(";")[0].endswith("starting")
     assert "is back, with" in said[1] and engine.stats()["engine/returned"] == 1

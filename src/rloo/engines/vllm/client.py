@@ -77,7 +77,7 @@ class VLLMClient:
             raise ServerError(phase, self.url, fact) from error
         # httpx raises RuntimeError if the client of a lost server was closed during the call.
         except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:
-            fact = f"cannot be reached at {path}: {error or type(error).__name__}"
+            fact = f"cannot be reached at {path}: {str(error) or type(error).__name__}"
             raise ServerError(phase, self.url, fact) from error
         if answer.status_code >= 400:
             fact = f"answered {path} with status {answer.status_code}: {_words(answer.text)}"

@@ -113,11 +113,14 @@ def apply_changes(tensor: Tensor, changes: Tensor, counts: Tensor) -> None:
     """Set the changed values of a dense tensor of 16-bit values. Each of the `changes` has the new
     value in its upper 16 bits. The lower 16 bits are its place in a block of `PLACES` values, and
     `counts` has the number of changes in each block. Raises WrongDigestError for other words."""
-    words, firsts = changes.numpy().view(np.uint32), np.arange(len(counts)) * PLACES
+    words, numbers = changes.numpy().view(np.uint32), counts.numpy()
+    if (numbers < 0).any() or numbers.sum() != len(words):
+        raise WrongDigestError("a delta of the weights is damaged: its counts are wrong")
     values = tensor.view(torch.int16).reshape(-1).numpy().view(np.uint16)
+    firsts = np.repeat(np.arange(len(numbers)) * PLACES, numbers)
     try:
-        values[np.repeat(firsts, counts.numpy()) + (words & 0xFFFF)] = words >> 16
-    except (ValueError, IndexError) as error:
+        values[firsts + (words & 0xFFFF)] = words >> 16
+    except IndexError as error:
         raise WrongDigestError(f"a delta of the weights is damaged: {error}") from error
 
 
@@ -148,8 +151,20 @@ class VersionLoader:
     """Extends vLLM's worker (`--worker-extension-cls`)."""
 
     def load_version(self, folder: str) -> None:
-        """Load the version in `folder`. Raises WrongDigestError if the digest is wrong; the weights
-        of the worker are then undefined."""
+        """Load the version in `folder`. Raises WrongDigestError if the digest is wrong, and the
+        errors of `VersionReader`; the weights of the worker are then undefined."""
         reader = VersionReader(Path(folder))
-        self.reload_weights(weights_iterator=iter(reader))  # type: ignore[attr-defined]
+        errors: list[Exception] = []
+
+        def read() -> Iterator[tuple[str, Tensor]]:
+            # vLLM does not clean up after an error of the iterator: its next load would take some
+            # tensors of this one. It does after an iterator that ends early.
+            try:
+                yield from reader
+            except Exception as error:
+                errors.append(error)
+
+        self.reload_weights(weights_iterator=read())  # type: ignore[attr-defined]
+        if errors:
+            raise errors[0]
         reader.require_digest()
