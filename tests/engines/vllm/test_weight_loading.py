@@ -21,6 +21,7 @@ from support.vllm_engines import (
     COMPLETIONS,
     SAMPLING,
     TOKENS,
+    Slow,
     change,
     made_on_fakes,
     make_policy,
@@ -29,24 +30,6 @@ from support.vllm_engines import (
 
 made = pytest.fixture(made_on_fakes)
 RPC = "/collective_rpc"
-
-
-class Slow:
-    """Holds the answers of a route of a server until `go`; `seen` is set when one is held."""
-
-    def __init__(self, server, route=RPC):
-        self.seen, self._go = threading.Event(), threading.Event()
-        self._faults, self._route = server.faults, route
-        server.faults[route] = self._hold
-
-    def _hold(self, body, answer):
-        self.seen.set()
-        assert self._go.wait(30)
-        return answer
-
-    def go(self):
-        del self._faults[self._route]
-        self._go.set()
 
 
 def salts(server):
