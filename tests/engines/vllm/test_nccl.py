@@ -81,6 +81,7 @@ class Sender:
         ]
         if asked.exception(60) is not None:
             time.sleep(60)  # NCCL waits for the server
+            asked.result(0)
         self.faults.get("sending", lambda: None)()
         self.link["sent"].append(len(self.servers))
         for server in self.servers:

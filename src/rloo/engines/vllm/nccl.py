@@ -264,11 +264,10 @@ class _Calls:
         self._post("/finish_weight_update", [body] * len(self.clients))
 
     def release(self, clients: list[VLLMClient]) -> None:
-        """Make servers leave their process group. A server that does not only keeps its memory."""
+        """Make servers free the memory of their process group. An error has no other effect."""
         route, seconds = "/shutdown_weight_transfer_engine", self._seconds
-        for client in clients:
-            with suppress(ServerError):
-                self._run([client.post(route, phase=_PHASE, seconds=seconds)])
+        with suppress(ServerError):
+            self._run([client.post(route, phase=_PHASE, seconds=seconds) for client in clients])
 
     def _post(self, path: str, bodies: Sequence[dict[str, Any] | None] | None = None) -> None:
         pairs = zip(self.clients, bodies or [None] * len(self.clients), strict=True)
