@@ -129,7 +129,8 @@ class NCCLGroup:
 
     async def _transferred(self, meeting: _Meeting) -> list[ServerState]:
         """Send the version. Return the servers that have received it: all or none."""
-        servers = [member for member in meeting.ready if _takes_part(member)]
+        # In the order of `members`, not that in which they were ready: a group has one order.
+        servers = [m for m in self._members if m in meeting.ready and _takes_part(m)]
         group = [(member.url, member.losses) for member in servers]
         connects = group != self._group
         limit = min(self._seconds, FIRST_SECONDS) if connects else self._seconds
