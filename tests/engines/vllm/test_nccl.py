@@ -238,7 +238,7 @@ def test_a_lost_server_leaves_the_group_until_it_is_back(made, played, returns):
 
 @pytest.fixture
 def group(tmp_path, played):
-    """Three servers, and what sends versions 0 and 1 to them in a given order."""
+    """Three servers, and what sends versions to them in given orders."""
     PolicyExport(make_policy(), torch.float32).write(tmp_path)
     servers = [FakeVLLM(make_model("qwen3"), make_tokenizer()) for _ in range(3)]
     played.link["to"], said = servers, []
@@ -283,6 +283,17 @@ def test_the_group_does_not_depend_on_the_order_in_which_servers_are_ready(playe
     _, said, send = group
     assert send([(0, 1, 2), (2, 0, 1)], lambda _: None) == [True] * 6
     assert played.link["sent"] == [3, 3] and played.link["offsets"] == [[1, 3, 5]] and said == []
+
+
+def test_a_server_that_has_the_version_already_is_not_awaited(played, group):
+    """A server that is back has loaded the newest version from the folder."""
+    _, said, send = group
+
+    def load_before(members):
+        members[2].label = "v1"
+
+    assert send([(0, 1, 2), (0, 1), (0, 1, 2)], load_before) == [True] * 8
+    assert played.link["offsets"] == [[1, 3, 5], [1, 3], [1, 3, 5]] and said == []
 
 
 def test_all_servers_of_a_failed_transfer_read_the_folder(made, played):

@@ -56,13 +56,12 @@ def unavailable_reason(device: torch.device) -> str | None:
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """The servers that are ready to receive a version, until it is `closed`. `received` gets the
-    servers that have received the version."""
+    """The servers that are ready to receive a version. `received` gets those that have received
+    it."""
 
     weights: ServerWeights
     received: asyncio.Future[list[ServerState]]
     ready: list[ServerState]
-    closed: bool = False
 
 
 class NCCLGroup:
@@ -99,8 +98,8 @@ class NCCLGroup:
             received = asyncio.get_running_loop().create_future()
             meeting = self._meeting = _Meeting(weights, received, [member])
             await self._hold(meeting)
-        elif meeting.weights is not weights or meeting.closed:
-            return False  # the others did not wait
+        elif meeting.weights is not weights:
+            return False  # the other servers load a newer version
         else:
             meeting.ready.append(member)
         return member in await asyncio.shield(meeting.received)  # `_hold` has deadlines
@@ -114,23 +113,24 @@ class NCCLGroup:
             meeting.received.set_result(received)
 
     async def _all_ready(self, meeting: _Meeting) -> bool:
-        """Wait for the servers that have not loaded the version. Return whether all are ready."""
+        """Wait for the servers that have not loaded the version, for a short time. Return whether
+        all are ready."""
         label, end = meeting.weights.label, time.monotonic() + READY_SECONDS
-        while missing := [
-            member
+        while any(
+            _takes_part(member) and member.label != label and member not in meeting.ready
             for member in self._members
-            if _takes_part(member) and member.label != label and member not in meeting.ready
-        ]:
+        ):
             if time.monotonic() > end:
-                break
+                return False
             await asyncio.sleep(0.02)
-        meeting.closed = True
-        return not missing
+        return True
 
     async def _transferred(self, meeting: _Meeting) -> list[ServerState]:
         """Send the version. Return the servers that have received it: all or none."""
         # In the order of `members`, not that in which they were ready: a group has one order.
         servers = [m for m in self._members if m in meeting.ready and _takes_part(m)]
+        if not servers:  # lost meanwhile
+            return []
         group = [(member.url, member.losses) for member in servers]
         connects = group != self._group
         limit = min(self._seconds, FIRST_SECONDS) if connects else self._seconds
