@@ -44,7 +44,6 @@ class Sender:
     made and sent."""
 
     link: ClassVar[dict] = {}
-    faults: ClassVar[dict] = {}
 
     def __init__(self, how, client, source) -> None:
         self.how, self.client, self.source = how, client, source
@@ -82,7 +81,7 @@ class Sender:
         if asked.exception(60) is not None:
             time.sleep(60)  # NCCL waits for the server
             asked.result(0)
-        self.faults.get("sending", lambda: None)()
+        self.link["fault"]()
         self.link["sent"].append(len(self.servers))
         for server in self.servers:
             server.received = dict(pairs)
@@ -108,8 +107,8 @@ class InitInfo:
 
 
 @pytest.fixture
-def played(monkeypatch):
-    """vLLM's modules with `WeightSender`, and a trainer that could send."""
+def played(request, monkeypatch):
+    """vLLM's modules with `Sender`. Its parameter: seconds that a server waits for the others."""
     names = ("", ".base", ".factory", ".nccl_engine")
     for name in (
         "vllm",
@@ -123,8 +122,9 @@ def played(monkeypatch):
     sys.modules[f"{package}.factory"].WeightTransferTrainerFactory = Sender
     sys.modules[f"{package}.nccl_engine"].NCCLTrainerInitInfo = InitInfo
     link = {name: [] for name in ("to", "made", "offsets", "sent", "ended")}
-    monkeypatch.setattr(Sender, "link", link)
-    monkeypatch.setattr(Sender, "faults", {})
+    monkeypatch.setattr(Sender, "link", {**link, "fault": lambda: None})
+    # On a busy machine, a server is not ready within 1 s.
+    monkeypatch.setattr(nccl, "READY_SECONDS", getattr(request, "param", 50.0))
     return Sender
 
 
@@ -193,6 +193,7 @@ def test_one_broadcast_serves_all_servers(made, played):
     assert count(servers, RPC) == [0, 0, 0] and said == []
 
 
+@pytest.mark.parametrize("played", [4.0], indirect=True)
 def test_a_slow_server_does_not_delay_the_others(made, played):
     policy = make_policy()
     engine, servers, said = make(made, policy, played, sizes=(1, 1, 1))
@@ -355,7 +356,7 @@ def test_files_take_over_where_it_fails(made, played, place, said_there, monkeyp
         raise Status(500, "no")
 
     if callable(place):
-        played.faults["sending"] = place
+        played.link["fault"] = place
     else:
         server.faults[place] = refuse
     for seed in range(2):
