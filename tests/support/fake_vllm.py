@@ -47,6 +47,7 @@ class FakeVLLM:
         self.routes = [*ROUTES, *(LORA_ROUTES if lora else ())]
         self.routes += ["/inference/v1/generate"] if scale_out else []
         self.received: dict[str, torch.Tensor] = {}  # over what stands for NCCL
+        self.world_size = 2
         self.version, self.calls, self.bodies = "default", [], []
         self.interrupted = False  # an error has ended a load of weights
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
@@ -99,7 +100,7 @@ class FakeVLLM:
             ids = self.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])
             return {"tokens": ids["input_ids"]}
         if route == "/get_world_size":
-            return {"world_size": 2}
+            return {"world_size": self.world_size}
         if route == "/finish_weight_update":
             self.model.load_state_dict(self.received, strict=False)
         if route == "/weight_info":

@@ -1,5 +1,6 @@
 """An engine on servers that speak vLLM's protocol, and what its samples are compared with."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -79,6 +80,24 @@ def fail_once(server, route) -> None:
         return answer
 
     server.faults[route] = fail
+
+
+class Slow:
+    """Holds the answers of a route of a server until `go`; `seen` is set when one is held."""
+
+    def __init__(self, server, route="/collective_rpc"):
+        self.seen, self._go = threading.Event(), threading.Event()
+        self._faults, self._route = server.faults, route
+        server.faults[route] = self._hold
+
+    def _hold(self, body, answer):
+        self.seen.set()
+        assert self._go.wait(30)
+        return answer
+
+    def go(self):
+        del self._faults[self._route]
+        self._go.set()
 
 
 def change(policy, seed=1):

@@ -21,6 +21,7 @@ from support.vllm_engines import (
     COMPLETIONS,
     SAMPLING,
     TOKENS,
+    Slow,
     change,
     made_on_fakes,
     make_policy,
@@ -29,24 +30,6 @@ from support.vllm_engines import (
 
 made = pytest.fixture(made_on_fakes)
 RPC = "/collective_rpc"
-
-
-class Slow:
-    """Holds the answers of a route of a server until `go`; `seen` is set when one is held."""
-
-    def __init__(self, server, route=RPC):
-        self.seen, self._go = threading.Event(), threading.Event()
-        self._faults, self._route = server.faults, route
-        server.faults[route] = self._hold
-
-    def _hold(self, body, answer):
-        self.seen.set()
-        assert self._go.wait(30)
-        return answer
-
-    def go(self):
-        del self._faults[self._route]
-        self._go.set()
 
 
 def salts(server):
@@ -213,7 +196,8 @@ def test_a_server_loads_while_another_finishes_its_requests(made):
     policy = make_policy()
     engine, servers, said = made(policy, servers=2, scale_out=True)
     policy.load_into(engine)
-    wait_until(lambda: servers[0].version == servers[1].version)
+    # Both have been verified, which uses the same route.
+    wait_until(lambda: sample(engine) and min(s.calls.count(TOKENS) for s in servers) > 1)
     old = engine.version
     slow = [Slow(server, TOKENS) for server in servers]
     (begun,) = engine.submit(make_prompts()[:1], 2, SAMPLING, 1)

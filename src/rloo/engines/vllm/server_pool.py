@@ -307,7 +307,7 @@ class ServerPool:
             return
 
     async def _restart(self, member: ServerState) -> None:
-        member.label, member.asleep, member.transfer = "", False, None  # its NCCL group is gone
+        member.label, member.asleep = "", False
         weights = self.loader.weights
         assert weights is not None
         if member.own is None:

@@ -7,19 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
 from rloo.engines.vllm.server_process import LocalServer
 from rloo.types import Completion
-
-
-class WeightSender(Protocol):
-    """Sends weights to a server that does not read them from a folder."""
-
-    async def sent(self, folder: Path) -> None:
-        """Send the tensors in `folder`, the folder of a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +73,7 @@ class ProbeCheck:
     verdict: asyncio.Future[None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ServerState:
     """A server and its state. A server with a `fault` is not used for sampling."""
 
@@ -97,11 +90,10 @@ class ServerState:
     losses: int = 0
     # The version whose folder the server may be reading; None if it reads no folder.
     reads: int | None = None
-    # Whether the server receives weights over NCCL, and the sender if NCCL is used.
+    # Whether the server can receive weights over NCCL.
     receives: bool = False
     # Whether the server can load deltas.
     extended: bool = False
-    transfer: WeightSender | None = None
     # The running requests, and the version that the server had when each was sent.
     calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)
     recovery: asyncio.Task[None] | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from rloo.engines.sampling import sample_indices
 from rloo.engines.vllm.client import VLLMClient
 from rloo.engines.vllm.colocation import failing_together, on_all_ranks
-from rloo.engines.vllm.nccl import TRANSFER_ROUTE, NCCLTransfer
+from rloo.engines.vllm.nccl import TRANSFER_ROUTE, NCCLGroup
 from rloo.engines.vllm.requests import CompletionRequest, requests_of
 from rloo.engines.vllm.resources import OpenResources
 from rloo.engines.vllm.server_check import examine
@@ -230,8 +230,8 @@ class VLLMEngine:
             partial=settings.partial,
         )
         self._run(self._examine(members))
-        for member in members:
-            self._connect(member)
+        if settings.server.transfers:
+            self._connect(members)
 
     async def _members(self, model: str) -> list[ServerState]:
         settings = self._settings
@@ -270,14 +270,15 @@ class VLLMEngine:
         member.receives, member.extended = facts.receives, facts.extended
         self._extended = self._extended and facts.extended
 
-    def _connect(self, member: ServerState) -> None:
-        """Set up the transfer of weights over NCCL, if enabled and supported by the server."""
-        settings, device = self._settings, self._source.world.device
-        if settings.server.transfers and member.receives:
-            member.transfer = NCCLTransfer(member.client, device, settings.deadline)
-        elif settings.server.transfers:
-            why = f"it has no route {TRANSFER_ROUTE} (--weight-transfer-config)"
-            self._say(f"weights go to {member.url} by files, not over NCCL: {why}")
+    def _connect(self, members: Sequence[ServerState]) -> None:
+        """Set up the transfer of weights over NCCL to the servers that support it."""
+        assert self._open.fleet is not None
+        device, seconds = self._source.world.device, self._settings.deadline
+        self._open.fleet.loader.group = NCCLGroup(members, device, seconds, self._say)
+        why = f"it has no route {TRANSFER_ROUTE} (--weight-transfer-config)"
+        for member in members:
+            if not member.receives:
+                self._say(f"weights go to {member.url} by files, not over NCCL: {why}")
 
     # -- sampling --------------------------------------------------------------------------------
 

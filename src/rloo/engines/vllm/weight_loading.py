@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.nccl import fill
+from rloo.engines.vllm.nccl import NCCLGroup, fill
 from rloo.engines.vllm.requests import CompletionRequest, greedy
 from rloo.engines.vllm.router import LoadBalancer
 from rloo.engines.vllm.server_state import (
@@ -43,6 +43,8 @@ class WeightLoader:
     say: Callable[[str], None]
     ask: Callable[[ServerState, CompletionRequest], Coroutine[Any, Any, list[Completion]]]
     lose: Callable[[ServerState, ServerError], None]
+    # Sends versions over NCCL, if this is enabled.
+    group: NCCLGroup | None = None
     # The newest version, and the versions by the labels under which servers have loaded them.
     weights: ServerWeights | None = None
     labels: dict[str, int] = field(default_factory=dict)
@@ -155,7 +157,7 @@ class WeightLoader:
                 if before != weights.label:
                     await client.load_adapter(weights.label, str(weights.folder), seconds=seconds)
             elif before != weights.label or member.asleep:
-                await fill(member, weights, seconds, self.say)
+                await fill(member, weights, seconds, self.say, self.group)
             await client.stamp(weights.label, seconds=seconds)
         if member.asleep:
             await client.wake_up("kv_cache", seconds=seconds)
