@@ -168,12 +168,14 @@ EQUIPMENT = {
 def test_every_part_has_a_row_whatever_becomes_of_the_others(repository, tmp_path):
     runner = Runner(repository, tmp_path, EQUIPMENT)
     says = "echo '=== 3 passed, 1 skipped in 0.41s ==='"
+    named = "echo 'FAILED a.py::b[c d] - oh: no'; echo '=== 1 failed in 0.41s ==='; exit 1"
     runner.run_all(
         [
             (Part("fails", "echo oh; exit 3", alone=True), []),
             (Part("passes", says, needs=("this",)), []),
             (Part("some", says, files={"a": [], "b": []}, slots=2), ["a"]),
             (Part("no tests", "exit 5"), []),
+            (Part("names", named), []),
             (Part("unequipped", "touch ran", needs=("that",)), []),
             (Part("no block", readme="absent"), []),
             (Part("of the README", prepare="cd docs", readme="test"), []),
@@ -185,6 +187,7 @@ def test_every_part_has_a_row_whatever_becomes_of_the_others(repository, tmp_pat
         "passes": ("ran", "3 passed, 1 skipped in 0.41s"),
         "some": ("ran", "1 of 2 files: 3 passed, 1 skipped in 0.41s"),
         "no tests": ("failed", "pytest found no test"),
+        "names": ("failed", "1 failed in 0.41s: a.py::b[c d]"),
         "that": ("skipped", "there is none"),
         "unequipped": ("skipped", "needs that"),
         "of the README": ("ran", "passed"),

@@ -37,6 +37,9 @@ from ci_table import PASSED, Equipment, Part, Tree, choose, last_passed, read_ta
 ROOT = Path(__file__).resolve().parent.parent
 SLOTS = 2
 NO_TESTS = 5
+# The number of failed tests that a row of the closing table names.
+SHOWN_TESTS = 5
+FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.M)
 PYTEST_ENDS = re.compile(r"^=* ?(\d+ (?:passed|failed|skipped|error).* in [0-9.]+s.*?) ?=*$", re.M)
 
 
@@ -130,6 +133,7 @@ class Runner:
             summary = "pytest found no test"
         if part.files and len(files) < len(part.files):
             summary = f"{len(files)} of {len(part.files)} files: {summary}"
+        summary = ": ".join([summary, *FAILED_TEST.findall(text)[:SHOWN_TESTS]])
         with self._changed:
             print(f"\n=== {part.name}: {command.strip()}\n{text}", end="", flush=True)
             state = "ran" if status == 0 else "failed"
