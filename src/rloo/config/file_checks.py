@@ -77,6 +77,19 @@ _SHOWN = 8
 _SOURCE = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
 
 
+def load_model_config(name: str, *, revision: str, trust_remote_code: bool) -> Any:
+    """The transformers configuration of the model `name`. Raises ValueError if it cannot be loaded,
+    or is not usable."""
+    import transformers
+
+    with reading(f"the model {name}", "model"):
+        config = transformers.AutoConfig.from_pretrained(
+            name, revision=revision, trust_remote_code=trust_remote_code
+        )
+    check_sizes(config, name, "model")
+    return config
+
+
 def load_pretrained(
     auto_class: Any,
     name: str | Path | None,

@@ -142,12 +142,8 @@ class SequenceGroup:
 def sequence_group(rank: int, size: int, sp_size: int, timeout: float) -> SequenceGroup:
     """Divide `size` processes into groups of `sp_size` neighbours, and return the group of `rank`.
     A collective: all processes call it at the same point."""
-    limit = timedelta(seconds=timeout)
-    groups = [
-        dist.new_group(list(range(first, first + sp_size)), timeout=limit)
-        for first in range(0, size, sp_size)
-    ]
-    return SequenceGroup(rank % sp_size, sp_size, groups[rank // sp_size])
+    slices = torch.arange(size).view(-1, sp_size)
+    return SequenceGroup(rank % sp_size, sp_size, _row(rank, slices, timeout))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -188,13 +184,14 @@ def _all_gather(values: Tensor, size: int, group: Any) -> Tensor:
 def _row_and_column(rank: int, places: Tensor, timeout: float) -> tuple[Any, Any]:
     """The groups of the ranks in the row and in the column of `rank` in the matrix `places`. A
     collective: all processes call it at the same point."""
-    limit = timedelta(seconds=timeout)
-    found: list[Any] = []
-    for lines in (places.tolist(), places.T.tolist()):
-        groups = [dist.new_group(ranks, timeout=limit) for ranks in lines]
-        found += [g for g, ranks in zip(groups, lines, strict=True) if rank in ranks]
-    row, column = found
-    return row, column
+    return _row(rank, places, timeout), _row(rank, places.T, timeout)
+
+
+def _row(rank: int, places: Tensor, timeout: float) -> Any:
+    """The group of the ranks in the row of `rank`. See `_row_and_column`."""
+    rows, limit = places.tolist(), timedelta(seconds=timeout)
+    groups = [dist.new_group(ranks, timeout=limit) for ranks in rows]
+    return groups[next(n for n, ranks in enumerate(rows) if rank in ranks)]
 
 
 def add_started(work: Any, group: Any) -> None:

@@ -78,8 +78,9 @@ class DeltaWriter:
             return self._version, folder
 
     def _write(self, folder: Path, base: int | None, before: str, write: Write) -> dict[str, Any]:
-        sink = _Sink(folder, self._tensors, self._digests, complete=base is None)
-        sink.rounds = self._dtype == torch.bfloat16 and kernels.in_use()
+        rounds = self._dtype == torch.bfloat16 and kernels.in_use()
+        known = self._tensors, self._digests
+        sink = _Sink(folder, *known, complete=base is None, rounds=rounds)
         write(folder, sink)
         size = sum(tensor.nbytes for tensor in self._tensors.values())
         if base is None:
@@ -108,12 +109,18 @@ class DeltaWriter:
 class _Sink:
     """Compares layers with `tensors`, the tensors of the version before, and updates them. Writes
     all tensors if `complete`, otherwise those that have changed. Without tensors of a version
-    before, nothing is compared."""
+    before, nothing is compared. With `rounds`, float32 tensors are rounded to bfloat16 here."""
 
     def __init__(
-        self, folder: Path, tensors: dict[str, Tensor], digests: dict[str, int], *, complete: bool
+        self,
+        folder: Path,
+        tensors: dict[str, Tensor],
+        digests: dict[str, int],
+        *,
+        complete: bool,
+        rounds: bool,
     ) -> None:
-        self.complete, self.rounds = complete, False
+        self.complete, self.rounds = complete, rounds
         self._folder, self._tensors, self._digests = folder, tensors, digests
         self._files = CompleteFiles(folder)
         self.layers: list[list[str]] = []

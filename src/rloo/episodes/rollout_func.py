@@ -135,21 +135,21 @@ class RolloutFuncEngine:
         on the process. Otherwise the noise depends on the index of a row in this process. Raises
         RuntimeError outside the function."""
         call = self._called()
-        own, places = call.rows, [*range(len(rows))]
+        own, are_prompts = call.rows, len(rows) == len(call.rows)
         sampling = replace(call.sampling, max_tokens=max_tokens or call.sampling.max_tokens)
         call.turns += 1
         noise = noise_key(call.noise, "turn", call.turns)
-        if len(rows) != len(own):
+        if not are_prompts:
             first, number = own[0]  # no other process has this completion
             noise = noise_key(noise, f"from completion {number} of", first.noise_id)
-            own, places = [(Prompt(place, [], ""), 0) for place in places], []
+            own = [(Prompt(index, [], ""), 0) for index in range(len(rows))]
         prompts = [
             Prompt(prompt.id, row, "", epoch=prompt.epoch)
             for (prompt, _), row in zip(own, rows, strict=True)
         ]
         numbers = [range(number, number + 1) for _, number in own]
         turns = _sample(call, prompts, numbers, sampling, noise)
-        call.record(places or [None] * len(turns), turns)
+        call.record(range(len(turns)) if are_prompts else [None] * len(turns), turns)
         return turns
 
     def go_on(self, rows: Sequence[Prompt]) -> list[SampledTurn]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from rloo.config.config import RLOOConfig
-from rloo.config.file_checks import check_sizes, load_pretrained, quiet, reading
+from rloo.config.file_checks import load_model_config, load_pretrained, quiet, reading
 from rloo.data.images import is_vision_config
 from rloo.data.tasks import resolve_model
 from rloo.distributed.sharded_tensor import copy_from_full, shape_of
@@ -218,11 +218,7 @@ def copy_from_file(model: PreTrainedModel) -> None:
 
 def _auto_class(name: str, revision: str, trust: bool) -> Any:
     """The transformers auto class for the model: image-text-to-text if it reads images."""
-    with reading(f"the model {name}", "model"):
-        config = transformers.AutoConfig.from_pretrained(
-            name, revision=revision, trust_remote_code=trust
-        )
-    check_sizes(config, name, "model")
+    config = load_model_config(name, revision=revision, trust_remote_code=trust)
     known = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if is_vision_config(config) and type(config) in known:
         return transformers.AutoModelForImageTextToText

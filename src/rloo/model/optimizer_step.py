@@ -64,7 +64,7 @@ class PolicyOptimizer:
         self._names, self._world = parameter_names(model), world
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._parameters = list(self._named.values())
-        # Of weights that several processes of a row group have, one process counts the changes.
+        # If several processes of a row group have the same weights, one of them counts the changes.
         counted = (p for p in self._parameters if is_sharded(p) or world.leads_row_group)
         self._probed = [*counted] if world.tensor_group else self._parameters
         self._divided = any(map(is_sharded, self._parameters))

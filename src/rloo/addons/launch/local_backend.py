@@ -9,13 +9,11 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rloo.addons.launch.local_ranks import SAVING, launch
 from rloo.addons.launch.roles import KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.supervisor import Supervisor
 from rloo.engines.vllm.server_process import KEY
-from rloo.tracking.jsonl import LOGS
 
 
 def run_here(job: LaunchJob, *, saving: float = SAVING) -> int:
@@ -86,13 +84,12 @@ def environment_of(job: LaunchJob, role: Role, number: int) -> dict[str, str]:
 @contextmanager
 def _beside(job: LaunchJob) -> Iterator[None]:
     """Supervise the processes of the other roles during this block."""
-    folder = Path(job.config.output_dir).absolute() / LOGS
     keepers = []
     for role in job.others:
         for number in range(role.count):
             environment = environment_of(job, role, number)
             command = job.command(role, *(environment.get(n, "") for n in ("ADDRESS", "PORT")))
-            keepers.append(Supervisor(role.name, number, command, environment, folder))
+            keepers.append(Supervisor(role.name, number, command, environment, job.logs))
     threads = [keeper.start() for keeper in keepers]
     try:
         yield

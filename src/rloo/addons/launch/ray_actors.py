@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.addons.launch.local_ranks import BAD_INPUT, free_port
 from rloo.addons.launch.ray_checks import check_resources
-from rloo.addons.launch.ray_workers import KIND_OF, Done, RayRegistry, WorkerActor, logs_of
+from rloo.addons.launch.ray_workers import KIND_OF, Done, RayRegistry, WorkerActor
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
 from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Supervisor, note
 from rloo.algorithm.stop_signals import Stopped, StopSignals
@@ -56,7 +56,7 @@ class SupervisorActor:
         with free_port("") as port:
             self._port = port
         command = job.command(role, ray.util.get_node_ip_address(), str(self._port))
-        folder = logs_of(job)
+        folder = job.logs
         self._keeper = Supervisor(role.name, number, command, job.environment, folder, cwd)
         self._keeper.start()
 
@@ -153,7 +153,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
                 ),
                 run_config=ray.train.RunConfig(
                     name="ray",
-                    storage_path=str(logs_of(job)),
+                    storage_path=str(job.logs),
                     failure_config=ray.train.FailureConfig(max_failures=job.cluster.ray_restarts),
                     worker_runtime_env={"env_vars": _environment()},
                 ),
@@ -162,7 +162,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
             _fit(trainer, Path(job.config.output_dir).absolute())
             last = _statuses(job)[before:][-job.trainer.count :]
             if len(last) < job.trainer.count:
-                raise OSError(f"{logs_of(job) / EVENTS} does not say how the ranks have ended")
+                raise OSError(f"{job.logs / EVENTS} does not say how the ranks have ended")
             return next(filter(None, last), 0)
     finally:
         ray.shutdown()
@@ -190,14 +190,14 @@ def rank_by_ray(job: LaunchJob, servers: list[Any], cwd: str, names: str) -> Non
         }  # fmt: skip
         arguments = [*job.arguments, *AGAIN, *job.extra, *place[2]]
         status = _child(job, rank, job.started("train", *arguments), environment, cwd)
-    note(logs_of(job), job.trainer.name, rank, "ended", status=status)
+    note(job.logs, job.trainer.name, rank, "ended", status=status)
     # Other statuses are success, bad input, or a requested stop after saving.
     if status == _KILLED or (0 < status < 128 and status != BAD_INPUT):
         raise RuntimeError(f"rank {rank} ended with status {status}")
 
 
 def _names(job: LaunchJob) -> str:
-    """What rank 0 needs to find the actors that sample and score, as JSON."""
+    """The names by which rank 0 finds the actors that sample and score, as JSON."""
     names = {
         KIND_OF[role.name]: [f"{role.name}-{n}" for n in range(role.count)]
         for role in job.others
@@ -215,7 +215,7 @@ def _child(
         command,
         environment={**os.environ, **environment},
         folder=cwd,
-        log=logs_of(job) / f"trainer-{rank}.log" if rank else None,
+        log=job.logs / f"trainer-{rank}.log" if rank else None,
         unblocked=SIGNALS,
     )
     return shell_status(process.join())
@@ -234,7 +234,7 @@ def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]
     Ray's label selector for the nodes of the ranks (None: any node)."""
     actors: list[Any] = []
     servers: list[Any] = []
-    logs_of(job).mkdir(parents=True, exist_ok=True)
+    job.logs.mkdir(parents=True, exist_ok=True)
     engines = [(role, n) for role in job.others if role.name != "scorer" for n in range(role.count)]
     group = _group(job, [job.needs(role) for role, _ in engines]) if engines else None
     try:
@@ -316,7 +316,7 @@ def _resources() -> list[dict[str, float]]:
 
 def _statuses(job: LaunchJob) -> list[int]:
     """The exit statuses of the ranks that have ended, in the order of time."""
-    events = read_rows(logs_of(job) / EVENTS)
+    events = read_rows(job.logs / EVENTS)
     return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
 
 

@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any, Protocol
 
 from rloo.addons.launch.roles import LaunchJob, Role
@@ -27,7 +26,6 @@ from rloo.distributed.child_process import ChildProcess
 from rloo.distributed.remote_pool import KINDS, Registration, RemoteWorker
 from rloo.distributed.worker_loop import WorkerLoop
 from rloo.distributed.worker_process import WorkerDied
-from rloo.tracking.jsonl import LOGS
 
 # The kinds of workers by their roles.
 KIND_OF = {"sampler": "sample", "scorer": "score"}
@@ -203,7 +201,7 @@ class WorkerActor:
             KINDS[KIND_OF[role.name]], module="rloo.distributed.worker_main"
         )
         self._environment, self._cwd = job.environment, cwd
-        self._role, self._number, self._folder = role.name, number, logs_of(job)
+        self._role, self._number, self._folder = role.name, number, job.logs
         self._lock = threading.Lock()
         self._child: _WorkerChild | None = None
 
@@ -252,8 +250,3 @@ class WorkerActor:
 
     def _note(self, event: str, **more: Any) -> None:
         note(self._folder, self._role, self._number, event, **more)
-
-
-def logs_of(job: LaunchJob) -> Path:
-    """The folder of a job's logs."""
-    return Path(job.config.output_dir).absolute() / LOGS

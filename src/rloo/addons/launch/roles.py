@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rloo.addons.launch.cluster import Cluster
 from rloo.addons.launch.local_ranks import this_program
@@ -12,6 +13,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.engine_spec import engine_spec
 from rloo.config.parsing import given_names, parse_command_line
 from rloo.engines.vllm.server_process import KEY
+from rloo.tracking.jsonl import LOGS
 
 RLOO = "python -m rloo"
 # The line of a script that creates the key of vLLM servers, if the user has set none. The key stops
@@ -57,6 +59,11 @@ class LaunchJob:
     def servers(self) -> Role | None:
         """The role of vLLM's servers, or None; the trainer must know their URLs."""
         return next((role for role in self.others if role.name == "server"), None)
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the logs, in the run's folder."""
+        return Path(self.config.output_dir).absolute() / LOGS
 
     @property
     def environment(self) -> dict[str, str]:

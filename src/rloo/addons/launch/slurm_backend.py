@@ -14,7 +14,6 @@ from rloo.addons.launch.slurm_options import directive, directives, split_option
 from rloo.addons.launch.slurm_resources import node_needs
 from rloo.config.file_checks import one_line
 from rloo.distributed.standard_streams import say
-from rloo.tracking.jsonl import LOGS
 
 TEMPLATE = Path(__file__).parent / "job.sbatch"
 SCRIPT = "job.sbatch"
@@ -58,7 +57,7 @@ def script(job: LaunchJob) -> str:
 def shown(job: LaunchJob) -> str:
     """The script, and the command that creates the folder of the logs and submits the script, as
     `--dry_run` prints them. If this folder is missing, a job fails, and Slurm reports no reason."""
-    logs, path = (shlex.quote(str(file)) for file in (_path(job).parent / LOGS, _path(job)))
+    logs, path = (shlex.quote(str(file)) for file in (job.logs, _path(job)))
     return f"{script(job)}\n# mkdir -p {logs} && sbatch {path}\n"
 
 
@@ -68,7 +67,7 @@ def submit(job: LaunchJob) -> int:
     if shutil.which("sbatch") is None:
         raise ValueError("there is no sbatch here; submit from a node of the cluster (backend)")
     path = _path(job)
-    (path.parent / LOGS).mkdir(parents=True, exist_ok=True)
+    job.logs.mkdir(parents=True, exist_ok=True)
     path.write_text(script(job))
     after: list[str] = []
     for _ in range(job.cluster.slurm_chain):
@@ -83,7 +82,7 @@ def submit(job: LaunchJob) -> int:
 
 
 def _path(job: LaunchJob) -> Path:
-    return Path(job.config.output_dir).absolute() / SCRIPT
+    return job.logs.with_name(SCRIPT)
 
 
 def _template(job: LaunchJob) -> Template:
@@ -169,7 +168,7 @@ def _directives(job: LaunchJob, cpus: int | None, memory: str | None) -> list[st
         "array": c.slurm_array,
         "signal": f"B:USR1@{c.slurm_signal}" if c.slurm_signal else None,
         "open-mode": "append",
-        "output": _path(job).parent / LOGS / f"slurm-{number}.log",
+        "output": job.logs / f"slurm-{number}.log",
     }
     lines = [directive(name, value) for name, value in of_job.items() if value is not None]
     lines += ["--requeue" if c.slurm_requeue else "--no-requeue"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rloo.addons.launch.roles import LaunchJob, Role
 from rloo.config.batch_sizes import batches_of
-from rloo.config.file_checks import check_sizes, reading
+from rloo.config.file_checks import load_model_config, reading
 from rloo.data.tasks import resolve_model
 
 # Assumed, without a source: bytes of a training process with a CUDA context, and of a vLLM server
@@ -74,19 +74,16 @@ def _colocated(job: LaunchJob) -> bool:
 
 
 def _parameters(job: LaunchJob) -> int:
-    import torch
-    import transformers
+    from rloo.engines.vllm.server_memory import count_parameters
 
     config = job.config
     if config.model is None:
         raise ValueError("there is no model (model)")
-    given = config.model_init_kwargs or {}
-    with reading(f"the model {config.model}", "model"), torch.device("meta"):
-        found = transformers.AutoConfig.from_pretrained(
-            resolve_model(config.model),
-            revision=given.get("revision") or "main",
-            trust_remote_code=config.trust_remote_code,
-        )
-        check_sizes(found, config.model, "model")
-        model = transformers.AutoModelForCausalLM.from_config(found.get_text_config())
-    return sum(p.numel() for p in model.parameters())
+    trust = config.trust_remote_code
+    found = load_model_config(
+        resolve_model(config.model),
+        revision=(config.model_init_kwargs or {}).get("revision") or "main",
+        trust_remote_code=trust,
+    )
+    with reading(f"the model {config.model}", "model"):
+        return count_parameters(found, trust_remote_code=trust)

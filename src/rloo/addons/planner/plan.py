@@ -39,6 +39,12 @@ from rloo.types import Engine, Sample
 _SECONDS, _LEAST = 42.0, 12.0
 # The parts of memory that are sharded.
 _DIVIDED = ("weights", "reference", "gradients", "optimizer", "step")
+# Sizes of groups of processes: the value without groups, and the advice against others.
+_SIZES = {
+    "sp_size": (1, "give sp_size 1 and the length of a slice (sp_size, max_completion_length)"),
+    "tp_size": (1, "leave it out (tp_size)"),
+    "dp_shard_size": (None, "leave it out (dp_shard_size)"),
+}
 
 _BESIDE = (
     "sampling and training are measured one after the other, in one process; beside each other a "
@@ -143,21 +149,9 @@ def _refuse(config: RLOOConfig) -> None:
             "divides what zero3 divides; zero2 does not divide weights, zero1 neither weights nor "
             "gradients (parallel)"
         )
-    if (size := config.parallel_options.sp_size) > 1:
-        raise ValueError(
-            f"sp_size is {size}, and a plan measures in one process, which has no "
-            "slices: give sp_size 1 and the length of a slice (sp_size, max_completion_length)"
-        )
-    if (size := config.parallel_options.tp_size) > 1:
-        raise ValueError(
-            f"tp_size is {size}, and a plan measures in one process, which has no shards: leave it "
-            "out (tp_size)"
-        )
-    if (shards := config.parallel_options.dp_shard_size) is not None:
-        raise ValueError(
-            f"dp_shard_size is {shards}, and a plan measures in one process, which has all shards; "
-            "leave it out (dp_shard_size)"
-        )
+    for name, (default, advice) in _SIZES.items():
+        if (size := getattr(config.parallel_options, name)) != default:
+            raise ValueError(f"{name} is {size}, and a plan measures in one process; {advice}")
     if config.tools or config.environment_factory:
         raise ValueError(
             "there are tools, and a plan calls no tools: what they take, and how long episodes "

@@ -82,15 +82,12 @@ def _cached_tokens(config: Any, kind: str, tokens: int) -> int:
 
 
 def num_parameters(config: Any, *, trust_remote_code: bool = False) -> int | None:
-    """The number of parameters of a language model with this configuration, counted on a module
-    without weights. 0 if they are quantised. If the module cannot be built, print a note, and
-    return None."""
-    config = config.get_text_config()
-    if getattr(config, "quantization_config", None) is not None:
+    """See `count_parameters`. 0 if the parameters are quantised. If they cannot be counted, print a
+    note, and return None."""
+    if getattr(config.get_text_config(), "quantization_config", None) is not None:
         return 0
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        return count_parameters(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # model code may fail in any way
         say(
             "not checked: whether a server's GPUs have room for the KV cache of one completion, "
@@ -98,6 +95,14 @@ def num_parameters(config: Any, *, trust_remote_code: bool = False) -> int | Non
             f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         )
         return None
+
+
+def count_parameters(config: Any, *, trust_remote_code: bool = False) -> int:
+    """The number of parameters of a language model with this configuration, counted on a module
+    without weights. Raises any error of the model's code."""
+    config = config.get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -10,7 +10,7 @@ from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
-from rloo.config.file_checks import check_sizes, reading
+from rloo.config.file_checks import load_model_config
 from rloo.config.parsing import parse_command_line
 from rloo.data.tasks import resolve_model
 
@@ -161,14 +161,9 @@ def _shape(asked: GPUPlanRequest) -> ModelShape:
         raise ValueError(
             "there is no model to plan for; name one, or a size such as 7B (model, parameters)"
         )
-    import transformers
-
-    given = config.model_init_kwargs or {}
-    with reading(f"the model {config.model}", "model"):
-        found = transformers.AutoConfig.from_pretrained(
-            resolve_model(config.model),
-            revision=given.get("revision") or "main",
-            trust_remote_code=config.trust_remote_code,
-        )
-    check_sizes(found, config.model, "model")
+    found = load_model_config(
+        resolve_model(config.model),
+        revision=(config.model_init_kwargs or {}).get("revision") or "main",
+        trust_remote_code=config.trust_remote_code,
+    )
     return shape_of_config(config.model, found)
