@@ -53,7 +53,7 @@ class FakeVLLM:
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
         self.lora_rank, self.extension = LORA_RANK, ""
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
         # Completions that are computed, and whether that is to pause.
         self._changed, self._active, self._paused = threading.Condition(), 0, False
         self._http = ThreadingHTTPServer((host, port), _handler(self))
@@ -64,6 +64,8 @@ class FakeVLLM:
     def close(self) -> None:
         self._http.shutdown()
         self._http.server_close()
+        with self._lock:  # no thread may compute when the interpreter ends: torch would abort it
+            self._closed = True
 
     def answer(self, route: str, query: dict[str, str], body: dict[str, Any]) -> Any:
         computes = route in ("/v1/completions", "/inference/v1/generate")
@@ -86,6 +88,8 @@ class FakeVLLM:
 
     def _answered(self, route: str, query: dict[str, str], body: dict[str, Any]) -> Any:
         with self._lock:
+            if self._closed:
+                raise Status(503, "the server is closed")
             self.calls.append(route + "".join(f" {k}={v}" for k, v in query.items()))
             self.bodies.append((route, body))
             found = self._answer(route, body)
