@@ -44,6 +44,20 @@ def test_given_rates_count_and_are_marked(capsys):
     assert seconds(fast) < seconds(usual)
 
 
+def test_weights_by_files_have_the_rate_of_files(capsys):
+    options = ["--num_gpus", "8", *SIZE, *USUAL, "--rollout_engine", "vllm"]
+    usual = plan(capsys, *options)
+    files = plan(capsys, *options, "--engine_kwargs.weight_transfer=files")
+    assert "weight_rate 8.6e+09 (source)" in usual
+    assert "weight_rate 1.6e+09 (measured)" in files and "deltas in files" in files
+
+    def seconds(said):
+        return float(cells(said, "apart,")[3])
+
+    # 16 GB of weights, once in each step.
+    assert seconds(files) > seconds(usual) + 4
+
+
 def test_a_model_is_counted_from_its_configuration(capsys):
     said = plan(capsys, "--num_gpus", "1", "--model", "countdown", *USUAL)
     assert "countdown: 0.00 B (counted from its configuration)" in said

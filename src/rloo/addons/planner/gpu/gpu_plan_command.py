@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
+from rloo.addons.planner.gpu.gpu_specs import FILE_RATE, GPUS, RATES, Assumption
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
@@ -37,6 +37,12 @@ class GPUPlanRequest:
 
     config: RLOOConfig
     values: dict[str, str]
+
+    @property
+    def rates(self) -> dict[str, Assumption]:
+        """The rates of the plan, unless the command line has others."""
+        by_files = self.config.engine_options.weight_transfer == "files"
+        return {**RATES, **({"weight_rate": FILE_RATE} if by_files else {})}
 
     def number(self, name: str, default: float | None, least: float = 0.0) -> float:
         """The value of option `name`. Raises ValueError if it is not a number above `least`."""
@@ -112,7 +118,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
             "was tried (num_gpus, gpu, max_completion_length)"
         )
     price = asked.number("gpu_price", None) if "gpu_price" in values else None
-    print_gpu_plan(GPUPlan(job, int(gpus), ways, list(values), price))
+    print_gpu_plan(GPUPlan(job, int(gpus), ways, asked.rates, list(values), price))
 
 
 def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
@@ -137,7 +143,7 @@ def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
     return RolloutCost(
         shape=_shape(asked),
         gpu=GPUS[gpu],
-        rates={name: asked.number(name, rate.value) for name, rate in RATES.items()},
+        rates={name: asked.number(name, rate.value) for name, rate in asked.rates.items()},
         groups=batches.prompts_per_rollout,
         samples=config.num_generations,
         prompt=int(asked.number("prompt_tokens", 256)),

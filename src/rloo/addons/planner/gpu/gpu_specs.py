@@ -145,3 +145,12 @@ RATES = MappingProxyType(
         ),
     }
 )
+
+# `weight_rate` if servers read deltas in files.
+FILE_RATE = Assumption(
+    1.6e9,
+    "measured",
+    RATES["weight_rate"].meaning,
+    "benchmarks/weights.py: 0.6 CPU seconds of the trainer per GB of deltas in files, on one core "
+    "of this project's machine; reading them is not included",
+)

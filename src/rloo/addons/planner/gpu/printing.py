@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rloo.addons.planner.gpu.cost_model import RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import RATES
+from rloo.addons.planner.gpu.gpu_specs import Assumption
 from rloo.addons.planner.gpu.layouts import Forecast, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.tracking.console import duration, write_line
@@ -23,11 +23,13 @@ _WORTH = 1.05
 @dataclass(frozen=True, slots=True)
 class GPUPlan:
     """A plan for a number of GPUs: the forecasts of the best layouts (`ways`, from `layouts.best`),
-    the names of the numbers given by the user, and the price of a GPU hour."""
+    the rates unless given, the names of the numbers given by the user, and the price of a GPU
+    hour."""
 
     job: RolloutCost
     gpus: int
     ways: Mapping[str, Forecast]
+    rates: Mapping[str, Assumption]
     given: Sequence[str]
     price: float | None
 
@@ -168,7 +170,7 @@ def sources(plan: GPUPlan) -> list[str]:
         "counted: parameters, operations, bytes. Nothing above was measured on these GPUs: all "
         "seconds are extrapolated, from"
     ]
-    for name, rate in RATES.items():
+    for name, rate in plan.rates.items():
         value = plan.job.rates[name]
         kind = "given" if name in plan.given else rate.kind
         text = "" if kind == "given" else f": {rate.source}"
