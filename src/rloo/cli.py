@@ -68,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception:
                 signals.check()  # a signal may have caused the error
                 raise
+            except SystemExit as error:
+                if isinstance(error.__context__, BrokenPipeError):
+                    raise error.__context__ from None  # rich exits if a reader closed the pipe
+                raise
     except Exception as error:
         status, told = _told(error, given[0])
         if told is None:
