@@ -22,7 +22,15 @@ from support.fake_vllm import Status
 from support.models import CPU
 from support.policies import gradients, make_policy_config
 from support.terms import rollout_of, terms_of
-from support.vllm_engines import COMPLETIONS, SAMPLING, TOKENS, change, made_on_fakes, make_policy
+from support.vllm_engines import (
+    COMPLETIONS,
+    SAMPLING,
+    TOKENS,
+    change,
+    made_on_fakes,
+    make_policy,
+    wait_until,
+)
 
 made = pytest.fixture(made_on_fakes)
 TOKENIZER = make_brace_tokenizer()
@@ -155,7 +163,16 @@ def test_an_episode_stays_with_the_server_that_has_its_beginning(made, monkeypat
         return original(self, member, request)
 
     monkeypatch.setattr(ServerPool, "_ask", ask)
-    _, episodes, servers = play(made, make_speaker(), servers=3, samples=24)
+
+    def use_all(engine, servers):  # a server samples once it has loaded the weights
+        wait_until(
+            lambda: (
+                engine.sample(make_prompts(), 8, SAMPLING, 1)
+                and min(server.calls.count(COMPLETIONS) for server in servers) > 1
+            )
+        )
+
+    _, episodes, servers = play(made, make_speaker(), samples=24, before=use_all, servers=3)
 
     turns = [e.episode.turns for e in episodes]
     assert sum(n > 1 for n in turns) > 5
