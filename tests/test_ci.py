@@ -4,6 +4,7 @@ left out without a reason."""
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import ci
@@ -204,6 +205,32 @@ def test_what_has_passed_says_where_and_leaves_out_what_did_not_run(repository):
     assert "cores" in line["host"]
     (repository / PASSED).write_text("{}\n" + json.dumps(line) + "\n")
     assert last_passed(repository) == line
+
+
+PARTS = """
+equipment = []
+[[part]]
+name = "good"
+command = "true"
+[[part]]
+name = "bad"
+command = "false"
+"""
+
+
+def test_a_full_run_records_the_parts_that_have_passed(repository):
+    tools = ("tools/ci.py", "tools/ci_table.py", "tools/imports.py")
+    write(repository, {name: (ROOT / name).read_text() for name in tools} | {TABLE: PARTS})
+    git(repository, "add", ".")
+    git(repository, "commit", "-qm", "tools")
+    command = [sys.executable, "-B", "tools/ci.py", "--full"]
+    assert subprocess.run(command, cwd=repository, capture_output=True).returncode == 1
+    found = last_passed(repository)
+    assert found["commit"] == git(repository, "rev-parse", "HEAD")
+    assert list(found["parts"]) == ["good"]
+    (repository / "README.md").write_text("")  # the tree of another run is not the commit
+    subprocess.run(command, cwd=repository, capture_output=True)
+    assert last_passed(repository) == found
 
 
 MARKED = re.compile(

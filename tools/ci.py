@@ -6,10 +6,10 @@
     python3 tools/ci.py --only lint "user install (wheel)"    # in the active environment
 
 A part without `files` runs for every change. `.ci/full` appends a line with the commit to
-`.ci/passed.jsonl` when all parts have passed. A file of a part with `files` runs if something on
-its watch list has changed since the commit of the last line. The watch list has the file, its
-imports outside of `src/`, the files that its globs match, and their imports inside of `src/`. A
-file whose list cannot be computed is run.
+`.ci/passed.jsonl` with the parts that have passed. A part with `files` runs if it is not in the
+last line. Otherwise a file of it runs if something on its watch list has changed since the commit
+of this line. The watch list has the file, its imports outside of `src/`, the files that its globs
+match, and their imports inside of `src/`. A file whose list cannot be computed is run.
 
 This script needs only Python: the first part creates the tested environment.
 """
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows, seconds = [*runner.rows, *skipped], time.monotonic() - start
     print("", *closing_table(rows, seconds), sep="\n", flush=True)
     failed = any(row.state == "failed" for row in rows)
-    if options.full and not (failed or dirty or options.only):
+    if options.full and not (dirty or options.only):  # a failed part is not in the line
         with (ROOT / PASSED).open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(record(tree, rows, seconds)) + "\n")
         print(f"A line was added to {PASSED}: commit it.")
