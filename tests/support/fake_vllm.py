@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -249,6 +250,9 @@ def _handler(server: FakeVLLM) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             with suppress(OSError):  # who asked has given up
                 self.wfile.write(sent)
+            if status >= 500:  # as uvicorn, which closes the connection after the answer
+                time.sleep(0.1)
+                self.close_connection = True
 
         do_POST = do_GET
 

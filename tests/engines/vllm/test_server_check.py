@@ -5,8 +5,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rloo.engines.vllm.client import ServerError, VLLMClient
-from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
+from rloo.engines.vllm.client import ROUTE, TOKENS_ROUTE, ServerError, VLLMClient
 from rloo.engines.vllm.server_check import examine
 from rloo.engines.vllm.server_process import ServerConfig
 from support.fake_vllm import FakeVLLM

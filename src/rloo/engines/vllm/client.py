@@ -13,6 +13,9 @@ import httpx
 
 from rloo.engines.vllm.server_plugin.rloo_weights import METHOD
 
+# OpenAI's route, which every server has, and vLLM's route, which needs --enable-scale-out. The
+# answers of vLLM's route also name the weights that sampled each token.
+ROUTE, TOKENS_ROUTE = "/v1/completions", "/inference/v1/generate"
 # The number of characters of a server's error message that are shown.
 SHOWN_CHARACTERS = 600
 
@@ -69,9 +72,12 @@ class VLLMClient:
         await self._http.aclose()
 
     async def _call(self, method: str, path: str, phase: str, seconds: float, **how: Any) -> Any:
+        # vLLM answers with an error, and then closes the connection. A request that uses the
+        # connection meanwhile fails. Only samples, of which there are many, use one again.
+        headers = {} if path in (ROUTE, TOKENS_ROUTE) else {"Connection": "close"}
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._http.request(method, self.url + path, **how)
+                answer = await self._http.request(method, self.url + path, headers=headers, **how)
         except TimeoutError as error:
             fact = f"did not answer {path} within {seconds:g} s"
             raise ServerError(phase, self.url, fact) from error

@@ -10,12 +10,9 @@ from typing import Any
 from rloo.config.vllm_validation import COLDEST, HOTTEST
 from rloo.engines.counter_rng import noise_key
 from rloo.engines.sampling import check_request, refuse_images
-from rloo.engines.vllm.client import ServerError
+from rloo.engines.vllm.client import TOKENS_ROUTE, ServerError
 from rloo.types import Completion, Prompt, Sampling, WeightVersions
 
-# OpenAI's route, which every server has, and vLLM's route, which needs --enable-scale-out. The
-# answers of vLLM's route also name the weights that sampled each token.
-ROUTE, TOKENS_ROUTE = "/v1/completions", "/inference/v1/generate"
 PHASE = "sampling"
 # Log-probs may exceed 0 by this value, since they are rounded.
 _ABOVE_ZERO = 1e-3

@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 
 from transformers import PreTrainedTokenizerBase
 
-from rloo.engines.vllm.client import ServerError, VLLMClient
+from rloo.engines.vllm.client import ROUTE, TOKENS_ROUTE, ServerError, VLLMClient
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE
-from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
 from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
 from rloo.engines.vllm.server_process import HERE, ServerConfig
 

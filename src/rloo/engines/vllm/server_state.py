@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rloo.engines.vllm.client import ServerError, VLLMClient
-from rloo.engines.vllm.requests import ROUTE, TOKENS_ROUTE
+from rloo.engines.vllm.client import ROUTE, TOKENS_ROUTE, ServerError, VLLMClient
 from rloo.engines.vllm.server_process import LocalServer
 from rloo.types import Completion
 
