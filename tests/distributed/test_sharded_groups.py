@@ -11,8 +11,8 @@ from support.processes import DIVERGES, RESUMED, run
 pytestmark = pytest.mark.slow
 
 # Shards of a group, sums over groups: of adapters, with micro-batches that are recomputed.
-SOME = (HARDEST[1], "LoRA", "small micro-batches")
-SLICED = ("small micro-batches",)
+SOME = (*HARDEST, "LoRA", "small micro-batches")
+SLICED = ("KL in the reward", "small micro-batches")
 GROUPS = {"parallel": "fsdp2", "dp_shard_size": 2}
 
 
@@ -32,7 +32,7 @@ def made(tmp_path_factory) -> Path:
         4,
         [
             (folder / "groups", SOME, GROUPS),
-            (folder / "host", SOME[-1:], GROUPS | {"offload": ["params"]}),
+            (folder / "host", SOME[-2:], GROUPS | {"offload": ["params"]}),
             (folder / "sliced", SLICED, GROUPS | exact | {"sp_size": 2}),
             (folder / "half", RESUMED, GROUPS | {"max_steps": 4}),
             *[(folder / kind, RESUMED, {"max_steps": 2} | options) for kind, options in kinds],

@@ -23,7 +23,7 @@ def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     run(folder / "alone", [*SOME])
     run(folder / "alone", SAVED, max_steps=4)
-    run(folder / "wide", SOME[-2:], kind="qwen3_8")
+    run(folder / "wide", [*SOME], kind="qwen3_8")
     run(folder / "single", SOME[-2:], single=True)
     run(folder / "half", SAVED, max_steps=2)
     two, packed = {"tp_size": 2}, {"packing": True}
@@ -43,8 +43,8 @@ def made(tmp_path_factory) -> Path:
     launch(
         4,
         [
-            (folder / "4-2", SOME[-2:], two),
-            (folder / "4-4", SOME[-2:], {"tp_size": 4, "kind": "qwen3_8"}),
+            (folder / "4-2", SOME, two),
+            (folder / "4-4", SOME, {"tp_size": 4, "kind": "qwen3_8"}),
             (folder / "saved", SAVED, two | {"max_steps": 4}),
             (folder / "diverged", [DIVERGES], two),
         ],
