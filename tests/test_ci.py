@@ -72,9 +72,11 @@ def passed_at_head(folder: Path) -> dict:
 
 
 def chosen(folder: Path, passed: dict | None) -> list[str]:
-    """The files of the one part of the repository's table that are to run."""
+    """The files of the one part of the repository's table that are to run, if `passed` is the only
+    line of a full run."""
     (part,) = read_table(folder)[0]
-    return list(choose(part, Tree(folder), passed))
+    (folder / PASSED).write_text("" if passed is None else json.dumps(passed) + "\n")
+    return list(choose(part, Tree(folder), last_passed(folder, part.name)))
 
 
 def test_imports_are_followed_where_they_are_lazy_and_strings_where_they_name_modules(repository):
@@ -204,7 +206,7 @@ def test_what_has_passed_says_where_and_leaves_out_what_did_not_run(repository):
     assert line["parts"] == {"a": ["3 passed", 2]} and line["seconds"] == 62
     assert "cores" in line["host"]
     (repository / PASSED).write_text("{}\n" + json.dumps(line) + "\n")
-    assert last_passed(repository) == line
+    assert last_passed(repository, "a") == line and last_passed(repository, "b") is None
 
 
 PARTS = """
@@ -225,12 +227,14 @@ def test_a_full_run_records_the_parts_that_have_passed(repository):
     git(repository, "commit", "-qm", "tools")
     command = [sys.executable, "-B", "tools/ci.py", "--full"]
     assert subprocess.run(command, cwd=repository, capture_output=True).returncode == 1
-    found = last_passed(repository)
+    found = last_passed(repository, "good")
     assert found["commit"] == git(repository, "rev-parse", "HEAD")
     assert list(found["parts"]) == ["good"]
+    write(repository, {PASSED: (repository / PASSED).read_text() + '{"parts": {"bad": []}}\n'})
+    assert last_passed(repository, "good") == found  # a line without a part does not count for it
     (repository / "README.md").write_text("")  # the tree of another run is not the commit
     subprocess.run(command, cwd=repository, capture_output=True)
-    assert last_passed(repository) == found
+    assert last_passed(repository, "good") == found
 
 
 MARKED = re.compile(

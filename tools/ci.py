@@ -6,10 +6,10 @@
     python3 tools/ci.py --only lint "user install (wheel)"    # in the active environment
 
 A part without `files` runs for every change. `.ci/full` appends a line with the commit to
-`.ci/passed.jsonl` with the parts that have passed. A part with `files` runs if it is not in the
-last line. Otherwise a file of it runs if something on its watch list has changed since the commit
-of this line. The watch list has the file, its imports outside of `src/`, the files that its globs
-match, and their imports inside of `src/`. A file whose list cannot be computed is run.
+`.ci/passed.jsonl` with the parts that have passed. A file of a part with `files` runs if something
+on its watch list has changed since the commit of the last line with this part. The watch list has
+the file, its imports outside of `src/`, the files that its globs match, and their imports inside of
+`src/`. A file whose list cannot be computed is run.
 
 This script needs only Python: the first part creates the tested environment.
 """
@@ -182,9 +182,10 @@ def plan(
     root: Path, parts: Iterable[Part], *, full: bool
 ) -> tuple[list[tuple[Part, list[str]]], list[Row]]:
     """The parts to run with their files, and a row for each part that is not run."""
-    tree, passed = Tree(root), last_passed(root)
+    tree = Tree(root)
     jobs, rows = [], []
     for part in parts:
+        passed = last_passed(root, part.name)
         files = dict.fromkeys(part.files, "everything runs") if full else choose(part, tree, passed)
         if part.files and not files:
             since = str(passed and passed["commit"])[:7]

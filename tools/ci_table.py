@@ -114,8 +114,6 @@ def choose(part: Part, tree: Tree, passed: dict[str, Any] | None) -> dict[str, s
     if passed is None:
         return dict.fromkeys(part.files, "nothing has passed yet")
     commit = passed["commit"]
-    if part.name not in passed["parts"]:
-        return dict.fromkeys(part.files, f"did not run at {commit[:7]}")
     try:
         changed = tree.changed_since(commit)
         then = parse_table(tree.git("show", f"{commit}:{TABLE}"))[0]
@@ -143,8 +141,9 @@ def _reason(file: str, globs: Sequence[str], tree: Tree, changed: set[str]) -> s
     return ", ".join(sorted(touched)[:NUM_SHOWN]) + (", ..." if len(touched) > NUM_SHOWN else "")
 
 
-def last_passed(root: Path) -> dict[str, Any] | None:
-    """The last line that `.ci/full` has written."""
+def last_passed(root: Path, part: str) -> dict[str, Any] | None:
+    """The last line of `.ci/full` in which a part has passed."""
     path = root / PASSED
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return json.loads(lines[-1]) if lines else None
+    found = (line for line in map(json.loads, reversed(lines)) if part in line.get("parts", ()))
+    return next(found, None)
