@@ -16,6 +16,7 @@ from rloo.model.export import PolicyExport
 from rloo.model.micro_batch import make_sample
 from rloo.model.policy import Policy
 from rloo.types import Sampling
+from support.engines import make_prompts
 from support.fake_vllm import FakeVLLM, Status
 from support.models import CPU, make_model
 from support.policies import make_policy_config
@@ -112,6 +113,16 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def wait_until_all_sample(engine, servers, route=COMPLETIONS):
+    """A server samples once it has loaded the weights and was verified, by the same route."""
+    wait_until(
+        lambda: (
+            engine.sample(make_prompts(), 8, SAMPLING, 1)
+            and min(server.calls.count(route) for server in servers) > 1
+        )
+    )
 
 
 def sample_of(prompt, completion):

@@ -29,7 +29,7 @@ from support.vllm_engines import (
     change,
     made_on_fakes,
     make_policy,
-    wait_until,
+    wait_until_all_sample,
 )
 
 made = pytest.fixture(made_on_fakes)
@@ -163,16 +163,9 @@ def test_an_episode_stays_with_the_server_that_has_its_beginning(made, monkeypat
         return original(self, member, request)
 
     monkeypatch.setattr(ServerPool, "_ask", ask)
-
-    def use_all(engine, servers):  # a server samples once it has loaded the weights
-        wait_until(
-            lambda: (
-                engine.sample(make_prompts(), 8, SAMPLING, 1)
-                and min(server.calls.count(COMPLETIONS) for server in servers) > 1
-            )
-        )
-
-    _, episodes, servers = play(made, make_speaker(), samples=24, before=use_all, servers=3)
+    _, episodes, servers = play(
+        made, make_speaker(), samples=24, before=wait_until_all_sample, servers=3
+    )
 
     turns = [e.episode.turns for e in episodes]
     assert sum(n > 1 for n in turns) > 5

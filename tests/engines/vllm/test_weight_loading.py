@@ -26,6 +26,7 @@ from support.vllm_engines import (
     made_on_fakes,
     make_policy,
     wait_until,
+    wait_until_all_sample,
 )
 
 made = pytest.fixture(made_on_fakes)
@@ -196,8 +197,7 @@ def test_a_server_loads_while_another_finishes_its_requests(made):
     policy = make_policy()
     engine, servers, said = made(policy, servers=2, scale_out=True)
     policy.load_into(engine)
-    # Both have been verified, which uses the same route.
-    wait_until(lambda: sample(engine) and min(s.calls.count(TOKENS) for s in servers) > 1)
+    wait_until_all_sample(engine, servers, TOKENS)
     old = engine.version
     slow = [Slow(server, TOKENS) for server in servers]
     (begun,) = engine.submit(make_prompts()[:1], 2, SAMPLING, 1)

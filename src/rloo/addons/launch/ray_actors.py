@@ -159,7 +159,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
                 ),
             )
             before = len(_statuses(job))
-            _fit(trainer, Path(job.config.output_dir).absolute())
+            _fit(trainer, job.folder)
             last = _statuses(job)[before:][-job.trainer.count :]
             if len(last) < job.trainer.count:
                 raise OSError(f"{job.logs / EVENTS} does not say how the ranks have ended")

@@ -61,9 +61,14 @@ class LaunchJob:
         return next((role for role in self.others if role.name == "server"), None)
 
     @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.config.output_dir).absolute()
+
+    @property
     def logs(self) -> Path:
         """The folder of the logs, in the run's folder."""
-        return Path(self.config.output_dir).absolute() / LOGS
+        return self.folder / LOGS
 
     @property
     def environment(self) -> dict[str, str]:

@@ -29,7 +29,7 @@ def script(job: LaunchJob) -> str:
     that Slurm cannot write to."""
     cluster = job.cluster
     _check_folder(job)
-    out = shlex.quote(str(Path(job.config.output_dir).absolute()))
+    out = shlex.quote(str(job.folder))
     if cluster.slurm_array is not None:
         out += "/$SLURM_ARRAY_TASK_ID"
     settings = [f"export {name}={value}" for name, value in job.environment.items()]
@@ -82,7 +82,7 @@ def submit(job: LaunchJob) -> int:
 
 
 def _path(job: LaunchJob) -> Path:
-    return job.logs.with_name(SCRIPT)
+    return job.folder / SCRIPT
 
 
 def _template(job: LaunchJob) -> Template:
@@ -135,7 +135,7 @@ def _requested(job: LaunchJob) -> tuple[int | None, str | None, list[str]]:
 def _check_folder(job: LaunchJob) -> None:
     """Raise ValueError for an output_dir that would change the script or the name of a log file, or
     that pyxis cannot mount."""
-    folder = str(_path(job).parent)
+    folder = str(job.folder)
     reason = unsafe(folder)
     if reason is None and (found := re.search(r"[%\\]", folder)):
         reason = f"Slurm replaces {found[0]} in the names of log files"
@@ -162,7 +162,7 @@ def _directives(job: LaunchJob, cpus: int | None, memory: str | None) -> list[st
         sides = [[role for role in roles if (role.first > 0) == side] for side in (False, True)]
     first = max(role.first for role in roles) if _is_split(job) else c.nodes
     of_job = {
-        "job-name": _path(job).parent.name or "rloo",
+        "job-name": job.folder.name or "rloo",
         "account": c.slurm_account,
         "time": c.slurm_time,
         "array": c.slurm_array,

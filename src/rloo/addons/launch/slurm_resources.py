@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rloo.addons.launch.roles import LaunchJob, Role
 from rloo.config.batch_sizes import batches_of
-from rloo.config.file_checks import load_model_config, reading
-from rloo.data.tasks import resolve_model
+from rloo.config.file_checks import reading
+from rloo.data.tasks import configuration_of
 
 # Assumed, without a source: bytes of a training process with a CUDA context, and of a vLLM server
 # or a sampling process, both without weights; a margin for pinned memory, data and tokenizers.
@@ -79,11 +79,6 @@ def _parameters(job: LaunchJob) -> int:
     config = job.config
     if config.model is None:
         raise ValueError("there is no model (model)")
-    trust = config.trust_remote_code
-    found = load_model_config(
-        resolve_model(config.model),
-        revision=(config.model_init_kwargs or {}).get("revision") or "main",
-        trust_remote_code=trust,
-    )
+    found = configuration_of(config.model, config)
     with reading(f"the model {config.model}", "model"):
-        return count_parameters(found, trust_remote_code=trust)
+        return count_parameters(found, trust_remote_code=config.trust_remote_code)

@@ -4,8 +4,9 @@ datasets that a program generates (`NAME:WHAT`)."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rloo.config.file_checks import load_model_config
 from rloo.config.options import TrainingOptions
 from rloo.data.dataset_spec import dataset_spec
 from rloo.data.tasks.countdown import base_model_path, make_problems
@@ -38,3 +39,13 @@ def resolve_model(name: str) -> str:
     """The folder of the embedded model, if `name` is its name. Other names are returned
     unchanged."""
     return str(base_model_path()) if name == EMBEDDED else name
+
+
+def configuration_of(model: str, options: TrainingOptions) -> Any:
+    """The transformers configuration of the model of a run. Raises ValueError if it cannot be
+    loaded, or is not usable."""
+    return load_model_config(
+        resolve_model(model),
+        revision=(options.model_init_kwargs or {}).get("revision") or "main",
+        trust_remote_code=options.trust_remote_code,
+    )

@@ -10,9 +10,8 @@ from rloo.addons.planner.gpu.gpu_specs import FILE_RATE, GPUS, RATES, Assumption
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
-from rloo.config.file_checks import load_model_config
 from rloo.config.parsing import parse_command_line
-from rloo.data.tasks import resolve_model
+from rloo.data.tasks import configuration_of
 
 if TYPE_CHECKING:
     from rloo.addons.planner.gpu.cost_model import RolloutCost
@@ -167,9 +166,4 @@ def _shape(asked: GPUPlanRequest) -> ModelShape:
         raise ValueError(
             "there is no model to plan for; name one, or a size such as 7B (model, parameters)"
         )
-    found = load_model_config(
-        resolve_model(config.model),
-        revision=(config.model_init_kwargs or {}).get("revision") or "main",
-        trust_remote_code=config.trust_remote_code,
-    )
-    return shape_of_config(config.model, found)
+    return shape_of_config(config.model, configuration_of(config.model, config))
