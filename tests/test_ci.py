@@ -76,7 +76,7 @@ def chosen(folder: Path, passed: dict | None) -> list[str]:
     line of a full run."""
     (part,) = read_table(folder)[0]
     (folder / PASSED).write_text("" if passed is None else json.dumps(passed) + "\n")
-    return list(choose(part, Tree(folder), last_passed(folder, part.name)))
+    return list(choose(part, Tree(folder)))
 
 
 def test_imports_are_followed_where_they_are_lazy_and_strings_where_they_name_modules(repository):
@@ -139,6 +139,13 @@ def test_what_did_not_pass_here_runs(repository, changed, runs):
     assert chosen(repository, passed_at_head(repository) | changed) == runs
 
 
+def test_a_file_that_passed_in_a_part_that_failed_runs_only_after_a_change(repository):
+    passed = passed_at_head(repository) | {"parts": {}, "passed_files": {"slow": BOTH[1:]}}
+    assert chosen(repository, passed) == BOTH[:1]
+    write(repository, {"src/pack/worker.py": "# something else\n"})
+    assert chosen(repository, passed) == BOTH
+
+
 @pytest.mark.parametrize(
     ("old", "new", "runs"),
     [
@@ -172,13 +179,15 @@ def test_every_part_has_a_row_whatever_becomes_of_the_others(repository, tmp_pat
     runner = Runner(repository, tmp_path, EQUIPMENT)
     says = "echo '=== 3 passed, 1 skipped in 0.41s ==='"
     named = "echo 'FAILED a.py::b[c d] - oh: no'; echo '=== 1 failed in 0.41s ==='; exit 1"
+    cut = named.replace("1 failed", "2 failed")
     runner.run_all(
         [
             (Part("fails", "echo oh; exit 3", alone=True), []),
             (Part("passes", says, needs=("this",)), []),
             (Part("some", says, files={"a": [], "b": []}, slots=2), ["a"]),
             (Part("no tests", "exit 5"), []),
-            (Part("names", named), []),
+            (Part("names", named), ["a.py", "ab.py"]),
+            (Part("names some", cut), ["a.py", "ab.py"]),
             (Part("unequipped", "touch ran", needs=("that",)), []),
             (Part("no block", readme="absent"), []),
             (Part("of the README", prepare="cd docs", readme="test"), []),
@@ -191,21 +200,29 @@ def test_every_part_has_a_row_whatever_becomes_of_the_others(repository, tmp_pat
         "some": ("ran", "1 of 2 files: 3 passed, 1 skipped in 0.41s"),
         "no tests": ("failed", "pytest found no test"),
         "names": ("failed", "1 failed in 0.41s: a.py::b[c d]"),
+        "names some": ("failed", "2 failed in 0.41s: a.py::b[c d]"),
         "that": ("skipped", "there is none"),
         "unequipped": ("skipped", "needs that"),
         "of the README": ("ran", "passed"),
         "no block": ("failed", "ValueError: README.md has no block after <!-- ci:absent -->"),
     }
+    assert {r.name: r.passed_files for r in runner.rows if r.passed_files} == {"names": ("ab.py",)}
     assert (repository / "there").is_file() and not (repository / "ran").exists()
 
 
 def test_what_has_passed_says_where_and_leaves_out_what_did_not_run(repository):
-    rows = [Row("a", "ran", "3 passed", 2.0), Row("b", "skipped", "needs that")]
+    failed = Row("c", "failed", "1 failed", 1.0, ("c.py",))
+    rows = [Row("a", "ran", "3 passed", 2.0), Row("b", "skipped", "needs that"), failed]
     line = ci.record(Tree(repository), rows, 61.7)
     assert line["commit"] == git(repository, "rev-parse", "HEAD")
     assert line["parts"] == {"a": ["3 passed", 2]} and line["seconds"] == 62
+    assert line["passed_files"] == {"c": ("c.py",)}
     assert "cores" in line["host"]
     (repository / PASSED).write_text("{}\n" + json.dumps(line) + "\n")
+    line = json.loads(json.dumps(line))
+    assert (
+        last_passed(repository, "c", "c.py") == line and last_passed(repository, "c", "d") is None
+    )
     assert last_passed(repository, "a") == line and last_passed(repository, "b") is None
 
 
@@ -214,6 +231,10 @@ equipment = []
 [[part]]
 name = "good"
 command = "true"
+alone = true
+[[part]]
+name = "later"
+command = "grep good .ci/passed.jsonl"
 [[part]]
 name = "bad"
 command = "false"
@@ -229,7 +250,7 @@ def test_a_full_run_records_the_parts_that_have_passed(repository):
     assert subprocess.run(command, cwd=repository, capture_output=True).returncode == 1
     found = last_passed(repository, "good")
     assert found["commit"] == git(repository, "rev-parse", "HEAD")
-    assert list(found["parts"]) == ["good"]
+    assert sorted(found["parts"]) == ["good", "later"]
     write(repository, {PASSED: (repository / PASSED).read_text() + '{"parts": {"bad": []}}\n'})
     assert last_passed(repository, "good") == found  # a line without a part does not count for it
     (repository / "README.md").write_text("")  # the tree of another run is not the commit

@@ -6,9 +6,9 @@
     python3 tools/ci.py --only lint "user install (wheel)"    # in the active environment
 
 A part without `files` runs for every change. `.ci/full` appends a line with the commit to
-`.ci/passed.jsonl` with the parts that have passed. A file of a part with `files` runs if something
-on its watch list has changed since the commit of the last line with this part. The watch list has
-the file, its imports outside of `src/`, the files that its globs match, and their imports inside of
+`.ci/passed.jsonl` with the parts that have passed, and with the files that have passed in a failed
+part. A file of a part with `files` runs if something on its watch list has changed since the commit
+of the last line in which the file has passed. The watch list has the file, its imports outside of `src/`, the files that its globs match, and their imports inside of
 `src/`. A file whose list cannot be computed is run.
 
 This script needs only Python: the first part creates the tested environment.
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ from ci_table import PASSED, Equipment, Part, Tree, choose, last_passed, read_ta
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOTS = 2
-NO_TESTS = 5
+TESTS_FAILED, NO_TESTS = 1, 5  # exit statuses of pytest, which has then run all tests
 # The number of failed tests that a row of the closing table names.
 SHOWN_TESTS = 5
 FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.M)
+FAILED_NUMBER = re.compile(r"(\d+) (?:failed|error)")
 PYTEST_ENDS = re.compile(r"^=* ?(\d+ (?:passed|failed|skipped|error).* in [0-9.]+s.*?) ?=*$", re.M)
 
 
@@ -51,6 +52,8 @@ class Row:
     state: str
     summary: str
     seconds: float = 0.0
+    # The files of a failed part whose tests have all passed.
+    passed_files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         summary = self.summary.replace("|", "/")
@@ -84,6 +87,7 @@ class Runner:
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
         self.rows: list[Row] = []
+        self.on_row: Callable[[], object] = lambda: None  # called after each row
         self._there: dict[str, bool] = {}
         self._free = SLOTS
         self._changed = threading.Condition()
@@ -115,6 +119,7 @@ class Runner:
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
+        self.on_row()
         print(f"\n=== {row.name}: {row.state}, {row.summary}", flush=True)
 
     def run(self, part: Part, files: Iterable[str]) -> None:
@@ -133,11 +138,17 @@ class Runner:
             summary = "pytest found no test"
         if part.files and len(files) < len(part.files):
             summary = f"{len(files)} of {len(part.files)} files: {summary}"
-        summary = ": ".join([summary, *FAILED_TEST.findall(text)[:SHOWN_TESTS]])
+        failed = FAILED_TEST.findall(text)
+        number = sum(map(int, FAILED_NUMBER.findall(summary)))
+        others: tuple[str, ...] = ()
+        if status == TESTS_FAILED and len(failed) == number:
+            broken = {test.partition("::")[0] for test in failed}
+            others = tuple(file for file in files if file not in broken)
+        summary = ": ".join([summary, *failed[:SHOWN_TESTS]])
         with self._changed:
             print(f"\n=== {part.name}: {command.strip()}\n{text}", end="", flush=True)
             state = "ran" if status == 0 else "failed"
-            self.add(Row(part.name, state, summary, time.monotonic() - start))
+            self.add(Row(part.name, state, summary, time.monotonic() - start, others))
 
     def run_all(self, jobs: Iterable[tuple[Part, list[str]]]) -> None:
         """Start parts in order, each when enough slots are free."""
@@ -185,9 +196,9 @@ def plan(
     tree = Tree(root)
     jobs, rows = [], []
     for part in parts:
-        passed = last_passed(root, part.name)
-        files = dict.fromkeys(part.files, "everything runs") if full else choose(part, tree, passed)
+        files = dict.fromkeys(part.files, "everything runs") if full else choose(part, tree)
         if part.files and not files:
+            passed = last_passed(root, part.name, next(iter(part.files)))
             since = str(passed and passed["commit"])[:7]
             rows.append(Row(part.name, "skipped", f"nothing it watches has changed since {since}"))
             continue
@@ -208,13 +219,29 @@ def host() -> str:
 
 
 def record(tree: Tree, rows: Iterable[Row], seconds: float) -> dict[str, Any]:
-    """The record of the parts that have passed at this commit, and of the machine."""
+    """The record of the parts that have passed at this commit, of the files that have passed in
+    other parts, and of the machine."""
+    rows = list(rows)
     return {
         "commit": tree.git("rev-parse", "HEAD").strip(),
         "parts": {r.name: [r.summary, round(r.seconds)] for r in rows if r.state == "ran"},
+        "passed_files": {r.name: r.passed_files for r in rows if r.passed_files},
         "seconds": round(seconds),
         "host": host(),
     }
+
+
+def recorder(tree: Tree, runner: Runner) -> Callable[[], object]:
+    """A function that writes the record of a runner's rows as the last line of `PASSED`. It is
+    called after each part, since the parts before a run is stopped have passed."""
+    path, start = tree.root / PASSED, time.monotonic()
+    earlier = path.read_text(encoding="utf-8") if path.is_file() else ""
+
+    def write() -> None:
+        line = json.dumps(record(tree, runner.rows, time.monotonic() - start))
+        path.write_text(f"{earlier}{line}\n", encoding="utf-8")
+
+    return write
 
 
 def closing_table(rows: Iterable[Row], seconds: float) -> Iterator[str]:
@@ -250,15 +277,13 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="ci-") as work:
         os.chmod(work, 0o755)  # sandboxed rewards read libraries as another user
         runner = Runner(ROOT, Path(work), equipment)
+        if options.full and not (dirty or options.only):
+            runner.on_row = recorder(tree, runner)
+            print(f"A line is added to {PASSED}: commit it.")
         runner.run_all(jobs)
     rows, seconds = [*runner.rows, *skipped], time.monotonic() - start
     print("", *closing_table(rows, seconds), sep="\n", flush=True)
-    failed = any(row.state == "failed" for row in rows)
-    if options.full and not (dirty or options.only):  # a failed part is not in the line
-        with (ROOT / PASSED).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record(tree, rows, seconds)) + "\n")
-        print(f"A line was added to {PASSED}: commit it.")
-    return int(failed)
+    return int(any(row.state == "failed" for row in rows))
 
 
 if __name__ == "__main__":

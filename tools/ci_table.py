@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -109,26 +109,42 @@ class Tree:
         return found | {f for f in self.files if f.endswith(CONFTEST) and Path(f).parent in above}
 
 
-def choose(part: Part, tree: Tree, passed: dict[str, Any] | None) -> dict[str, str]:
+def choose(part: Part, tree: Tree) -> dict[str, str]:
     """The files of a part that must run, each with the reason."""
-    if passed is None:
-        return dict.fromkeys(part.files, "nothing has passed yet")
-    commit = passed["commit"]
+    lines: dict[str, list[str]] = {}
+    for file in part.files:
+        passed = last_passed(tree.root, part.name, file)
+        lines.setdefault(passed["commit"] if passed else "", []).append(file)
+    reasons = {
+        file: why
+        for commit, files in lines.items()
+        for file, why in _since(commit, part, tree, files)
+    }
+    return {file: reasons[file] for file in part.files if file in reasons}
+
+
+def _since(commit: str, part: Part, tree: Tree, files: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those of `files`, which passed last at `commit` (empty: never), that must run, each with the
+    reason."""
+    if not commit:
+        yield from ((file, "it has not passed yet") for file in files)
+        return
     try:
         changed = tree.changed_since(commit)
         then = parse_table(tree.git("show", f"{commit}:{TABLE}"))[0]
     except subprocess.CalledProcessError:
-        return dict.fromkeys(part.files, f"{commit[:7]} is not in this clone, or has no {TABLE}")
+        why = f"{commit[:7]} is not in this clone, or has no {TABLE}"
+        yield from ((file, why) for file in files)
+        return
     before = next((p for p in then if p.name == part.name), Part(part.name))
-    if before.command != part.command:
-        return dict.fromkeys(part.files, "its command has changed")
-    chosen = {}
-    for file, globs in part.files.items():
-        if before.files.get(file) != globs:
-            chosen[file] = "its globs have changed"
+    for file in files:
+        globs = part.files[file]
+        if before.command != part.command:
+            yield file, "its command has changed"
+        elif before.files.get(file) != globs:
+            yield file, "its globs have changed"
         elif why := _reason(file, (*globs, *part.watch), tree, changed):
-            chosen[file] = why
-    return chosen
+            yield file, why
 
 
 def _reason(file: str, globs: Sequence[str], tree: Tree, changed: set[str]) -> str:
@@ -141,9 +157,13 @@ def _reason(file: str, globs: Sequence[str], tree: Tree, changed: set[str]) -> s
     return ", ".join(sorted(touched)[:NUM_SHOWN]) + (", ..." if len(touched) > NUM_SHOWN else "")
 
 
-def last_passed(root: Path, part: str) -> dict[str, Any] | None:
-    """The last line of `.ci/full` in which a part has passed."""
+def last_passed(root: Path, part: str, file: str = "") -> dict[str, Any] | None:
+    """The last line of `.ci/full` in which a part has passed, or a file of the part."""
     path = root / PASSED
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    found = (line for line in map(json.loads, reversed(lines)) if part in line.get("parts", ()))
+    found = (
+        line
+        for line in map(json.loads, reversed(lines))
+        if part in line.get("parts", ()) or file in line.get("passed_files", {}).get(part, ())
+    )
     return next(found, None)
