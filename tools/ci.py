@@ -9,7 +9,8 @@ A part without `files` runs for every change. `.ci/full` appends a line with the
 `.ci/passed.jsonl` with the parts that have passed, and with the files that have passed in a failed
 part. A file of a part with `files` runs if something on its watch list has changed since the commit
 of the last line in which the file has passed. The watch list has the file, its imports outside of
-`src/`, the files that its globs match, and their imports inside of `src/`. A file whose list cannot be computed is run.
+`src/`, the files that its globs match, and their imports inside of `src/`. A file whose list cannot
+be computed is run.
 
 This script needs only Python: the first part creates the tested environment.
 """
