@@ -793,6 +793,7 @@ def test_a_reader_that_stops_early_is_no_error():
     assert result.returncode == 0
 
 
+@needs_addons
 def test_a_table_of_rich_that_nobody_reads_is_no_error():
     size = ["--num_gpus", "8", "--parameters", "8B", "--num_prompts", "64"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -169,14 +169,3 @@ def test_vllm_serve_refuses_a_model_that_its_gpu_cannot_hold(tmp_path):
     longer = RLOOConfig(max_prompt_length=413_095, max_completion_length=100)
     with pytest.raises(ValueError, match=r"reserves 0\.9 .* 413,195 tokens"):
         from_options.serving_alone(longer, str(tmp_path), THREE)
-
-
-def test_vllm_serve_serves_the_revision_of_the_run(tmp_path):
-    QWEN3_8B.save_pretrained(tmp_path)
-    tried = RLOOConfig(model_init_kwargs={"revision": "tried"})
-    command = from_options.serving_alone(tried, str(tmp_path), []).command("127.0.0.1", 8000)
-    assert command[-2:] == ["--revision", "tried"]
-    last = from_options.serving_alone(RLOOConfig(), str(tmp_path), []).command("127.0.0.1", 8000)
-    assert "--revision" not in last
-    with pytest.raises(ValueError, match=r"the model .*absent"):
-        from_options.serving_alone(tried, str(tmp_path / "absent"))

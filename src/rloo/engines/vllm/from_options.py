@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import torch
+from transformers import AutoConfig
 
 from rloo.config.config import RLOOConfig
 from rloo.config.vllm_options import (
@@ -19,7 +20,7 @@ from rloo.config.vllm_options import (
     servers_dtype,
     tolerance_of,
 )
-from rloo.data.tasks import configuration_of, resolve_model
+from rloo.data.tasks import resolve_model
 from rloo.distributed.standard_streams import say
 from rloo.engines.vllm.colocation import RankPlace, ServerSite, place_of, site_of
 from rloo.engines.vllm.nccl import unavailable_reason
@@ -76,16 +77,15 @@ def exported(policy: Policy) -> PolicyExport:
 
 def serving_alone(config: RLOOConfig, name: str, gpus: Sequence[int] | None = None) -> ServerConfig:
     """The `ServerConfig` of a server that `rloo vllm-serve` starts with the model `name`, on `gpus`
-    that no trainer uses: their memory in bytes (None: `visible_gpus`). Raises ValueError if the
-    model's configuration cannot be loaded, or if the GPUs have no room for the KV cache of one
-    completion."""
-    model, known = resolve_model(name), configuration_of(name, config)
+    that no trainer uses: their memory in bytes (None: `visible_gpus`). Raises OSError if the
+    model's configuration cannot be loaded, and ValueError if the GPUs have no room for the KV cache
+    of one completion."""
+    model = resolve_model(name)
+    known = AutoConfig.from_pretrained(model, trust_remote_code=config.trust_remote_code)
     gpus = visible_gpus() if gpus is None else gpus
     tied = known.get_text_config().tie_word_embeddings and not gpus
     rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
     serving = serving_of(config, model, rank, tied=tied, sleeps=sleeps, separate=bool(gpus))
-    if revision := (config.model_init_kwargs or {}).get("revision"):
-        serving = replace(serving, arguments=("--revision", revision, *serving.arguments))
     memory = smallest_gpu(gpus, serving.tensor_parallel_size)
     if memory is not None:
         parameters = num_parameters(known, trust_remote_code=config.trust_remote_code)
