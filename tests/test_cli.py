@@ -793,15 +793,6 @@ def test_a_reader_that_stops_early_is_no_error():
     assert result.returncode == 0
 
 
-@needs_addons
-def test_a_table_of_rich_that_nobody_reads_is_no_error():
-    size = ["--num_gpus", "8", "--parameters", "8B", "--num_prompts", "64"]
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-m", "rloo.cli", "plan", *size], **how) as planning:
-        planning.stdout.close()
-        assert planning.stderr.read() == "" and planning.wait(60) == 0
-
-
 @pytest.mark.parametrize("words", [["help", "train"], ["--help", "train"], ["-h", "train"]])
 def test_help_of_a_command_is_that_command_s(words, capsys):
     assert cli.main(["train", "--help"]) == 0

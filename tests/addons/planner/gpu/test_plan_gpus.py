@@ -1,5 +1,8 @@
 """`rloo plan --num_gpus`: what it prints, and what it refuses."""
 
+import subprocess
+import sys
+
 import pytest
 
 from rloo.addons.planner.gpu.gpu_plan_command import OPTIONS, split
@@ -134,3 +137,11 @@ def test_help_tells_of_it(capsys):
     assert main(["plan", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert all(f"--{name}" in said for name in ("num_gpus", "gpu", "gpu_price", "parameters"))
+
+
+def test_a_table_of_rich_that_nobody_reads_is_no_error():
+    words = ["--num_gpus", "8", *SIZE, *USUAL]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-m", "rloo.cli", "plan", *words], **how) as planning:
+        planning.stdout.close()
+        assert planning.stderr.read() == "" and planning.wait(60) == 0
