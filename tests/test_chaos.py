@@ -1,6 +1,7 @@
 """Small runs of `python -m benchmarks.chaos`, with fixed seeds: the long ones fill the table of
 docs/reliability.md."""
 
+import contextlib
 import os
 import random
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import operations, power
+from benchmarks.chaos import asynchronous, operations, power
 from benchmarks.chaos.__main__ import PARTS
 from benchmarks.chaos.results import Store, Trial, run_all
 
@@ -47,6 +48,23 @@ def test_what_has_a_result_is_not_done_again(tmp_path):
     trials = [Trial(name, "full", lambda: done.append(1) or "") for name in ("before", "new")]
     results = run_all(store, trials, 1, prepared.append)
     assert results == {"before": "was wrong", "new": ""} and prepared == ["full"]
+
+
+def test_a_rank_with_the_words_of_its_server_is_no_server():
+    wait = "import sys; print(flush=True); sys.stdin.read()"
+    commands = [["serve", "server.py"], ["train", '--options=["server.py"]']]
+    how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with contextlib.ExitStack() as stack:
+        server, rank = (
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", wait, *words], **how))
+            for words in commands
+        )
+        for process in (server, rank):
+            process.stdout.readline()
+        found = asynchronous.processes_of(os.getpid(), "server.py")
+        for process in (server, rank):
+            process.stdin.close()
+    assert found == [server.pid]
 
 
 def made(*steps) -> power.Disk:

@@ -90,12 +90,14 @@ def kill(rig: Rig, config: str, folder: Path, role: str, seconds: float) -> tupl
 
 
 def processes_of(process: int, words: str) -> list[int]:
-    """The descendants of a process whose command lines contain `words`."""
+    """The descendants of a process whose command lines contain `words`, without ranks, which have
+    the command of their server among their options."""
     found = []
     try:
         for child in psutil.Process(process).children(recursive=True):
             line = child.cmdline()
-            if words in " ".join(line) and not line[0].endswith("sh"):  # not a server's shell
+            # Neither a server's shell nor a rank.
+            if words in " ".join(line) and not (line[0].endswith("sh") or "train" in line):
                 found.append(child.pid)
     except psutil.NoSuchProcess:
         pass

@@ -14,12 +14,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.chaos.processes import (
     Ended,
-    ForkedRank,
     command,
     fork,
     program,
@@ -237,8 +235,6 @@ class Rig:
         if made.status:
             raise RuntimeError(made.output)
         self._import_what_a_run_imports()
-        launch: Any = importlib.import_module("rloo.addons.launch.local_ranks")
-        launch.subprocess = SimpleNamespace(Popen=ForkedRank, DEVNULL=None)
 
     def _import_what_a_run_imports(self) -> None:
         """Import modules once in this process instead of in every trial."""

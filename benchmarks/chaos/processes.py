@@ -3,7 +3,6 @@ descendants."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import importlib
@@ -85,36 +84,6 @@ def with_workers(arguments: list[str], run: Path) -> Callable[[], int]:
     loop = f"(until {rloo} worker $kind {shlex.quote(str(run))}; do sleep 0.1; done)"
     script = f'for kind in sample score; do {loop} & done; exec {rloo} "$@"'
     return lambda: os.execv("/bin/sh", ["/bin/sh", "-c", script, "sh", *arguments])
-
-
-class ForkedRank:
-    """A replacement for the launcher's subprocess.Popen: a rank that is forked. A new program would
-    import all modules, which would take most of a trial's time."""
-
-    def __init__(self, given: list[str], *, env: dict[str, str], **how: Any) -> None:
-        def action() -> int:
-            how["preexec_fn"]()
-            os.environ.update(env)
-            atexit._clear()  # exit functions of the rig's process
-            status = importlib.import_module("rloo.cli").main(given[given.index("rloo") + 1 :])
-            atexit._run_exitfuncs()
-            return status
-
-        output = how["stdout"]
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            _run(action, lambda: 1 if output is None else output.fileno())
-
-    def send_signal(self, number: int) -> None:
-        """See `Popen.send_signal`."""
-        os.kill(self.pid, number)
-
-    def wait(self) -> int:
-        """See `Popen.wait`."""
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
 
 
 def finish(
