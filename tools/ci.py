@@ -119,9 +119,10 @@ class Runner:
         return self._there[name]
 
     def add(self, row: Row) -> None:
-        self.rows.append(row)
-        self.on_row()
-        print(f"\n=== {row.name}: {row.state}, {row.summary}", flush=True)
+        with self._changed:  # rows come from several threads
+            self.rows.append(row)
+            self.on_row()
+            print(f"\n=== {row.name}: {row.state}, {row.summary}", flush=True)
 
     def run(self, part: Part, files: Iterable[str]) -> None:
         """Run one part and add its row. The part's output is printed when it ends."""

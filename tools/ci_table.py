@@ -111,13 +111,13 @@ class Tree:
 
 def choose(part: Part, tree: Tree) -> dict[str, str]:
     """The files of a part that must run, each with the reason."""
-    lines: dict[str, list[str]] = {}
+    lines, by_commit = passed_lines(tree.root), dict[str, list[str]]()
     for file in part.files:
-        passed = last_passed(tree.root, part.name, file)
-        lines.setdefault(passed["commit"] if passed else "", []).append(file)
+        passed = _last(lines, part.name, file)
+        by_commit.setdefault(passed["commit"] if passed else "", []).append(file)
     reasons = {
         file: why
-        for commit, files in lines.items()
+        for commit, files in by_commit.items()
         for file, why in _since(commit, part, tree, files)
     }
     return {file: reasons[file] for file in part.files if file in reasons}
@@ -159,11 +159,20 @@ def _reason(file: str, globs: Sequence[str], tree: Tree, changed: set[str]) -> s
 
 def last_passed(root: Path, part: str, file: str = "") -> dict[str, Any] | None:
     """The last line of `.ci/full` in which a part has passed, or a file of the part."""
+    return _last(passed_lines(root), part, file)
+
+
+def passed_lines(root: Path) -> list[dict[str, Any]]:
+    """The lines of `.ci/full`, the last one first."""
     path = root / PASSED
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in reversed(lines)]
+
+
+def _last(lines: Iterable[dict[str, Any]], part: str, file: str) -> dict[str, Any] | None:
     found = (
         line
-        for line in map(json.loads, reversed(lines))
+        for line in lines
         if part in line.get("parts", ()) or file in line.get("passed_files", {}).get(part, ())
     )
     return next(found, None)

@@ -118,8 +118,8 @@ def copy(folder: Path, what: str, *places: str, names: Any = RESUMED) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """All runs: what ends in -NUMBER was ended by so many processes, of which a second number were
-    a group. One start for each number of processes, since a start takes as long as ten runs; a
-    second one of two ends what four have saved."""
+    a group. One start for each number of processes; a second one of two ends what four have
+    saved."""
     folder = tmp_path_factory.mktemp("made")
     in_one(folder)
     launch(2, in_two(folder))
