@@ -253,6 +253,10 @@ def test_a_full_run_records_the_parts_that_have_passed(repository):
     assert sorted(found["parts"]) == ["good", "later"]
     write(repository, {PASSED: (repository / PASSED).read_text() + '{"parts": {"bad": []}}\n'})
     assert last_passed(repository, "good") == found  # a line without a part does not count for it
+    some = [*command, "--only", "later"]
+    assert subprocess.run(some, cwd=repository, capture_output=True).returncode == 0
+    assert list(last_passed(repository, "later")["parts"]) == ["later"]
+    assert last_passed(repository, "good") == found
     (repository / "README.md").write_text("")  # the tree of another run is not the commit
     subprocess.run(command, cwd=repository, capture_output=True)
     assert last_passed(repository, "good") == found
