@@ -314,12 +314,16 @@ def test_tokens_of_another_version_are_refused(made):
     policy = make_policy()
     engine, servers, said = made(policy, servers=2, scale_out=True)
     policy.load_into(engine)
+    answered = threading.Event()
 
     def older(body, answer):
         answer["choices"][0]["weight_versions"][0]["version"] = "older"
+        answered.set()
         return answer
 
     servers[0].faults[TOKENS] = older
+    # The other server could otherwise sample all prompts before this one is asked.
+    servers[1].faults[TOKENS] = lambda body, answer: answer if answered.wait(60) else {}
     engine.sample(make_prompts(), 2, SAMPLING, 1)
     assert "tokens of version older" in said[0]
 
