@@ -12,7 +12,7 @@ from rloo import plugins
 from rloo.algorithm.advantages import compute_advantages
 from rloo.algorithm.baselines import leave_one_out
 from rloo.algorithm.estimator_input import EstimatorInput
-from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.estimator_registry import load_estimator, require_estimator
 from rloo.algorithm.estimators import composed, grpo, reinforce_pp, rloo
 from rloo.algorithm.group_baselines import length_weighted
 from rloo.algorithm.reward_shaping import make_training_samples
@@ -420,6 +420,14 @@ def test_a_run_is_refused_before_its_model_is_loaded_for_an_estimator_that_is_no
 
     with pytest.raises(ValueError, match="unknown estimator 'leave_one'"):
         RLOOTrainer("no/such-model", [len], args=RLOOConfig(estimator="leave_one", use_cpu=True))
+
+
+@pytest.mark.parametrize("estimator", ["optimal_token", "reinforce_pp"])
+def test_an_advantage_for_each_token_is_refused_early_for_ratios_of_completions(estimator):
+    config = config_of(estimator)
+    with pytest.raises(ValueError, match=f"{estimator} gives every token an advantage of its own"):
+        require_estimator(config)
+    require_estimator(replace(config, importance_sampling_level="token"))
 
 
 def test_every_estimator_of_the_package_is_in_the_help_of_the_option():

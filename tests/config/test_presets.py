@@ -212,6 +212,15 @@ def test_every_preset_is_a_valid_configuration_and_its_own_description():
         RLOOConfig(preset="veri")
 
 
+def test_the_arguments_of_a_preset_are_those_of_its_estimator():
+    assert form("opo").estimator_kwargs == {"leave1out": False}
+    assert form("opo", estimator_kwargs={"leave1out": True}).estimator_kwargs["leave1out"]
+    assert form("opo", estimator="rloo").estimator_kwargs is None
+    assert form("opo", estimator="composed").estimator_kwargs is None
+    copy = RLOOConfig(**form("optimal_token_baseline").to_dict())
+    assert copy == form("optimal_token_baseline")
+
+
 def test_the_base_holds_the_default_of_every_option_that_presets_set():
     plain = RLOOConfig()
     assert {name: getattr(plain, name) for name in BASE} == BASE
