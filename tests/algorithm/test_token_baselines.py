@@ -99,6 +99,24 @@ def test_truncated_completions_are_masked_in_all_their_tokens():
     assert torch.equal(found[~masked], optimal_token(returns)[~masked])
 
 
+def test_completions_without_a_reward_have_no_part_in_the_baselines_of_others():
+    config = make_policy_config(**TOKEN)
+    for seed in range(10):
+        returns = make_returns(seed, norms=True)
+        scored = torch.arange(returns.num_completions) % 3 != 1
+        reward_N = torch.where(scored, returns.reward_N, torch.nan)
+        found = advantages(replace(returns, reward_N=reward_N), config)
+        here = scored[returns.sequence_T]
+        rows = [row for row, ok in zip(rows_of(returns), scored.tolist(), strict=True) if ok]
+        groups = [group for group, *_ in rows]
+        expected = []
+        for i, (group, own, _) in enumerate(rows):
+            alone = groups.count(group) == 1
+            expected += [0.0] * len(own) if alone else left_out(rows, i)
+        assert found[here].tolist() == pytest.approx(expected, abs=1e-6)
+        assert found[~here].eq(0).all()
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_norms_are_those_of_scores_at_half_the_temperature(packing):
     """2 log p at T minus log p at T / 2 is the log of the sum of squared probabilities at T."""
