@@ -278,6 +278,9 @@ def test_what_does_not_do_what_its_name_says_is_remarked():
     assert "k3 as KL in the reward_to_go has a wrong gradient" in remarks(in_reward)[0]
     warned = {name for name in PRESETS if remarks(form(name))}
     assert warned == {"areal_docs", "opo", "optimal_token_baseline"}
+    assert not remarks(form("opo", estimator_kwargs={"leave1out": True}))
+    plain = RLOOConfig(estimator="length_weighted", estimator_kwargs={"leave1out": False})
+    assert remarks(plain)[0].startswith("each completion is in its own baseline, which is biased")
 
 
 CONTRADICTIONS = [

@@ -312,9 +312,15 @@ def kl_fault(config: TrainingOptions) -> str | None:
 def remarks(config: TrainingOptions) -> list[str]:
     """Notes for the user: a biased or wrong gradient, and options without effect."""
     found = []
-    over_tokens = (config.estimator_kwargs or {}).get("mean_over") == "tokens"
-    if config.preset is not None and PRESETS[config.preset].warning:
-        found.append(str(PRESETS[config.preset].warning))
+    arguments = config.estimator_kwargs or {}
+    over_tokens = arguments.get("mean_over") == "tokens"
+    preset = PRESETS.get(config.preset or "")
+    if preset and preset.warning and arguments.items() >= preset.arguments.items():
+        found.append(preset.warning)
+    elif arguments.get("leave1out") is False:
+        found.append(
+            "each completion is in its own baseline, which is biased (estimator_kwargs.leave1out)"
+        )
     elif config.estimator == "composed" and over_tokens:
         found.append(
             "the baseline is a mean over tokens (mean_over): mean_leave1out leaves out one token, "
