@@ -279,6 +279,8 @@ def test_what_does_not_do_what_its_name_says_is_remarked():
     warned = {name for name in PRESETS if remarks(form(name))}
     assert warned == {"areal_docs", "opo", "optimal_token_baseline"}
     assert not remarks(form("opo", estimator_kwargs={"leave1out": True}))
+    (note,) = remarks(RLOOConfig(estimator="shrinkage", dynamic_sample=True))
+    assert "without them the gradient is biased" in note
     plain = RLOOConfig(estimator="length_weighted", estimator_kwargs={"leave1out": False})
     assert remarks(plain)[0].startswith("each completion is in its own baseline, which is biased")
 

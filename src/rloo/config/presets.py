@@ -326,6 +326,11 @@ def remarks(config: TrainingOptions) -> list[str]:
             "the baseline is a mean over tokens (mean_over): mean_leave1out leaves out one token, "
             "not one answer, which is biased"
         )
+    if config.estimator == "shrinkage" and config.dynamic_sample:
+        found.append(
+            "dynamic_sample replaces groups of equal rewards, which have advantages under the "
+            "estimator shrinkage: without them the gradient is biased (dynamic_sample, estimator)"
+        )
     if kl_fault(config):
         found.append(
             f"{config.kl_estimator} as KL in the {config.kl_placement} has a {kl_fault(config)}: "
