@@ -32,6 +32,7 @@ from benchmarks.baselines.results import (
     tuning_curves,
     write_result,
 )
+from benchmarks.baselines.rollout_variance import compare
 from benchmarks.baselines.schedule import run_task
 from benchmarks.baselines.summary import summarise
 from benchmarks.baselines.tasks import TASKS
@@ -244,6 +245,17 @@ def test_group_gradients_are_weighted_sums_of_scores(tmp_path):
     assert scores.abs().max() > 1e-3
     twos = gradients.of_groups(samples, 2, {})
     assert twos[1].allclose((0.5 - 2.0) * (scores[2] - scores[3]) / 2, atol=1e-6)
+    # A rollout of two prompts: the mean of their groups.
+    rollouts = gradients.of_rollouts([samples[:2], samples[2:]], 2, {})
+    assert rollouts[0].allclose(twos.mean(0), atol=1e-6)
+
+
+def test_estimators_are_compared_on_the_same_rollouts():
+    usual = torch.randn(20, 5, generator=torch.Generator().manual_seed(0)).double() + 3
+    rows = compare({"usual": usual, "half": usual / 2}, 4)
+    assert rows[0]["variance"] == [1.0, 1.0, 1.0] and rows[0]["scale"] == 1.0
+    assert rows[1]["variance"] == [0.25, 0.25, 0.25] and rows[1]["scale"] == 0.5
+    assert [row["rollouts"] for row in rows] == [20, 20]
 
 
 @pytest.mark.slow

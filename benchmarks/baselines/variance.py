@@ -148,16 +148,32 @@ class Gradients:
         of `size`."""
         config = replace(self._config, num_generations=size, **estimator)
         groups = [samples[i : i + size] for i in range(0, len(samples) - size + 1, size)]
-        return torch.stack([self._gradient(group, config) for group in groups])
+        return torch.stack([self._gradient([group], config) for group in groups])
+
+    def of_rollouts(
+        self, prompts: Sequence[Sequence[Sample]], size: int, estimator: dict[str, Any]
+    ) -> Tensor:
+        """The gradients of rollouts of all prompts: (rollouts, coordinates), float64. Consecutive
+        samples of a prompt form groups of `size`, one in each rollout."""
+        config = replace(self._config, num_generations=size, num_prompts=len(prompts), **estimator)
+        found = []
+        for start in range(0, len(prompts[0]) - size + 1, size):
+            groups = [samples[start : start + size] for samples in prompts]
+            found.append(self._gradient(groups, config))
+        return torch.stack(found)
 
     def scores(self, samples: Sequence[Sample]) -> Tensor:
         """The gradient of each sample's log-prob: (samples, coordinates)."""
         rewarded = [replace(sample, reward=1.0) for sample in samples]
         return self.of_groups(rewarded, 1, NO_BASELINE)
 
-    def _gradient(self, group: Sequence[Sample], config: RLOOConfig) -> Tensor:
+    def _gradient(self, groups: Sequence[Sequence[Sample]], config: RLOOConfig) -> Tensor:
         policy = self._policy
-        samples = [replace(sample, key=(0, index)) for index, sample in enumerate(group)]
+        samples = [
+            replace(sample, key=(number, index))
+            for number, group in enumerate(groups)
+            for index, sample in enumerate(group)
+        ]
         terms = LossContext(config, batches_of(config, world_size=1), config.beta)
         credit = compute_advantages(samples, policy, terms)
         loss, _ = micro_batch_loss(policy, policy.batch(samples), credit, terms, len(samples))

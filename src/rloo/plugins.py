@@ -49,8 +49,13 @@ BUILT_IN: dict[str, dict[str, str]] = {
         "page": f"{_REPORT}.html.report_observer:PageObserver",
     },
     "estimators": {
-        name: f"rloo.algorithm.estimators:{name}"
-        for name in ("composed", "rloo", "grpo", "reinforce_pp")
+        **{
+            name: f"rloo.algorithm.estimators:{name}"
+            for name in ("composed", "rloo", "grpo", "reinforce_pp")
+        },
+        "length_weighted": "rloo.algorithm.group_baselines:length_weighted",
+        "shrinkage": "rloo.algorithm.group_baselines:shrinkage",
+        "optimal_token": "rloo.algorithm.token_baselines:optimal_token",
     },
     # Parts of the core that an add-on implements; other packages cannot register these.
     "parts": {

@@ -159,7 +159,9 @@ def check_estimator(estimator: Callable[..., Any], **kwargs: Any) -> Any:
     truncated_N = torch.zeros(8, dtype=torch.bool)
     group_N = torch.arange(8) // 4
     penalty_T = 0.01 * torch.ones(len(sequence_T), dtype=torch.float64)
-    whole = EstimatorInput(reward_N, penalty_T, sequence_T, group_N, truncated_N)
+    norms = torch.linspace(0.1, 1.9, len(sequence_T)).double()
+    norm_T = norms if getattr(estimator, "reads_score_norms", False) else None
+    whole = EstimatorInput(reward_N, penalty_T, sequence_T, group_N, truncated_N, norm_T)
     parts = [whole] if getattr(estimator, "scope", "group") == "batch" else whole.groups()
     found = []
     for part in parts:

@@ -18,6 +18,7 @@ SEED, SELDOM_ENDS = 9, 64
 BINARY = ([1, 0, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 1, 0])
 MASKED = {"mask_truncated_completions": True}
 TOKEN = {"importance_sampling_level": "token"}
+LEFT_IN = {"estimator_kwargs": {"leave1out": False}}
 TWO_PROMPTS = {"num_prompts": 2, "max_completion_length": 1}
 MODE, BOUND = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 
@@ -90,6 +91,26 @@ COSTS = {
         {0.3: (1, 1)},
     ),
     "`mean_level running`": (lambda beta: after_others(beta, mean_level="running"), {0.3: (1, 1)}),
+    "`estimator shrinkage`": (
+        lambda beta: of_two_prompts(beta, estimator="shrinkage"),
+        {0.0: (1, 1), 0.3: (1, 1)},
+    ),
+    "`estimator length_weighted`": (
+        lambda beta: of_policy(beta, estimator="length_weighted"),
+        {0.0: (1, 1), 0.3: (1, 1)},
+    ),
+    "`estimator optimal_token` (token ratios)": (
+        lambda beta: of_policy(beta, estimator="optimal_token", **TOKEN),
+        {0.0: (1, 1), 0.3: (1, 1)},
+    ),
+    "`estimator length_weighted`, `estimator_kwargs.leave1out false`": (
+        lambda beta: of_policy(beta, estimator="length_weighted", **LEFT_IN),
+        {0.0: (0.5232, 0.9991), 0.3: (0.4757, 0.9998)},
+    ),
+    "`estimator optimal_token`, `estimator_kwargs.leave1out false`": (
+        lambda beta: of_policy(beta, estimator="optimal_token", **TOKEN, **LEFT_IN),
+        {0.0: (0.5085, 0.9974), 0.3: (0.5312, 0.9893)},
+    ),
     "`normalize_rewards running`": (
         lambda beta: after_others(beta, normalize_rewards="running"),
         {0.0: (1.3923, 1), 0.3: (1.5691, 0.9683)},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from dataclasses import fields, replace
 
@@ -10,38 +9,21 @@ import pytest
 import torch
 
 from rloo import plugins
-from rloo.algorithm import estimators
 from rloo.algorithm.advantages import compute_advantages
 from rloo.algorithm.baselines import leave_one_out
 from rloo.algorithm.estimator_input import EstimatorInput
-from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.estimator_registry import load_estimator, require_estimator
 from rloo.algorithm.estimators import composed, grpo, reinforce_pp, rloo
+from rloo.algorithm.group_baselines import length_weighted
 from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.token_baselines import optimal_token
 from rloo.algorithm.update import update
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import EstimatorConfig
 from rloo.types import Completion, Group, Prompt
 from support.models import make_samples
 from support.policies import make_policy_config, make_policy_of
-from support.terms import advantages, rollout_of, terms_of
-
-
-def double(values: list[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def make_returns(seed: int, *, kl: bool = True) -> EstimatorInput:
-    """Ragged groups of 2 to 5 completions of 1 to 6 tokens; rewards with ties."""
-    rng = random.Random(seed)
-    sizes = [rng.randint(2, 5) for _ in range(rng.randint(1, 5))]
-    lengths = torch.tensor([rng.randint(1, 6) for _ in range(sum(sizes))])
-    return EstimatorInput(
-        double([rng.choice([0.0, 1.0, rng.random()]) for _ in lengths]),
-        double([kl * rng.gauss(0, 0.1) for _ in range(int(lengths.sum()))]),
-        torch.arange(len(lengths)).repeat_interleave(lengths),
-        torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
-        torch.tensor([rng.random() < 0.3 for _ in lengths]),
-    )
+from support.terms import advantages, make_returns, rollout_of, terms_of
 
 
 def one_at_a_time(returns: EstimatorInput) -> list[EstimatorInput]:
@@ -57,6 +39,7 @@ def one_at_a_time(returns: EstimatorInput) -> list[EstimatorInput]:
                 returns.sequence_T[tokens] - rows[0],
                 torch.zeros_like(rows),
                 returns.truncated_N[rows],
+                None if returns.score_norm_T is None else returns.score_norm_T[tokens],
             )
         )
     return parts
@@ -82,6 +65,8 @@ def test_returns_by_hand():
 GROUP_FORMS = {
     "rloo": rloo,
     "grpo": grpo,
+    "length_weighted": length_weighted,
+    "optimal_token": optimal_token,
     "composed": composed,
     "deviation of the others": EstimatorConfig(std_level="group", std_leave1out=True),
     "KL to go": EstimatorConfig(kl_placement="reward_to_go"),
@@ -98,13 +83,14 @@ def test_an_estimator_of_groups_looks_at_one_group_only(name):
     """All groups at once, as training calls those of the package, and each alone: the same bits,
     but for sums to go, which are differences of sums over all tokens."""
     form = GROUP_FORMS[name]
-    rounding = 1e-13 if getattr(form, "kl_placement", "reward") == "reward_to_go" else 0.0
+    to_go = form is optimal_token or getattr(form, "kl_placement", "reward") == "reward_to_go"
+    rounding = 1e-12 if to_go else 0.0
 
     def estimate(returns):
         return composed(returns, form) if isinstance(form, EstimatorConfig) else form(returns)
 
     for seed in range(30):
-        returns = make_returns(seed)
+        returns = make_returns(seed, norms=True)
         parts = [estimate(part) for part in one_at_a_time(returns)]
         assert torch.allclose(torch.cat(parts), estimate(returns), rtol=0.0, atol=rounding)
 
@@ -220,7 +206,7 @@ def seen_by(config: RLOOConfig) -> list[EstimatorInput]:
 
 
 def test_an_estimator_of_groups_is_given_one_group_at_a_time(mine):
-    config, returns = config_of(f"{mine}:mine"), make_returns(3)
+    config, returns = config_of(f"{mine}:mine"), make_returns(3, norms=True)
     found = advantages(returns, config)
     parts = one_at_a_time(returns)
     assert len(seen_by(config)) == len(parts) > 1
@@ -436,8 +422,17 @@ def test_a_run_is_refused_before_its_model_is_loaded_for_an_estimator_that_is_no
         RLOOTrainer("no/such-model", [len], args=RLOOConfig(estimator="leave_one", use_cpu=True))
 
 
+@pytest.mark.parametrize("estimator", ["optimal_token", "reinforce_pp"])
+def test_an_advantage_for_each_token_is_refused_early_for_ratios_of_completions(estimator):
+    config = config_of(estimator)
+    with pytest.raises(ValueError, match=f"{estimator} gives every token an advantage of its own"):
+        require_estimator(config)
+    require_estimator(replace(config, importance_sampling_level="token"))
+
+
 def test_every_estimator_of_the_package_is_in_the_help_of_the_option():
     (option,) = (field for field in fields(RLOOConfig) if field.name == "estimator")
     for name in plugins.BUILT_IN["estimators"]:
-        assert plugins.load("estimators", name) is getattr(estimators, name)
+        found = plugins.load("estimators", name)
+        assert found.__name__ == name and found.__module__.startswith("rloo.algorithm.")
         assert name in option.metadata["help"]

@@ -36,6 +36,9 @@ def token_logprobs(theta: Tensor) -> list[Tensor]:
 
 
 REFERENCE = token_logprobs(BANDIT.reference)
+# Sums of squared probabilities, of the first token and of that after each token.
+SQUARES = BANDIT.logits.softmax(-1).square().sum(-1)
+COLLISION = [SQUARES[[0, *(1 + token for token in ids[:-1])]] for ids in SEQUENCES]
 
 
 def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ...], config):
@@ -58,12 +61,18 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         behavior_T=logprobs.detach(),
     )
     policy = SimpleNamespace(
-        logprobs=lambda *_, **__: TokenScores(logprobs, torch.zeros_like(logprobs), None, reference)
+        logprobs=lambda *_, **__: TokenScores(
+            logprobs,
+            torch.zeros_like(logprobs),
+            None,
+            reference,
+            torch.cat([COLLISION[s] for s in members]),
+        )
     )
     terms = terms_of(config)
     credit = Advantages(from_update=True)
-    if not terms.kl_in_reward:
-        values = batch_advantages(batch, logprobs, logprobs.detach(), terms)
+    if not terms.values_from_forward:
+        values = batch_advantages(batch, policy.logprobs(), terms)
         sizes = batch.lengths if config.importance_sampling_level == "token" else 1
         credit = Advantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
     denominator = loss.loss_denominator(
@@ -144,6 +153,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
 UNBIASED = {
     "leave-one-out by its name": {"estimator": "rloo"},
     "the example, weighed by length": {"estimator": f"{EXAMPLE}:length_weighted"},
+    "weighed by length": {"estimator": "length_weighted"},
+    "a baseline for each token": {**TOKEN, "estimator": "optimal_token"},
+    "shrinkage, with a single prompt": {"estimator": "shrinkage"},
     "token ratios": TOKEN,
     "geometric mean ratios": {"importance_sampling_level": "sequence_mean"},
     "no baseline": {"mean_level": "none"},
@@ -169,8 +181,11 @@ def test_one_completion_per_prompt_without_a_group_baseline_is_unbiased():
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta):
-    gradient = expected_gradient(3, form(beta=beta), failure=lambda s: 0.25)
+@pytest.mark.parametrize("estimator", ["rloo", "length_weighted", "optimal_token"])
+def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta, estimator):
+    options = TOKEN if estimator == "optimal_token" else {}
+    config = form(beta=beta, estimator=estimator, **options)
+    gradient = expected_gradient(3, config, failure=lambda s: 0.25)
     assert error_of(gradient, beta) < 1e-12
 
 
@@ -208,6 +223,16 @@ BIASED = {
     "GRPO's advantages by name": ({"estimator": "grpo"}, 1.1907, 0.9713),
     "REINFORCE++'s advantages by name": ({**TOKEN, "estimator": "reinforce_pp"}, 1.4475, 0.9285),
     "the example of OPO": ({"estimator": f"{EXAMPLE}:opo"}, 0.6596, 0.9981),
+    "OPO's mean, itself included": (
+        {"estimator": "length_weighted", "estimator_kwargs": {"leave1out": False}},
+        0.6596,
+        0.9981,
+    ),
+    "a baseline for each token, itself included": (
+        {**TOKEN, "estimator": "optimal_token", "estimator_kwargs": {"leave1out": False}},
+        0.6111,
+        0.9965,
+    ),
     "k2 in the loss": ({"kl_placement": "loss", "kl_estimator": "k2"}, 0.9505, 0.9744),
     "k3 in the loss": ({"kl_placement": "loss", "kl_estimator": "k3"}, 0.8890, 0.9100),
     "k2 in the reward": (any_kl("k2", "reward"), 0.9156, 0.9149),

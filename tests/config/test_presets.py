@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rloo.algorithm.advantages import token_penalty
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.token_values import token_penalty
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS, PAPER, estimator_config_of
 from rloo.config.parsing import parse_command_line
@@ -191,7 +191,9 @@ def test_a_preset_on_the_command_line_wins_over_the_file(tmp_path):
 def test_every_preset_is_a_valid_configuration_and_its_own_description():
     for name, preset in PRESETS.items():
         config = form(name)
-        assert set(preset.options) <= set(BASE) and set(preset.arguments) <= set(ARGUMENTS)
+        assert set(preset.options) <= set(BASE)
+        composed = preset.options.get("estimator", "composed") == "composed"
+        assert set(preset.arguments) <= (set(ARGUMENTS) if composed else {"leave1out"})
         assert preset_options(name)["estimator_kwargs"] == (dict(preset.arguments) or None)
         for option, value in preset_options(name).items():
             if option != "loss_constant":
@@ -208,6 +210,15 @@ def test_every_preset_is_a_valid_configuration_and_its_own_description():
             assert f"estimator_kwargs.{argument} {value}" in text
     with pytest.raises(ValueError, match=r"preset is 'veri'.*did you mean verl"):
         RLOOConfig(preset="veri")
+
+
+def test_the_arguments_of_a_preset_are_those_of_its_estimator():
+    assert form("opo").estimator_kwargs == {"leave1out": False}
+    assert form("opo", estimator_kwargs={"leave1out": True}).estimator_kwargs["leave1out"]
+    assert form("opo", estimator="rloo").estimator_kwargs is None
+    assert form("opo", estimator="composed").estimator_kwargs is None
+    copy = RLOOConfig(**form("optimal_token_baseline").to_dict())
+    assert copy == form("optimal_token_baseline")
 
 
 def test_the_base_holds_the_default_of_every_option_that_presets_set():
@@ -265,7 +276,13 @@ def test_what_does_not_do_what_its_name_says_is_remarked():
     assert "k1 as KL in the loss has a zero gradient" in remarks(in_loss)[0]
     in_reward = form("areal", beta=0.1, kl_estimator="k3")
     assert "k3 as KL in the reward_to_go has a wrong gradient" in remarks(in_reward)[0]
-    assert all(not remarks(form(name)) for name in PRESETS if name != "areal_docs")
+    warned = {name for name in PRESETS if remarks(form(name))}
+    assert warned == {"areal_docs", "opo", "optimal_token_baseline"}
+    assert not remarks(form("opo", estimator_kwargs={"leave1out": True}))
+    (note,) = remarks(RLOOConfig(estimator="shrinkage", dynamic_sample=True))
+    assert "without them the gradient is biased" in note
+    plain = RLOOConfig(estimator="length_weighted", estimator_kwargs={"leave1out": False})
+    assert remarks(plain)[0].startswith("each completion is in its own baseline, which is biased")
 
 
 CONTRADICTIONS = [

@@ -79,6 +79,9 @@ def test_log_probs_are_those_of_a_softmax_in_float64(uncompiled, temperature):
     found = gpu_kernels.logprobs(logits, targets, temperature)
     for one, other in zip(found, right, strict=True):
         assert torch.allclose(one.double(), other, atol=2e-5)
+    squares = logs.exp().square().sum(-1)
+    collisions = gpu_kernels.collisions(logits, temperature)
+    assert torch.allclose(collisions.double(), squares, atol=2e-6)
     factors = torch.randn(2, 9)
     (found[0] * factors[0] + found[1] * factors[1]).sum().backward()
     (right[0] * factors[0] + right[1] * factors[1]).sum().backward()

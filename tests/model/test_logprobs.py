@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rloo import kernels
+from rloo.kernels.cpu_matmul import matrix_of
+from rloo.kernels.fused_lm_head import LogprobRequest
 from rloo.model.logprobs import CHUNK_ELEMENTS, token_logprobs
 from support.gpu import pretended
 from support.policies import weights_of
@@ -28,7 +31,7 @@ def test_chunks_of_the_vocabulary_change_nothing_and_bound_the_largest_tensor(ch
 
     with Watch():
         logprobs, _ = token_logprobs(
-            head, hidden, targets, temperature=0.5, vocab_size=97, chunk_elements=chunk_elements
+            head, hidden, LogprobRequest(targets, 0.5, chunk_elements), vocab_size=97
         )
         (logprobs * weights_of(50)).sum().backward()
     assert max(largest) <= max(chunk_elements, 97)
@@ -48,7 +51,10 @@ def test_entropy_keeps_float32_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = head(hidden).float()
         logprobs, entropy = token_logprobs(
-            head, hidden.requires_grad_(), targets, temperature=1.0, vocab_size=97
+            head,
+            hidden.requires_grad_(),
+            LogprobRequest(targets, 1.0, CHUNK_ELEMENTS),
+            vocab_size=97,
         )
     expected = torch.distributions.Categorical(logits=logits.detach())
     assert (entropy - expected.entropy()).abs().max() < 1e-5
@@ -65,7 +71,10 @@ def test_impossible_tokens_and_large_logits_leave_entropy_exact(cached_elements,
     distribution = torch.distributions.Categorical(logits=logits[:, torch.arange(97) != 5].double())
     expected = distribution.entropy().float()
     logprobs, entropy = token_logprobs(
-        lambda hidden: hidden + 0, logits.requires_grad_(), targets, temperature=1.0, vocab_size=97
+        lambda hidden: hidden + 0,
+        logits.requires_grad_(),
+        LogprobRequest(targets, 1.0, CHUNK_ELEMENTS),
+        vocab_size=97,
     )
     assert (entropy - expected).abs().max() < 1e-4
     assert (logprobs - logits.detach().log_softmax(-1)[:, 7]).abs().max() < 1e-4
@@ -86,9 +95,36 @@ def test_a_token_of_the_head_takes_a_twentieth_of_a_launch_on_a_gpu(dtype):
         targets = torch.randint(0, vocabulary, (tokens,)).to("cuda")
         device.forget_counts()
         found, _ = token_logprobs(
-            lambda x: x @ weight.t(), hidden, targets, temperature=0.7, vocab_size=vocabulary,
-            chunk_elements=rows * vocabulary,
-        )  # fmt: skip
+            lambda x: x @ weight.t(),
+            hidden,
+            LogprobRequest(targets, 0.7, rows * vocabulary),
+            vocab_size=vocabulary,
+        )
         found.sum().backward()
     assert device.waits_of("other") == 0
     assert sum(device.launches.values()) <= 0.05 * tokens
+
+
+class Layer(torch.nn.Linear):
+    """A head that is known to be a matrix, as the policy's."""
+
+    def matrix(self):
+        return matrix_of(self)
+
+
+@pytest.mark.parametrize("chunk_elements", [97 * 7, 97 * 1000])
+@pytest.mark.parametrize("by_kernels", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_collision_probabilities_are_sums_of_squares(chunk_elements, by_kernels, fused):
+    torch.manual_seed(0)
+    kernels.use(by_kernels)
+    layer, hidden = Layer(16, 97), 3 * torch.randn(50, 16)
+    found = torch.full((50,), torch.nan)
+    asked = LogprobRequest(torch.randint(0, 97, (50,)), 0.7, chunk_elements, collision=found)
+    head = layer if fused else lambda rows: layer(rows)
+    scores = token_logprobs(head, hidden, asked, vocab_size=97)
+    expected = (layer(hidden).double() / 0.7).softmax(-1).square().sum(-1)
+    assert torch.allclose(found.double(), expected, rtol=0.0, atol=1e-6)
+    assert not found.requires_grad
+    alone = token_logprobs(head, hidden, asked._replace(collision=None), vocab_size=97)
+    assert all(map(torch.equal, scores, alone))

@@ -14,4 +14,6 @@ PRESET_FORMS = {
     "reinforce_pp_baseline": ({"preset": "reinforce_pp_baseline"}, 0.6839, 0.9796),
     "grpo": ({"preset": "grpo"}, 0.6319, 0.8666),
     "dr_grpo": ({"preset": "dr_grpo"}, 0.3092, 0.9288),
+    "opo": ({"preset": "opo"}, 0.6596, 0.9981),
+    "optimal_token_baseline": ({"preset": "optimal_token_baseline"}, 0.3376, 0.9953),
 }

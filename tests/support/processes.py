@@ -128,6 +128,7 @@ MEASURED = "paper"
 DRAWN = "drawn by a curriculum"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
+OPTIMAL_TOKEN = {"estimator": "optimal_token", "importance_sampling_level": "token"}
 CASES = {
     "paper": (mixed, {}),
     "ranked in its group": (ranked, {}),
@@ -137,6 +138,11 @@ CASES = {
     "no signal on one": (flat_for_some, {"num_prompts": 2, "num_generations": 2}),
     "missing": (missing, {"beta": 0.05}),
     "two passes": (mixed, {"beta": 0.05, "num_iterations": 2}),
+    "shrinkage": (mixed, {"estimator": "shrinkage"}),
+    "length-weighted": (mixed, {"estimator": "length_weighted", "beta": 0.05}),
+    "optimal token": (mixed, OPTIMAL_TOKEN | {"use_peft": True}),
+    "optimal token, two passes": (missing, OPTIMAL_TOKEN | {"beta": 0.05, "num_iterations": 2}),
+    "optimal token, by parts": (mixed, OPTIMAL_TOKEN | {"max_tokens_per_micro_batch": 40}),
     "several updates": (mixed, {"beta": 0.05, "steps_per_generation": 3, "num_prompts": 1}),
     "dynamic sampling": (flat_for_some, {"dynamic_sample": True, "num_generations": 2}),
     "over the batch": (mixed, {"normalize_rewards": "batch"}),
@@ -168,7 +174,8 @@ CASES = {
 }
 # Which rows are drawn, what they are worth and how a loss adds them up: weights have no part in it.
 OF_ROWS = (
-    "ranked in its group", "KL in the loss", "no signal on one", "dynamic sampling",
+    "ranked in its group", "shrinkage", "length-weighted", "KL in the loss", "no signal on one",
+    "dynamic sampling",
     "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *environments.CASES,
     RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip

@@ -127,6 +127,14 @@ def test_the_example_is_exact_in_every_case(capsys):
         (["{example}:opo"], "biased: cosine down to 0.9940, scale 0.4683 to 0.5478"),
         (["grpo"], "biased: cosine down to 0.9623"),
         (["grpo", "--estimator_kwargs.epsilon", "1e6"], "exact up to a factor: 0.0000 for K = 2"),
+        (["shrinkage"], "exact: the expected gradient is the exact one in all 8 cases"),
+        (["length_weighted"], "exact: the expected gradient is the exact one in all 8 cases"),
+        (["optimal_token"], "exact: the expected gradient is the exact one in all 8 cases"),
+        (
+            ["length_weighted", "--estimator_kwargs.leave1out", "false"],
+            "biased: cosine down to 0.9940, scale 0.4683 to 0.5478",
+        ),
+        (["optimal_token", "--estimator_kwargs.leave1out", "false"], "biased: cosine down to 0."),
         (["{mine}:twice"], "exact up to a factor: 2.0000 for K = 2"),
         (["composed", "--mean_leave1out", "false"], "exact up to a factor: 0.5000 for K = 2"),
         (

@@ -1,7 +1,7 @@
 """Advantages from scored completions: subtract the KL penalty, subtract the baseline, scale.
 
-Advantages are computed before the update or during it. With a KL penalty, the update computes them
-by default: its forward pass yields the log-probs for the penalty, which saves a separate pass."""
+Advantages are computed before the update or during it. With a KL penalty or score norms, the update
+computes them by default: its forward pass yields the values, which saves a separate pass."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm.estimator_input import EstimatorInput
-from rloo.algorithm.kl_estimate import kl_estimate
 from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.token_values import (
+    Key,
+    TokenValues,
+    score_before_update,
+    token_values,
+    without_signal,
+)
 from rloo.algorithm.update_metrics import (
     MetricSums,
     MetricTotals,
@@ -23,12 +29,11 @@ from rloo.algorithm.update_metrics import (
     recorded_sum,
     to_cpu,
 )
+from rloo.model.logprobs import TokenScores
 from rloo.model.micro_batch import MicroBatch, deal, exceeds
 from rloo.model.offload import send
 from rloo.model.policy import Policy
 from rloo.types import Sample
-
-Key = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -36,10 +41,10 @@ class Advantages:
     """The advantages of a rollout, and the log-probs of each completion's first forward pass.
 
     `by_completion` has one advantage per completion, or one per token with token-level ratios. If
-    `from_update`, `by_completion` starts empty: the first optimizer step covers the whole rollout
-    in micro-batches of whole groups, and adds the advantages of each micro-batch. `stats` are the
-    metrics of a separate forward pass, if there was one. `is_shared` is true once every rank has
-    the advantages and log-probs of all ranks."""
+    `from_update`, `by_completion` starts with those known to be 0: the first optimizer step covers
+    the whole rollout in micro-batches of whole groups, and adds the others. `stats` are the metrics
+    of a separate forward pass, if there was one. `is_shared` is true once every rank has the
+    advantages and log-probs of all ranks."""
 
     by_completion: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
@@ -49,7 +54,8 @@ class Advantages:
 
     def has_reward_variance(self, key: Key) -> bool:
         """Return False if the completion's advantages are known to be exactly 0."""
-        return self.from_update or bool(self.by_completion[key].any())
+        unknown = self.from_update and key not in self.by_completion
+        return unknown or bool(self.by_completion[key].any())
 
     def of_batch(self, batch: MicroBatch, now: Tensor) -> Tensor:
         """Return a batch's advantages, (N,) or (T,), on the device and in the dtype of `now`, its
@@ -79,21 +85,23 @@ class Advantages:
 
 def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
     """Compute the advantages and log-probs that must be known before the first step. Without a KL
-    penalty in the reward, only the rewards determine the advantages. With a KL penalty, advantages
-    need log-probs, which the update's forward pass computes. A separate pass computes the log-probs
-    if the first step covers a part of the rollout, if the estimator uses the whole rollout, or if a
-    group exceeds the token budget."""
+    penalty in the reward, only the rewards determine the advantages of most estimators. Otherwise
+    the update's forward pass computes what advantages need. A separate pass computes it if the
+    first step covers a part of the rollout, if the estimator uses the whole rollout, or if a group
+    exceeds the token budget."""
     if not samples:
         return Advantages()
     in_parts = terms.batches.parts_per_rollout > 1
-    if not terms.kl_in_reward and not in_parts:
+    if not terms.values_from_forward and not in_parts:
         return Advantages(_sample_advantages(samples, {}, terms))
     needs_pass = (
         in_parts
         or terms.estimator.over_rollout
         or exceeds(samples, policy.max_tokens, packed=policy.packed)
     )
-    return _from_own_pass(samples, policy, terms) if needs_pass else Advantages(from_update=True)
+    if needs_pass:
+        return _from_own_pass(samples, policy, terms)
+    return Advantages(without_signal(samples, terms), from_update=True)
 
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
@@ -101,70 +109,62 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext
     old: dict[Key, Tensor] = {}
 
     def compute() -> tuple[dict[Key, Tensor], dict[Key, Tensor], MetricTotals]:
-        penalties: dict[Key, Tensor] = {}
+        values: dict[Key, Tensor] = {}
         sums: MetricSums = {}
         for batch, is_ours, _ in policy.micro_batches(dealt, whole_groups=False):
-            logprobs = policy.score(batch)
-            reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
+            scores = score_before_update(policy, batch, terms)
             if not is_ours:
                 continue
-            old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
-            if reference is not None:
-                penalty = token_penalty(logprobs, reference, terms)
-                penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
+            old.update(zip(batch.keys, scores.logprobs.split(batch.lengths), strict=True))
+            if terms.values_from_forward:
+                found = token_values(scores, terms).stacked()
+                values.update(zip(batch.keys, found.split(batch.lengths), strict=True))
+            if scores.reference is not None:
                 watched_N = terms.watched(batch.truncated_N)
                 watched_T = watched_N[batch.sequence_T]
-                kl = recorded_sum(logprobs - reference, watched_T)
+                kl = recorded_sum(scores.logprobs - scores.reference, watched_T)
                 gather(sums, {"kl": kl, "tokens": watched_T.sum(), "sequences": watched_N.sum()})
-        return old, to_cpu(penalties), read(sums)
+        return old, to_cpu(values), read(sums)
 
     with policy.in_step():
         parts = policy.world.run_on_all_ranks(compute)
     sums, stats = MetricTotals(), {}
-    penalties: dict[Key, Tensor] = {}
-    for seen, paid, some in parts:
+    values: dict[Key, Tensor] = {}
+    for seen, found, some in parts:
         old.update({key: values.to(policy.world.device) for key, values in seen.items()})
-        penalties.update(paid)
+        values.update(found)
         add(sums, some)
     if terms.kl_in_reward:
         tokens, sequences = (max(sums.get(of, 0.0), 1.0) for of in ("tokens", "sequences"))
         stats = {"kl": sums.get("kl", 0.0) / tokens, "kl/sequence": sums.get("kl", 0.0) / sequences}
-    return Advantages(_sample_advantages(samples, penalties, terms), old, stats)
+    return Advantages(_sample_advantages(samples, values, terms), old, stats)
 
 
-def batch_advantages(
-    batch: MicroBatch, now: Tensor, reference: Tensor, terms: LossContext
-) -> Tensor:
+def batch_advantages(batch: MicroBatch, scores: TokenScores, terms: LossContext) -> Tensor:
     """Return the advantages of a micro-batch of whole groups: (N,), or (T,) with token-level
     ratios."""
-    penalty = token_penalty(now, reference, terms)
+    penalty_T, norm_T = token_values(scores, terms)
     returns = EstimatorInput(
-        batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N
+        batch.reward_N, penalty_T, batch.sequence_T, batch.group_N, batch.truncated_N, norm_T
     )
-    return terms.advantages(returns, all_scored=batch.all_scored).to(now.dtype)
-
-
-def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Tensor:
-    """Return the KL penalty of each token, beta times its KL estimate: (T,), float64, detached."""
-    config, both = terms.config, (logprobs.detach().double(), reference.double())
-    clip = config.kl_options.clip
-    return terms.beta * kl_estimate(*both, estimator=config.kl_estimator, clip=clip)
+    return terms.advantages(returns, all_scored=batch.all_scored).to(scores.logprobs.dtype)
 
 
 def _sample_advantages(
-    samples: Sequence[Sample], penalties: Mapping[Key, Tensor], terms: LossContext
+    samples: Sequence[Sample], values: Mapping[Key, Tensor], terms: LossContext
 ) -> dict[Key, Tensor]:
-    """Return the advantages of a whole rollout. Without `penalties` the KL penalty is 0."""
+    """Return the advantages of a whole rollout. Without `values` the KL penalty is 0."""
     keys, lengths = [s.key for s in samples], [s.num_trained for s in samples]
-    penalty = torch.zeros(sum(lengths), dtype=torch.float64)
-    if penalties:
-        penalty = torch.cat([penalties[key] for key in keys])
+    found = TokenValues(torch.zeros(sum(lengths), dtype=torch.float64), None)
+    if values:
+        found = TokenValues.of_stacked([values[key] for key in keys])
     returns = EstimatorInput(
         torch.tensor([s.reward for s in samples], dtype=torch.float64),
-        penalty,
+        found.penalty_T,
         torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
         torch.tensor([s.key[0] for s in samples]),
         torch.tensor([s.truncated for s in samples]),
+        found.score_norm_T,
     )
     return _by_key(keys, lengths, terms.advantages(returns))
 

@@ -26,10 +26,10 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     (Kool et al. 2019, "Buy 4 REINFORCE samples, get a baseline for free!"; Ahmadian et al. 2024,
     arXiv 2402.14740, section 3). The advantage is exactly 0 in a group of equal rewards, and in a
     group of one."""
-    lowest = _group_min(rewards, group)[group]
+    lowest = group_min(rewards, group)[group]
     above = rewards - lowest
-    total = _group_sum(above, group)[group]
-    others = _group_sum(torch.ones_like(rewards), group)[group] - 1
+    total = group_sum(above, group)[group]
+    others = group_sum(torch.ones_like(rewards), group)[group] - 1
     advantages = above - (total - above) / others.clamp(min=1)
     return torch.where(others > 0, advantages, 0.0)
 
@@ -86,11 +86,13 @@ def _num_groups(index: Tensor) -> int:
     return int(index.max()) + 1 if size and index.device.type == "cpu" else size
 
 
-def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+def group_sum(values: Tensor, index: Tensor) -> Tensor:
+    """Return the sum of each group's values."""
     return sum_by(values, index, _num_groups(index))
 
 
-def _group_min(values: Tensor, index: Tensor) -> Tensor:
+def group_min(values: Tensor, index: Tensor) -> Tensor:
+    """Return the smallest value of each group, infinity for a group without values."""
     lowest = values.new_full((_num_groups(index),), torch.inf)
     return lowest.scatter_reduce(0, index, values, "amin")
 
@@ -98,10 +100,10 @@ def _group_min(values: Tensor, index: Tensor) -> Tensor:
 def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Tensor:
     """Return values minus their bin's mean. NaN is ignored. NaN and a bin's only value become 0."""
     valid = ~values.isnan()
-    counts = _group_sum(valid.to(values.dtype), index)
-    floor = _group_min(torch.where(valid, values, torch.inf), index)
+    counts = group_sum(valid.to(values.dtype), index)
+    floor = group_min(torch.where(valid, values, torch.inf), index)
     relative = torch.where(valid, values - floor[index], 0.0)
-    totals = _group_sum(relative, index)[index]
+    totals = group_sum(relative, index)[index]
     counts = counts[index]
     if leave_one_out:
         centred = relative - (totals - relative) / (counts - 1).clamp(min=1)
@@ -113,17 +115,17 @@ def _subtract_mean(values: Tensor, index: Tensor, *, leave_one_out: bool) -> Ten
 def _variance(values: Tensor, index: Tensor) -> Tensor:
     """Variance of each value's bin, with Bessel's correction, ignoring NaN; 0 for one value."""
     deviations = _subtract_mean(values, index, leave_one_out=False)
-    counts = _group_sum((~values.isnan()).to(values.dtype), index)
-    return (_group_sum(deviations**2, index) / (counts - 1).clamp(min=1))[index]
+    counts = group_sum((~values.isnan()).to(values.dtype), index)
+    return (group_sum(deviations**2, index) / (counts - 1).clamp(min=1))[index]
 
 
 def _variance_of_others(values: Tensor, index: Tensor) -> Tensor:
     """For each value x, the variance of the other values of its bin with Bessel's correction; 0 for
     fewer than two other values. If the bin has n values with mean m and sum of squares S about m,
     the sum of squares of the other values about their mean is S - n / (n - 1) * (x - m)^2."""
-    counts = _group_sum((~values.isnan()).to(values.dtype), index)[index]
+    counts = group_sum((~values.isnan()).to(values.dtype), index)[index]
     deviations = _subtract_mean(values, index, leave_one_out=False)
-    squares = _group_sum(deviations**2, index)[index]
+    squares = group_sum(deviations**2, index)[index]
     others = squares - counts / (counts - 1).clamp(min=1) * deviations**2
     # The rounding error of equal values does not count as variance.
     rounding = 16 * torch.finfo(values.dtype).eps

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rloo.algorithm.ragged import reward_to_go, sum_by
+
+E = TypeVar("E", bound=Callable[..., Any])
+
+
+def reads_score_norms(function: E) -> E:
+    """Mark an estimator that reads `EstimatorInput.score_norm_T`, which the first forward pass on a
+    rollout computes on request."""
+    function.reads_score_norms = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +31,9 @@ class EstimatorInput:
     is missing. `penalty_T` is the KL penalty of each token, beta times its KL estimate in nats: 0
     if the KL is not in the reward. `sequence_T` is the index of each token's completion. `group_N`
     is the number of each completion's group (on a GPU, groups are numbered from 0). `truncated_N`
-    is true for completions that reached the length limit.
+    is true for completions that reached the length limit. `score_norm_T` is None, unless the
+    estimator is marked by `reads_score_norms`: the squared norm of the gradient of each token's
+    log-prob by the logits over the temperature, 1 - 2 p(token) + sum of p(v)^2 over the vocabulary.
     """
 
     reward_N: Tensor
@@ -28,6 +41,7 @@ class EstimatorInput:
     sequence_T: Tensor
     group_N: Tensor
     truncated_N: Tensor
+    score_norm_T: Tensor | None = None
 
     @property
     def num_completions(self) -> int:
@@ -69,6 +83,7 @@ class EstimatorInput:
             (kept_N.cumsum(0) - 1)[self.sequence_T[kept_T]],
             self.group_N[kept_N].unique_consecutive(return_inverse=True)[1],
             self.truncated_N[kept_N],
+            None if self.score_norm_T is None else self.score_norm_T[kept_T],
         )
 
     def groups(self) -> list[EstimatorInput]:
@@ -79,9 +94,12 @@ class EstimatorInput:
         """Split into parts of `sizes` completions with copied tensors. Each part has whole
         groups."""
         lengths = self.length_N.long().split(sizes)
-        penalties = self.penalty_T.split([int(length.sum()) for length in lengths])
+        tokens = [int(length.sum()) for length in lengths]
+        penalties = self.penalty_T.split(tokens)
+        norm_T = self.score_norm_T
+        norms = [None] * len(sizes) if norm_T is None else norm_T.split(tokens)
         columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]
-        parts = zip(penalties, lengths, *columns, strict=True)
+        parts = zip(penalties, norms, lengths, *columns, strict=True)
         return [
             EstimatorInput(
                 reward.clone(),
@@ -89,6 +107,7 @@ class EstimatorInput:
                 torch.arange(len(length), device=length.device).repeat_interleave(length),
                 group - group[0],
                 truncated.clone(),
+                None if norm is None else norm.clone(),
             )
-            for penalty, length, reward, group, truncated in parts
+            for penalty, norm, length, reward, group, truncated in parts
         ]

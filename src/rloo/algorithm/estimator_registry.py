@@ -19,24 +19,32 @@ from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import PAPER, estimator_config_of
 from rloo.config.user_functions import load_function
 
+# The built-in estimators of one advantage for each token, whatever their arguments are.
+_PER_TOKEN = ("reinforce_pp", "optimal_token")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedEstimator:
     """An estimator with its arguments. If `over_rollout`, it receives the whole rollout in one
     call, else one group. A group with fewer than `smallest_group` scored completions is not trained
-    on."""
+    on. `reads_score_norms`: see `estimator_input.reads_score_norms`."""
 
     name: str
     function: Estimator
     over_rollout: bool
     smallest_group: int
+    reads_score_norms: bool = False
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the estimator is one of this package."""
+        return self.name in plugins.BUILT_IN["estimators"]
 
     @property
     def compute(self) -> Estimator:
         """The function that computes advantages, (N,) or (T,). A function from outside this package
         is checked: ValueError is raised if it fails or its result is invalid."""
-        built_in = self.name in plugins.BUILT_IN["estimators"]
-        return self.function if built_in else self._compute_checked
+        return self.function if self.built_in else self._compute_checked
 
     def __str__(self) -> str:
         return f"the estimator {self.name}{_place(self.function)}"
@@ -105,7 +113,21 @@ def load_estimator(config: RLOOConfig) -> LoadedEstimator:
             "group; it needs at least 2 completions per prompt (num_generations, or an estimator "
             "of the scope 'batch')"
         )
-    return LoadedEstimator(name, partial(function, **arguments), scope == "batch", smallest)
+    norms = getattr(function, "reads_score_norms", False)
+    return LoadedEstimator(name, partial(function, **arguments), scope == "batch", smallest, norms)
+
+
+def require_estimator(config: RLOOConfig) -> None:
+    """Raise ValueError as `load_estimator` does, and if a built-in estimator gives each token an
+    advantage and the ratio is one of the completion."""
+    load_estimator(config)
+    level = config.importance_sampling_level
+    if config.estimator in _PER_TOKEN and level != "token":
+        raise ValueError(
+            f"the estimator {config.estimator} gives every token an advantage of its own, and "
+            f"importance_sampling_level is {level}, one ratio for all of them "
+            "(importance_sampling_level token)"
+        )
 
 
 def _check_arguments(name: str, function: Estimator, arguments: dict[str, Any]) -> None:

@@ -29,6 +29,11 @@ class LossContext:
         return self.beta != 0 and not self.kl_in_loss
 
     @property
+    def values_from_forward(self) -> bool:
+        """Whether advantages depend on values of a forward pass (`rloo.algorithm.token_values`)."""
+        return self.kl_in_reward or self.estimator.reads_score_norms
+
+    @property
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term."""
         return self.beta != 0 and self.config.kl_placement == "loss"

@@ -11,6 +11,7 @@ from rloo.algorithm.advantages import Advantages, batch_advantages
 from rloo.algorithm.loss import LossInputs, has_other_terms, loss, loss_denominator
 from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.ragged import Completions
+from rloo.algorithm.token_values import score_first
 from rloo.algorithm.update_metrics import (
     MetricSums,
     MetricTotals,
@@ -99,8 +100,7 @@ def micro_batch_loss(
     scores = _forward(policy, batch, credit, terms)
     now, reference = scores.logprobs.detach(), scores.reference
     if credit.from_update:
-        assert reference is not None, "_forward"
-        advantages = batch_advantages(batch, now, reference, terms)
+        advantages = batch_advantages(batch, scores, terms)
         credit.add(batch, advantages)
     else:
         advantages = credit.of_batch(batch, now)
@@ -122,7 +122,9 @@ def _forward(
     policy: Policy, batch: MicroBatch, credit: Advantages, terms: LossContext
 ) -> TokenScores:
     """The forward pass of the policy, and of the reference if the KL is needed."""
-    return policy.logprobs(batch, reference=terms.kl_in_loss or credit.from_update)
+    if credit.from_update:
+        return score_first(policy, batch, terms)
+    return policy.logprobs(batch, reference=terms.kl_in_loss)
 
 
 def _share(

@@ -31,8 +31,7 @@ class LossForm:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A preset: the `options` that it sets, and the `arguments` of the estimator named
-    `composed`."""
+    """A preset: the `options` that it sets, and the `arguments` of its estimator."""
 
     formula: str
     source: str
@@ -63,6 +62,10 @@ _OVER_TOKENS = {"normalize_over": "tokens"}
 _VERL = {**_TOKEN_MEAN, "beta": 0.001, "delta": 3.0}
 _WHITENED = {"normalize_advantages": True, "advantage_epsilon": 1e-8}
 _AS_VERL_WHITENS = {**_OVER_TOKENS, "epsilon_in_variance": True}
+_LEFT_IN = (
+    "preset {0} has the paper's baseline, which includes the answer itself and is biased; the "
+    "estimator {1} alone leaves it out (estimator_kwargs.leave1out true)"
+)
 
 PRESETS: dict[str, Preset] = {
     "paper": Preset(
@@ -174,6 +177,22 @@ PRESETS: dict[str, Preset] = {
             "mean_leave1out": False,
         },
     ),
+    "opo": Preset(
+        "A_i = r_i - mean of the group's r_j, its own included, weighted by their lengths; no KL",
+        "Hao et al. 2025, arXiv 2505.23585",
+        {"estimator": "length_weighted", "beta": 0.0},
+        {"leave1out": False},
+        warning=_LEFT_IN.format("opo", "length_weighted"),
+    ),
+    "optimal_token_baseline": Preset(
+        "A_it = G_it - sum of W_jt G_jt / sum of W_jt over the group's answers with a token t, its "
+        "own included; G the reward less the KL to come, W_jt = sum of 1 - 2 p + sum of p(v)^2 up "
+        "to t; token ratios with dual clipping at 3; mean over all tokens",
+        "arXiv 2602.07078 as verl 0.9.1's optimal_token_baseline",
+        {**_VERL, "estimator": "optimal_token"},
+        {"leave1out": False},
+        warning=_LEFT_IN.format("optimal_token_baseline", "optimal_token"),
+    ),
 }  # fmt: skip
 
 
@@ -193,11 +212,12 @@ def preset_options(name: str | None) -> dict[str, Any]:
 def over_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """`values`, merged over the options of their preset. `kl_kwargs` and `estimator_kwargs` are
     merged by key. The preset's `estimator_kwargs` are dropped if `values` name another estimator
-    than `composed`. Raises ValueError for an unknown preset.
+    than the preset's. Raises ValueError for an unknown preset.
     """
     preset = preset_options(values.get("preset"))
     given = values.get("estimator_kwargs")
-    if values.get("estimator", "composed") == "composed":
+    usual = preset.get("estimator", "composed")
+    if values.get("estimator", usual) == usual:
         given = {**(preset.get("estimator_kwargs") or {}), **(given or {})} or None
     kl = {**(preset.get("kl_kwargs") or {}), **(values.get("kl_kwargs") or {})} or None
     return {**preset, **values, "estimator_kwargs": given, "kl_kwargs": kl}
@@ -292,13 +312,24 @@ def kl_fault(config: TrainingOptions) -> str | None:
 def remarks(config: TrainingOptions) -> list[str]:
     """Notes for the user: a biased or wrong gradient, and options without effect."""
     found = []
-    over_tokens = (config.estimator_kwargs or {}).get("mean_over") == "tokens"
-    if config.preset is not None and PRESETS[config.preset].warning:
-        found.append(str(PRESETS[config.preset].warning))
+    arguments = config.estimator_kwargs or {}
+    over_tokens = arguments.get("mean_over") == "tokens"
+    preset = PRESETS.get(config.preset or "")
+    if preset and preset.warning and arguments.items() >= preset.arguments.items():
+        found.append(preset.warning)
+    elif arguments.get("leave1out") is False:
+        found.append(
+            "each completion is in its own baseline, which is biased (estimator_kwargs.leave1out)"
+        )
     elif config.estimator == "composed" and over_tokens:
         found.append(
             "the baseline is a mean over tokens (mean_over): mean_leave1out leaves out one token, "
             "not one answer, which is biased"
+        )
+    if config.estimator == "shrinkage" and config.dynamic_sample:
+        found.append(
+            "dynamic_sample replaces groups of equal rewards, which have advantages under the "
+            "estimator shrinkage: without them the gradient is biased (dynamic_sample, estimator)"
         )
     if kl_fault(config):
         found.append(

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from rloo.kernels import cpu_matmul
 from rloo.kernels.bf16_rounding import in_float32, operands, round_in_place, rounded_layer
 from rloo.kernels.cpu_matmul import Matrix
-from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
+from rloo.kernels.fused_softmax import SoftmaxOutput, collisions, differentiate, select
 
 # The number of elements processed at a time, so that they stay in the processor's cache.
 CACHED_ELEMENTS = 2**21
@@ -34,12 +34,18 @@ class LogprobRequest(NamedTuple):
     """A request for the log-probs of `targets` (T,) at a temperature, given hidden states (T, D).
     If there are at most `chunk_elements` logits, their softmax is stored for the backward.
     Otherwise it is recomputed in the backward. With `rounds`, products have rounded operands
-    (`bf16_rounding`)."""
+    (`bf16_rounding`). `collision` (T,) receives the sums of squared probabilities, if given."""
 
     targets: Tensor
     temperature: float
     chunk_elements: int
     rounds: bool = False
+    collision: Tensor | None = None
+
+    def among(self, rows: slice) -> LogprobRequest:
+        """The request for some of the rows."""
+        collision = None if self.collision is None else self.collision[rows]
+        return self._replace(targets=self.targets[rows], collision=collision)
 
 
 class _BlockedLogprobs(torch.autograd.Function):
@@ -60,6 +66,8 @@ class _BlockedLogprobs(torch.autograd.Function):
             logits = product(hidden[part], weight, bias, place)
             rows = SoftmaxOutput(logprobs[part], entropy[part], place, total[part])
             select(logits, asked.targets[part], asked.temperature, rows)
+            if asked.collision is not None:
+                asked.collision[part] = collisions(rows)
         all_kept = kept if len(kept) == len(hidden) else None
         ctx.save_for_backward(hidden, *given, entropy, total, all_kept)
         ctx.asked, ctx.size = asked, size
@@ -70,7 +78,7 @@ class _BlockedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, entropy, total, kept = ctx.saved_tensors
-        targets, temperature, _, rounds = ctx.asked
+        targets, temperature, _, rounds, _ = ctx.asked
         if rounds:
             weight, bias = rounded_layer(weight, bias)
         of_logprobs, of_entropy = (None if g is None else g / temperature for g in gradients)

@@ -46,6 +46,13 @@ def select(logits: Tensor, targets: Tensor, temperature: float, rows: SoftmaxOut
         rows.total.fill_(1.0)
 
 
+def collisions(rows: SoftmaxOutput) -> Tensor:
+    """Return the sum of the squared probabilities of each row (R,), from `kept` and `total`: the
+    collision probability. It reads `kept` once and allocates nothing of its size."""
+    assert rows.kept is not None and rows.total is not None
+    return (torch.linalg.vector_norm(rows.kept, dim=-1) / rows.total).square()
+
+
 def differentiate(
     rows: SoftmaxOutput, targets: Tensor, of_logprobs: Tensor, of_entropy: Tensor | None
 ) -> None:

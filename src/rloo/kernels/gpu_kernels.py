@@ -82,6 +82,13 @@ def logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tenso
     return found
 
 
+def collisions(logits: Tensor, temperature: float) -> Tensor:
+    """The sums of the squared probabilities of softmax(logits (R, V) / temperature), (R,), in
+    float32. A separate kernel, which reads the logits once more."""
+    found: Tensor = _run(_collisions, (logits,), (temperature,), rank=1)
+    return found
+
+
 def merge(output: Tensor, normalizer: Tensor, part: Tensor, more: Tensor) -> Tensor:
     """Merge two parts of an attention, over different keys. `output` and `part` (T, H, D) are the
     parts' outputs, `normalizer` and `more` (H, T) the log-sum-exps of their scores."""
@@ -237,6 +244,10 @@ def _logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tens
     return chosen - normalizer, normalizer - (weights * scaled).sum(-1), normalizer
 
 
+def _collisions(logits: Tensor, temperature: float) -> Tensor:
+    return _scaled(logits, temperature).softmax(-1).square().sum(-1)
+
+
 def _logprobs_backward(
     logits: Tensor,
     targets: Tensor,
@@ -313,8 +324,8 @@ def _differences(device: torch.device, dtype: torch.dtype, width: int, size: int
         ),
         (gated_unit, _gated_unit, pair),
         (
-            lambda x: torch.stack(logprobs(x, targets, 0.7)),
-            lambda x: torch.stack(_logprobs(x, targets, 0.7)[:2]),
+            lambda x: torch.stack((*logprobs(x, targets, 0.7), collisions(x, 0.7))),
+            lambda x: torch.stack((*_logprobs(x, targets, 0.7)[:2], _collisions(x.detach(), 0.7))),
             pair[:1],
         ),
     ]

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
 from rloo.kernels.cpu_matmul import Matrix, matrix_of
+from rloo.kernels.fused_lm_head import LogprobRequest
 from rloo.model.logprobs import CHUNK_ELEMENTS, Head, TokenScores, score_tokens, token_logprobs
 from rloo.model.micro_batch import MicroBatch
 
@@ -59,6 +60,7 @@ class LogprobModel(nn.Module):
         by_logits: bool = False,
         chunk_elements: int = CHUNK_ELEMENTS,
         temperature: float | None = None,
+        collision: bool = False,
     ) -> TokenScores:
         """Scores of the batch's T completion tokens, with gradients if they are enabled.
 
@@ -66,6 +68,7 @@ class LogprobModel(nn.Module):
         balancing loss, and the head computes about half as much. With `by_logits` there are only
         log-probs, from the logits that the model itself computes, as a check of our output head.
         `chunk_elements`: see `token_logprobs`. `temperature` replaces the policy's temperature.
+        `collision`: whether to compute the collision probabilities, too.
         """
         temperature = temperature or self.temperature
         if by_logits:
@@ -81,10 +84,13 @@ class LogprobModel(nn.Module):
         balance = None
         if self._balanced:
             balance = balancing_loss(self.model, outputs.router_logits, batch.multiplicity)
-        logprobs, entropy = token_logprobs(
-            head, hidden, batch.target_T, chunk_elements=chunk_elements, **options
-        )
-        return TokenScores(logprobs, entropy, balance)
+        found = None
+        if collision:
+            dtype = torch.promote_types(hidden.dtype, torch.float32)
+            found = hidden.new_empty(len(hidden), dtype=dtype)
+        asked = LogprobRequest(batch.target_T, temperature, chunk_elements, collision=found)
+        logprobs, entropy = token_logprobs(head, hidden, asked, vocab_size=self._vocab_size)
+        return TokenScores(logprobs, entropy, balance, collision=found)
 
     def _run(self, batch: MicroBatch, **options: Any) -> tuple[Any, Tensor, Head]:
         """The model's outputs, the hidden states that predict the completion tokens, and their

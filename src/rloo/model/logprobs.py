@@ -19,7 +19,7 @@ from rloo.kernels.fused_lm_head import (
     blocked_scores,
     rows_of,
 )
-from rloo.kernels.fused_softmax import SoftmaxOutput, differentiate, select
+from rloo.kernels.fused_softmax import SoftmaxOutput, collisions, differentiate, select
 
 # The number of logits in a chunk. If there is only one chunk and gradients are enabled, its
 # probabilities are stored until the backward (256 MiB in float32, twice that on a GPU). If there
@@ -36,12 +36,14 @@ Head = Callable[[Tensor], Tensor]
 class TokenScores(NamedTuple):
     """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; the balancing
     loss of the micro-batch, if the model is a mixture of experts and the loss's coefficient is not
-    0; and the log-probs under the reference, (T,), if requested."""
+    0; and, if requested, the log-probs under the reference and the collision probabilities of the
+    tokens' distributions (the sums of squared probabilities), both (T,), without gradients."""
 
     logprobs: Tensor
     entropy: Tensor
     balance: Tensor | None
     reference: Tensor | None = None
+    collision: Tensor | None = None
 
 
 class _SelectLogprobs(torch.autograd.Function):
@@ -53,12 +55,15 @@ class _SelectLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: float) -> Any:
+    def forward(ctx: Any, logits: Tensor, asked: LogprobRequest) -> Any:
+        targets, temperature = asked.targets, asked.temperature
         kept = _precise(logits)
         logprobs, entropy, total = (kept.new_empty(len(kept)) for _ in range(3))
         for part in _parts(kept):
             rows = SoftmaxOutput(logprobs[part], entropy[part], kept[part], total[part])
             select(kept[part], targets[part], temperature, rows)
+            if asked.collision is not None:
+                asked.collision[part] = collisions(rows)
         ctx.save_for_backward(kept, targets, entropy, total)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
@@ -75,7 +80,7 @@ class _SelectLogprobs(torch.autograd.Function):
             rows = SoftmaxOutput(entropy[part], entropy[part], kept[part], total[part])
             slope = None if of_entropy is None else of_entropy[part]
             differentiate(rows, targets[part], of_logprobs[part], slope)
-        return kept.to(ctx.dtype), None, None
+        return kept.to(ctx.dtype), None
 
 
 def _parts(logits: Tensor) -> Iterator[slice]:
@@ -88,40 +93,39 @@ def _parts(logits: Tensor) -> Iterator[slice]:
 
 
 def token_logprobs(
-    head: Head,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    head: Head, hidden: Tensor, asked: LogprobRequest, *, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """The log-prob of each target and the entropy of its distribution, both (T,), in nats.
 
-    `hidden` (T, D) are the states that predict `targets` (T,); `head` maps them to logits. Arrays
-    over the vocabulary exist for one chunk of tokens at a time. A chunk has `chunk_elements`
-    numbers, on a GPU twice as many. If there are several chunks, the backward recomputes them. Both
-    results carry gradients.
+    `hidden` (T, D) are the states that predict the targets (T,) of `asked`; `head` maps them to
+    logits. Arrays over the vocabulary exist for one chunk of tokens at a time. A chunk has
+    `chunk_elements` numbers, on a GPU twice as many. If there are several chunks, the backward
+    recomputes them. Both results carry gradients. The collision probabilities, if `asked` has a
+    tensor for them, come from the softmax of the same chunk: it is read once more.
     """
 
     if (matrix := _matrix(head)) is not None:
-        asked = LogprobRequest(targets, temperature, chunk_elements, cpu_matmul.rounds())
-        return blocked_logprobs(hidden, matrix, asked)
+        return blocked_logprobs(hidden, matrix, asked._replace(rounds=cpu_matmul.rounds()))
 
-    def select_from(hidden_chunk: Tensor, targets_chunk: Tensor) -> tuple[Tensor, Tensor]:
-        logits = head(hidden_chunk)
-        if gpu_kernels.computes(logits):
-            return gpu_kernels.logprobs(logits, targets_chunk, temperature)
-        return _SelectLogprobs.apply(logits, targets_chunk, temperature)
+    def select_from(hidden_chunk: Tensor, place: slice) -> tuple[Tensor, Tensor]:
+        logits, part = head(hidden_chunk), asked.among(place)
+        if not gpu_kernels.computes(logits):
+            return _SelectLogprobs.apply(logits, part)
+        if part.collision is not None:
+            part.collision.copy_(gpu_kernels.collisions(logits, part.temperature))
+        return gpu_kernels.logprobs(logits, part.targets, part.temperature)
 
     times = _ON_GPU if hidden.device.type == "cuda" else 1
-    rows = max(1, times * chunk_elements // vocab_size)
+    rows = max(1, times * asked.chunk_elements // vocab_size)
     if hidden.shape[0] <= rows:
-        return select_from(hidden, targets)
+        return select_from(hidden, slice(None))
     parts = [
-        checkpoint(select_from, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
-    ]
+        checkpoint(
+            select_from, chunk, slice(number * rows, (number + 1) * rows),
+            use_reentrant=False, preserve_rng_state=False,
+        )
+        for number, chunk in enumerate(hidden.split(rows))
+    ]  # fmt: skip
     return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
 
 

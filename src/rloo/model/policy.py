@@ -219,12 +219,17 @@ class Policy:
             yield ScheduledMicroBatch(self.batch(part), is_ours, turn == turns - 1)
 
     def logprobs(
-        self, batch: MicroBatch, *, reference: bool = False, chunk_elements: int = CHUNK_ELEMENTS
+        self,
+        batch: MicroBatch,
+        *,
+        reference: bool = False,
+        collision: bool = False,
+        chunk_elements: int = CHUNK_ELEMENTS,
     ) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
-        they are enabled. With `reference`, the result includes `reference_logprobs`.
-        `chunk_elements`: see `token_logprobs`."""
-        score = partial(self.scorer, chunk_elements=chunk_elements)
+        they are enabled. With `reference`, the result includes `reference_logprobs`; with
+        `collision`, the collision probabilities. `chunk_elements`: see `token_logprobs`."""
+        score = partial(self.scorer, chunk_elements=chunk_elements, collision=collision)
         with self._autocast(), self._offloading():
             sliced = self.sequence_parallel
             scores = sliced.scores(score, batch) if sliced else score(batch)

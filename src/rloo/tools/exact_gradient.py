@@ -65,6 +65,16 @@ class TabularPolicy:
         reference."""
         return self.token_logprobs(self.logits) - self.token_logprobs(self.reference)
 
+    def token_score_norms(self) -> Tensor:
+        """Return 1 - 2 p(token) + sum of p(v)^2 for all tokens of all sequences: the squared norm
+        of the gradient of the token's log-prob by its row of logits."""
+        logits = self.logits.clone().requires_grad_()
+        found = [
+            torch.autograd.grad(lp, logits, retain_graph=True)[0].square().sum()
+            for lp in self.token_logprobs(logits)
+        ]
+        return torch.stack(found)
+
     def logprob_S(self, logits: Tensor) -> Tensor:
         """Return the log-probs of the sequences under `logits`."""
         index = torch.arange(len(self.sequences)).repeat_interleave(self.length_S)
@@ -115,12 +125,14 @@ def measure(
     starts = (first.length_S.cumsum(0) - first.length_S)[sequence] - (length.cumsum(0) - length)
     token_T = torch.arange(len(owner_T)) + starts[owner_T]
     kl_PT = torch.stack([bandit.token_kl() for bandit in bandits])
+    norm_PT = torch.stack([bandit.token_score_norms() for bandit in bandits])
     returns = EstimatorInput(
         torch.stack([b.reward_S for b in bandits])[prompt, sequence],
         beta * kl_PT[prompt[owner_T], token_T],
         owner_T,
         torch.arange(len(drawn) * num_prompts).repeat_interleave(size),
         torch.zeros_like(prompt, dtype=torch.bool),
+        norm_PT[prompt[owner_T], token_T] if estimator.reads_score_norms else None,
     )
     rollouts = returns.split([size * num_prompts] * len(drawn))
     parts = rollouts if estimator.over_rollout else [returns]

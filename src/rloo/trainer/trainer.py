@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.async_rollout import make_rollouts
-from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.estimator_registry import require_estimator
 from rloo.algorithm.kl_controller import KLController
 from rloo.algorithm.oom_retry import recompute_advantages, with_oom_retry
 from rloo.algorithm.stages import advantages_stage, after_backward, update_stage
@@ -108,7 +108,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self.world = build.world_of(self.args)
         with self.world.reporting_failure():
             self.batches = batches_of(self.args, self.world.size)
-            load_estimator(self.args)
+            require_estimator(self.args)
             build.seed_all(self.args)
             loggers = make_loggers(self.args)
             self.turns = multi_turn_setup(tools, environment_factory, rollout_func, self.args)

@@ -168,6 +168,21 @@ def test_verl_s_estimators_give_the_same_advantages(estimator, expected):
     assert not any("changes the objective" in note for note in found.notes)
 
 
+def test_verl_s_optimal_token_baseline_is_ours_with_the_completion_itself():
+    start = "actor_rollout_ref.rollout.n=4 algorithm.adv_estimator=optimal_token_baseline"
+    found = verl(f"{start} actor_rollout_ref.actor.calculate_sum_pi_squared=True")
+    config = RLOOConfig(**found.options)
+    assert (config.estimator, config.estimator_kwargs) == ("optimal_token", {"leave1out": False})
+    assert config.importance_sampling_level == "token"
+    assert not any("changes the objective" in note for note in found.notes)
+    gspo = verl(f"{start} actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
+    config = RLOOConfig(**gspo.options)
+    assert (config.estimator, config.estimator_kwargs) == ("composed", None)
+    assert any("leave-one-out is in its place" in note for note in gspo.notes)
+    single = verl(f"{start} actor_rollout_ref.rollout.n=1")
+    assert RLOOConfig(**single.options).mean_level == "none"
+
+
 CLIPPED = [max(-1.2, min(1.2, a)) for a in LOO]
 
 

@@ -45,6 +45,12 @@ def by_completion(source: SettingsReader, read: dict[str, Any]) -> None:
     if read.get("normalize_over") == "tokens":
         read["normalize_over"] = "completions"
         source.notes.append("whitening is by completion, as the ratio is")
+    if read.pop("leave1out", None) is not None:
+        name = read.pop("estimator")
+        source.notes.append(
+            f"the estimator {name} gives every token an advantage, and the ratio is by completion; "
+            "that changes the objective: leave-one-out is in its place"
+        )
     if read.pop("mean_over", None) == "tokens":
         source.notes.append("the baseline is by completion, as the ratio is")
 
@@ -54,12 +60,14 @@ def in_our_form(
 ) -> dict[str, Any]:
     """The options with the estimator's arguments in a mapping. If only the preset areal allows this
     KL estimator at its placement, the options include that preset."""
-    arguments = {name: read.pop(name) for name in ARGUMENTS if name in read}
+    arguments = {name: read.pop(name) for name in (*ARGUMENTS, "leave1out") if name in read}
     in_loss, k1 = read["kl_placement"] == "loss", read["kl_estimator"] == "k1"
     if not read["beta"] or in_loss != k1 or read.get("use_bias_correction_kl"):
-        unlike = {name: v for name, v in arguments.items() if v != ARGUMENTS[name]}
+        unlike = {name: v for name, v in arguments.items() if v != ARGUMENTS.get(name)}
         return {**read, "estimator_kwargs": unlike or None}
     source.notes.append("preset areal stands for no more than that any KL is allowed")
     parts = {n: value for n, value in BASE.items() if n not in options and n != "kl_kwargs"}
     parts["kl_kwargs.clip"] = None
-    return {**parts, "preset": "areal", **read, "estimator_kwargs": ARGUMENTS | arguments}
+    if "estimator" not in read:
+        arguments = ARGUMENTS | arguments
+    return {**parts, "preset": "areal", **read, "estimator_kwargs": arguments}

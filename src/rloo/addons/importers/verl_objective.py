@@ -33,6 +33,11 @@ _ESTIMATORS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {**GROUP_MEAN, **WHITENED},
     # The group's mean reward, weighted by the lengths of its completions.
     "opo": {**GROUP_MEAN, "mean_over": "tokens"},
+    "optimal_token_baseline": {
+        "estimator": "optimal_token",
+        "leave1out": False,
+        "mean_level": "group",
+    },
 }
 _AGGREGATIONS = {
     "token-mean": "token_mean", "seq-mean-token-sum": "sequence",
@@ -63,11 +68,14 @@ def _read_estimator(source: SettingsReader, options: dict[str, Any]) -> dict[str
     name = source.take(key, str, "gae")
     by_deviation = source.take("algorithm.norm_adv_by_std_in_grpo", bool, True)
     known = _ESTIMATORS.get(name.removesuffix("_vectorized"))
+    for key_of_norms in ("calculate_sum_pi_squared", "sum_pi_squared_checkpointing"):
+        source.leave(f"{_ACTOR}{key_of_norms}", "the first forward pass computes what is needed")
     if known is None:
         return without_estimator(source, key, name, options)
     if options["num_generations"] < 2 and known["mean_level"] == "group":
         source.notes.append(f"rollout.n is 1: {name} has no baseline then, there and here")
-        return {**known, "mean_level": "none", "std_level": "none", "mean_over": "completions"}
+        alone = {"mean_level": "none", "std_level": "none", "mean_over": "completions"}
+        return alone if "estimator" in known else {**known, **alone}
     if name.startswith("grpo") and not by_deviation:
         return GROUP_MEAN
     return dict(known)

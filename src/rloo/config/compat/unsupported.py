@@ -190,6 +190,7 @@ _PRESETS = {
     "reinforce_plus_plus": "reinforce_pp", "reinforce": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
     "reinforce_baseline": "reinforce_pp_baseline",
+    "opo": "opo", "optimal_token_baseline": "optimal_token_baseline",
 }  # fmt: skip
 _PRESET_OF = {
     (name, theirs): f"that objective is a preset here: --preset {ours} (preset)"

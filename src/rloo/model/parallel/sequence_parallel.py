@@ -130,7 +130,8 @@ class SequenceParallel:
         found = compute(part.batch)
         # Separately: the entropy has no gradient in most runs, and its backward is then left out.
         logprobs, entropy = (self._gather(x, part) for x in (found.logprobs, found.entropy))
-        return TokenScores(logprobs, entropy, None)
+        collision = None if found.collision is None else self._gather(found.collision, part)
+        return TokenScores(logprobs, entropy, None, collision=collision)
 
     def logprobs(self, compute: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor:
         """As `scores`, for log-probs alone."""

@@ -1,0 +1,92 @@
+"""The values of tokens that advantages need and only a forward pass has: the KL penalty, and the
+squared score norm if the estimator reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm.kl_estimate import kl_estimate
+from rloo.algorithm.loss_context import LossContext
+from rloo.model.logprobs import TokenScores
+from rloo.model.micro_batch import MicroBatch
+from rloo.model.policy import Policy
+from rloo.types import Sample
+
+Key = tuple[int, int]
+
+
+class TokenValues(NamedTuple):
+    """The KL penalties, and the squared score norms (None if the estimator does not read them), of
+    T tokens: (T,), float64, detached. The penalties are 0 if the KL is not in the reward."""
+
+    penalty_T: Tensor
+    score_norm_T: Tensor | None
+
+    def stacked(self) -> Tensor:
+        """One tensor, (T, 1) or (T, 2)."""
+        return torch.stack([x for x in self if x is not None], dim=1)
+
+    @classmethod
+    def of_stacked(cls, parts: Sequence[Tensor]) -> TokenValues:
+        """The values of `stacked` tensors, concatenated."""
+        penalty_T, *norms = torch.cat(list(parts)).unbind(1)
+        return cls(penalty_T, norms[0] if norms else None)
+
+
+def score_first(policy: Policy, batch: MicroBatch, terms: LossContext) -> TokenScores:
+    """The scores of a rollout's first forward pass: with the log-probs under the reference if the
+    KL is needed, and with the collision probabilities if the estimator reads score norms."""
+    collision = terms.estimator.reads_score_norms
+    reference = terms.kl_in_loss or terms.kl_in_reward
+    return policy.logprobs(batch, reference=reference, collision=collision)
+
+
+@torch.no_grad()
+def score_before_update(policy: Policy, batch: MicroBatch, terms: LossContext) -> TokenScores:
+    """As `score_first`, in a pass of its own, without gradients. The entropy is computed only if
+    the collision probabilities are."""
+    if terms.estimator.reads_score_norms:
+        scores = policy.logprobs(batch, collision=True)
+    else:
+        logprobs = policy.score(batch)
+        scores = TokenScores(logprobs, logprobs.new_empty(0), None)
+    reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
+    return scores._replace(reference=reference)
+
+
+def token_values(scores: TokenScores, terms: LossContext) -> TokenValues:
+    """Return the KL penalties, and 1 - 2 p + the collision probability."""
+    logprobs = scores.logprobs.detach().double()
+    penalty_T, norm_T = torch.zeros_like(logprobs), None
+    if terms.kl_in_reward and scores.reference is not None:
+        penalty_T = token_penalty(logprobs, scores.reference, terms)
+    if terms.estimator.reads_score_norms:
+        assert scores.collision is not None
+        norm_T = 1.0 - 2.0 * logprobs.exp() + scores.collision.double()
+    return TokenValues(penalty_T, norm_T)
+
+
+def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Tensor:
+    """Return the KL penalty of each token, beta times its KL estimate: (T,), float64, detached."""
+    config, both = terms.config, (logprobs.detach().double(), reference.double())
+    clip = config.kl_options.clip
+    return terms.beta * kl_estimate(*both, estimator=config.kl_estimator, clip=clip)
+
+
+def without_signal(samples: Sequence[Sample], terms: LossContext) -> dict[Key, Tensor]:
+    """The advantages that are known to be 0 before the first forward pass: those of groups with
+    equal rewards, if there is no KL penalty and the baseline leaves the completion itself out."""
+    arguments = terms.config.estimator_kwargs or {}
+    known = terms.estimator.built_in and arguments.get("leave1out", True)
+    if terms.beta != 0 or not known:
+        return {}
+    rewards: dict[int, set[float]] = {}
+    for sample in samples:
+        rewards.setdefault(sample.key[0], set()).add(sample.reward)
+    return {
+        s.key: torch.zeros(s.num_trained).double() for s in samples if len(rewards[s.key[0]]) == 1
+    }
