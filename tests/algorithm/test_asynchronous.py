@@ -63,7 +63,7 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
     scores = TokenScores(now, torch.zeros_like(now), None)
     policy = SimpleNamespace(logprobs=lambda *_, **__: scores)
     terms = terms_of(config)
-    values = batch_advantages(batch, now.detach(), now.detach(), terms)
+    values = batch_advantages(batch, scores._replace(reference=now.detach()), terms)
     credit = Advantages(by_completion=dict(zip(batch.keys, values.split(1), strict=True)))
     denominator = loss_denominator(
         config.loss_aggregation, num_sequences=size, num_tokens=len(now), constant=None

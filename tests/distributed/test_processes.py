@@ -31,13 +31,13 @@ KINDS = {kind: {"state_dict_type": kind} for kind in ("full", "sharded")}
 IN_GROUPS = (*HARDEST, "LoRA", "small micro-batches")
 GROUPS = SHARDS | {"dp_shard_size": 2}
 
-OF_MATRICES = (*HARDEST, "KL in the reward", "small micro-batches")
+OF_MATRICES = (*HARDEST, "exact KL", "KL in the reward", "small micro-batches")
 WITHOUT_ADAPTER = [name for name in RESUMED if name != "adapter"]
 TENSOR = {"tp_size": 2}
 
 # One micro-batch and several, log-probs of a pass of their own, groups that are left out.
 OF_SLICES = ("KL in the reward", "missing", "small micro-batches")
-MORE_OF_SLICES = (*OF_SLICES, "KL in the loss", "several updates", "LoRA")
+MORE_OF_SLICES = (*OF_SLICES, "KL in the loss", "exact KL", "several updates", "LoRA")
 SEQUENCE = {"sp_size": 2}
 # In float64 from end to end.
 EXACT = {"packing": True, "exact": True}

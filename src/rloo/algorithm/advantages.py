@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm.estimator_input import EstimatorInput
-from rloo.algorithm.kl_estimate import kl_estimate
 from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.token_kl import measured_kl, scores_before_update, token_penalty
 from rloo.algorithm.update_metrics import (
     MetricSums,
     MetricTotals,
@@ -23,6 +23,7 @@ from rloo.algorithm.update_metrics import (
     recorded_sum,
     to_cpu,
 )
+from rloo.model.logprobs import TokenScores
 from rloo.model.micro_batch import MicroBatch, deal, exceeds
 from rloo.model.offload import send
 from rloo.model.policy import Policy
@@ -104,17 +105,16 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext
         penalties: dict[Key, Tensor] = {}
         sums: MetricSums = {}
         for batch, is_ours, _ in policy.micro_batches(dealt, whole_groups=False):
-            logprobs = policy.score(batch)
-            reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
+            scores = scores_before_update(policy, batch, terms)
             if not is_ours:
                 continue
-            old.update(zip(batch.keys, logprobs.split(batch.lengths), strict=True))
-            if reference is not None:
-                penalty = token_penalty(logprobs, reference, terms)
+            old.update(zip(batch.keys, scores.logprobs.split(batch.lengths), strict=True))
+            if (measured := measured_kl(scores)) is not None:
+                penalty = token_penalty(scores, batch.sequence_T, terms)
                 penalties.update(zip(batch.keys, penalty.split(batch.lengths), strict=True))
                 watched_N = terms.watched(batch.truncated_N)
                 watched_T = watched_N[batch.sequence_T]
-                kl = recorded_sum(logprobs - reference, watched_T)
+                kl = recorded_sum(measured, watched_T)
                 gather(sums, {"kl": kl, "tokens": watched_T.sum(), "sequences": watched_N.sum()})
         return old, to_cpu(penalties), read(sums)
 
@@ -132,23 +132,14 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext
     return Advantages(_sample_advantages(samples, penalties, terms), old, stats)
 
 
-def batch_advantages(
-    batch: MicroBatch, now: Tensor, reference: Tensor, terms: LossContext
-) -> Tensor:
+def batch_advantages(batch: MicroBatch, scores: TokenScores, terms: LossContext) -> Tensor:
     """Return the advantages of a micro-batch of whole groups: (N,), or (T,) with token-level
-    ratios."""
-    penalty = token_penalty(now, reference, terms)
+    ratios. `scores` must have what `token_penalty` needs."""
+    penalty = token_penalty(scores, batch.sequence_T, terms)
     returns = EstimatorInput(
         batch.reward_N, penalty, batch.sequence_T, batch.group_N, batch.truncated_N
     )
-    return terms.advantages(returns, all_scored=batch.all_scored).to(now.dtype)
-
-
-def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Tensor:
-    """Return the KL penalty of each token, beta times its KL estimate: (T,), float64, detached."""
-    config, both = terms.config, (logprobs.detach().double(), reference.double())
-    clip = config.kl_options.clip
-    return terms.beta * kl_estimate(*both, estimator=config.kl_estimator, clip=clip)
+    return terms.advantages(returns, all_scored=batch.all_scored).to(scores.logprobs.dtype)
 
 
 def _sample_advantages(

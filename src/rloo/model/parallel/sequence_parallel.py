@@ -130,7 +130,10 @@ class SequenceParallel:
         found = compute(part.batch)
         # Separately: the entropy has no gradient in most runs, and its backward is then left out.
         logprobs, entropy = (self._gather(x, part) for x in (found.logprobs, found.entropy))
-        return TokenScores(logprobs, entropy, None)
+        if found.reference is None or found.kl is None:
+            return TokenScores(logprobs, entropy, None)
+        others = (self._gather(x, part) for x in (found.reference, found.kl))
+        return TokenScores(logprobs, entropy, None, *others)
 
     def logprobs(self, compute: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor:
         """As `scores`, for log-probs alone."""
