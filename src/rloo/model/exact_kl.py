@@ -13,10 +13,18 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import checkpoint
 
-from rloo.model.logprobs import ON_GPU, Head, TokenScores, cached_rows, precise
+from rloo.kernels.fused_softmax import SoftmaxOutput, select
+from rloo.model.logprobs import (
+    CACHED_ELEMENTS,
+    ON_GPU,
+    Head,
+    TokenScores,
+    cached_rows,
+    precise,
+)
 
-# Logits of minus infinity become this number: a probability of 0, and 0 * log 0 is 0, not NaN.
-_LOWEST = -1e30
+# On a CPU, the minimum rows of a chunk that the backward recomputes.
+_MIN_ROWS = 128
 
 
 class ReferenceStates(NamedTuple):
@@ -29,7 +37,8 @@ class ReferenceStates(NamedTuple):
 
 class ScoreRequest(NamedTuple):
     """A request for scores of `targets` (T,) at a temperature. Logits of policy and reference
-    together have at most `chunk_elements` numbers at a time, on a GPU twice as many."""
+    together have at most `chunk_elements` numbers at a time, on a GPU twice as many. On a CPU they
+    have fewer if there are several chunks."""
 
     targets: Tensor
     temperature: float
@@ -41,53 +50,53 @@ class _Compare(torch.autograd.Function):
     """Log-probs, entropy and KL of rows of logits, and the reference's log-probs, all (R,).
 
     The logits (R, V) of policy and reference, which nothing else uses, are overwritten: with the
-    policy's log-probs and with its log-ratios to the reference, and in the backward with the
-    gradient."""
+    policy's probabilities up to a factor and with the difference of the logits, and in the backward
+    with the gradient. The KL is the mean difference minus that of the normalizers."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, reference: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        logs, ratios = precise(logits), precise(reference)
-        found = tuple(logs.new_empty(len(logs)) for _ in range(4))
-        for part in cached_rows(logs):
-            chosen, entropy, kl, theirs = (x[part] for x in found)
-            for values, place in ((logs[part], chosen), (ratios[part], theirs)):
-                _log_softmax(values, temperature)
-                torch.gather(values, -1, targets[part, None], out=place[:, None])
-            weights = logs[part].exp()
-            torch.sub(logs[part], ratios[part], out=ratios[part])
-            torch.linalg.vecdot(weights, logs[part], out=entropy).neg_()
-            torch.linalg.vecdot(weights, ratios[part], out=kl)
-        ctx.save_for_backward(logs, ratios, targets, *found[1:3])
+        kept, above = precise(logits), precise(reference)
+        logprobs, entropy, theirs, total = (kept.new_empty(len(kept)) for _ in range(4))
+        mean, difference = torch.empty_like(total), torch.empty_like(total)
+        for part in cached_rows(kept):
+            other, chosen = above[part].clone(), targets[part]
+            torch.sub(kept[part], above[part], out=above[part])
+            above[part].nan_to_num_(nan=0.0)  # of tokens that are impossible in both models
+            difference[part] = above[part].gather(-1, chosen[:, None])[:, 0]
+            select(other, chosen, temperature, SoftmaxOutput(theirs[part]))
+            rows = SoftmaxOutput(logprobs[part], entropy[part], kept[part], total[part])
+            select(kept[part], chosen, temperature, rows)
+            torch.linalg.vecdot(kept[part], above[part], out=mean[part])
+        mean.div_(total * temperature)
+        kl = mean - difference / temperature + (logprobs - theirs)
+        ctx.save_for_backward(kept, above, targets, entropy, total, mean)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        ctx.mark_non_differentiable(found[3])
+        ctx.mark_non_differentiable(theirs)
         ctx.set_materialize_grads(False)
-        return found
+        return logprobs, entropy, kl, theirs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        logs, ratios, targets, entropy, kl = ctx.saved_tensors
-        increment_version((logs, ratios))  # another backward would find gradients there
+        kept, above, targets, entropy, total, mean = ctx.saved_tensors
+        increment_version((kept, above))  # another backward would find gradients there
         of_chosen, of_entropy, of_kl = (
-            None if g is None else (g / ctx.temperature)[:, None] for g in gradients[:3]
+            torch.zeros_like(mean) if g is None else g / ctx.temperature for g in gradients[:3]
         )
-        if of_chosen is None:
-            of_chosen = torch.zeros_like(kl)[:, None]
-        for part in cached_rows(logs):
-            # dKL/dz = p (log p/q - KL), dH/dz = -p (log p + H), of the scaled logits z.
-            slope = ratios[part]
-            if of_kl is None:
-                slope.zero_()
-            else:
-                slope.sub_(kl[part, None]).mul_(of_kl[part])
-            if of_entropy is not None:
-                slope.sub_((logs[part] + entropy[part, None]).mul_(of_entropy[part]))
-            slope.sub_(of_chosen[part])
-            logs[part].exp_().mul_(slope)
-            logs[part].scatter_add_(1, targets[part, None], of_chosen[part])
-        return logs.to(ctx.dtype), None, None, None
+        factor = of_kl / (ctx.temperature * total)
+        constant = -(of_kl * mean + of_chosen) / total
+        for part in cached_rows(kept):
+            # dKL/dz = p (log p/q - KL), dH/dz = -p (log p + H), for the scaled logits z.
+            slope = above[part].mul_(factor[part, None]).add_(constant[part, None])
+            if gradients[1] is not None:
+                logs = (kept[part] / total[part, None]).clamp_(min=torch.finfo(kept.dtype).tiny)
+                logs.log_().add_(entropy[part, None])
+                slope.sub_(logs.mul_((of_entropy / total)[part, None]))
+            kept[part].mul_(slope)
+            kept[part].scatter_add_(1, targets[part, None], of_chosen[part, None])
+        return kept.to(ctx.dtype), None, None, None
 
 
 def exact_scores(
@@ -105,8 +114,11 @@ def exact_scores(
         found: tuple[Tensor, ...] = _Compare.apply(head(hidden), other, targets, asked.temperature)
         return found
 
-    times = ON_GPU if hidden.device.type == "cuda" else 1
-    rows = max(1, times * asked.chunk_elements // (2 * asked.vocab_size))
+    rows = max(1, asked.chunk_elements // (2 * asked.vocab_size))
+    if hidden.device.type == "cuda":
+        rows *= ON_GPU
+    elif len(hidden) > rows:  # nothing is stored, so that less memory suffices
+        rows = min(rows, max(_MIN_ROWS, CACHED_ELEMENTS // asked.vocab_size))
     given = hidden, reference.hidden, asked.targets
     if len(hidden) <= rows:
         found = compare(*given)
@@ -118,11 +130,3 @@ def exact_scores(
         found = tuple(map(torch.cat, zip(*parts, strict=True)))
     logprobs, entropy, kl, theirs = found
     return TokenScores(logprobs, entropy, None, theirs, kl)
-
-
-def _log_softmax(logits: Tensor, temperature: float) -> None:
-    """Overwrite logits (R, V) with log softmax(logits / temperature)."""
-    if temperature != 1.0:
-        logits.div_(temperature)
-    logits.clamp_(min=_LOWEST)
-    logits.sub_(logits.logsumexp(-1, keepdim=True))
