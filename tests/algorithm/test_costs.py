@@ -19,6 +19,8 @@ BINARY = ([1, 0, 0, 1, 0, 1, 0], [0, 0, 1, 0, 0, 1, 0])
 MASKED = {"mask_truncated_completions": True}
 TOKEN = {"importance_sampling_level": "token"}
 LEFT_IN = {"estimator_kwargs": {"leave1out": False}}
+EXACT = {"kl_estimator": "exact"}
+TO_GO = {**TOKEN, "kl_placement": "reward_to_go"}
 TWO_PROMPTS = {"num_prompts": 2, "max_completion_length": 1}
 MODE, BOUND = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 
@@ -68,17 +70,17 @@ def off_policy(beta, mode=None, bound=1e8, **options):
     return Production(form(beta, **corrected, **options), seed=SEED, sampler=sampler())
 
 
-def missing(*rates):
+def missing(*rates, **options):
     def make(beta):
-        case = of_two_prompts(beta)
+        case = of_two_prompts(beta, **options)
         return case, with_failures(case.rollouts(), lambda prompt: rates[prompt])
 
     return make
 
 
-def resampled(beta):
+def resampled(beta, **options):
     """Each of the groups that are used, of prompts drawn alike, given that it has signal."""
-    case = Production(form(beta, num_prompts=2), rewards=BINARY, seed=SEED)
+    case = Production(form(beta, num_prompts=2, **options), rewards=BINARY, seed=SEED)
     groups = [(chance, [group]) for prompt in (0, 1) for chance, group in case.groups(prompt)]
     return case, [(chance, g) for chance, g in groups if has_reward_variance(g[0], case.config)]
 
@@ -166,6 +168,47 @@ COSTS = {
     "`token_mask` at 1.2": (
         lambda beta: off_policy(beta, "token_mask", 1.2, **TOKEN),
         {0.0: (0.7517, 0.7475), 0.3: (0.4730, 0.5839)},
+    ),
+    "`kl_estimator exact`": (lambda beta: of_policy(beta, **EXACT), {0.3: (1, 1)}),
+    "`kl_estimator exact`, `kl_placement reward_to_go`": (
+        lambda beta: of_policy(beta, **EXACT, **TO_GO),
+        {0.3: (1, 1)},
+    ),
+    "`kl_estimator exact`, `kl_placement loss`": (
+        lambda beta: of_policy(beta, **EXACT, kl_placement="loss"),
+        {0.3: (1.0925, 0.9925)},
+    ),
+    "`kl_estimator exact`, `mean_level batch`": (
+        lambda beta: of_two_prompts(beta, **EXACT, mean_level="batch"),
+        {0.3: (1, 1)},
+    ),
+    "`kl_estimator exact`, rewards missing for 25 % of each prompt's completions": (
+        missing(0.25, 0.25, **EXACT),
+        {0.3: (0.8086, 1)},
+    ),
+    "the same, `preset trl`": (
+        missing(0.25, 0.25, **EXACT, preset="trl"),
+        {0.3: (0.5625, 1)},
+    ),
+    "`kl_estimator exact`, `mask_truncated_completions`, 64 % truncated": (
+        lambda beta: of_policy(beta, **EXACT, **MASKED),
+        {0.3: (0.3964, 0.3474)},
+    ),
+    "`kl_estimator exact`, `dynamic_sample`, 48 % of groups with signal": (
+        lambda beta: resampled(beta, **EXACT),
+        {0.3: (2.0410, 0.9397)},
+    ),
+    "`kl_estimator exact`, another rollout policy, no correction": (
+        lambda beta: off_policy(beta, **EXACT),
+        {0.3: (0.9892, 0.9148)},
+    ),
+    "`kl_estimator exact`, `sequence_truncate`, no bound": (
+        lambda beta: off_policy(beta, "sequence_truncate", **EXACT),
+        {0.3: (1, 1)},
+    ),
+    "`kl_estimator exact`, `token_truncate`, no bound": (
+        lambda beta: off_policy(beta, "token_truncate", **TOKEN, **EXACT),
+        {0.3: (0.7520, 0.9685)},
     ),
 }
 CASES = [(name, beta) for name, (_, figures) in COSTS.items() for beta in figures]

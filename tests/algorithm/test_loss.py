@@ -4,10 +4,10 @@ import math
 import pytest
 import torch
 
+from rloo.algorithm.kl_estimate import kl_estimate
 from rloo.algorithm.loss import (
     PolicyLossConfig,
     importance_weights,
-    kl_estimate,
     loss_denominator,
     policy_loss,
     ratio_of,

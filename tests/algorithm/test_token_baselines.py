@@ -124,7 +124,7 @@ def test_norms_are_those_of_scores_at_half_the_temperature(packing):
     policy, terms = make_policy_of(config), terms_of(config)
     batch = policy.batch(make_samples(3, 4))
     now, half = policy.score(batch).double(), policy.score(batch, temperature=0.35).double()
-    norms = token_values(score_first(policy, batch, terms), terms).score_norm_T
+    norms = token_values(score_first(policy, batch, terms), batch.sequence_T, terms).score_norm_T
     expected = 1 - 2 * now.exp() + (2 * now - half).exp()
     assert norms.min() > 0.01
     assert torch.allclose(norms, expected, rtol=0.0, atol=2e-6)

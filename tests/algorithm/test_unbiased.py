@@ -8,6 +8,7 @@ import itertools
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -41,13 +42,31 @@ SQUARES = BANDIT.logits.softmax(-1).square().sum(-1)
 COLLISION = [SQUARES[[0, *(1 + token for token in ids[:-1])]] for ids in SEQUENCES]
 
 
-def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ...], config):
+def state_kls(theta: Tensor) -> list[Tensor]:
+    """KL over the vocabulary at each token of each sequence, by torch."""
+    rows = torch.nn.functional.kl_div(
+        BANDIT.reference.log_softmax(-1), theta.log_softmax(-1), reduction="none", log_target=True
+    ).sum(-1)
+    return [rows[[0, *(1 + token for token in sequence[:-1])]] for sequence in SEQUENCES]
+
+
+class Tables(NamedTuple):
+    """Of each sequence's tokens: the policy's log-probs, the KLs, and the sampler's log-probs."""
+
+    logprobs: list[Tensor]
+    kls: list[Tensor]
+    drawn: list[Tensor]
+
+
+def group_loss(tables: Tables, group: tuple[int, ...], scored: tuple[bool, ...], config):
     """The production path for one group: KL, advantages, loss, as `credit` and `update` have it."""
+    lps = tables.logprobs
     members = [s for s, ok in zip(group, scored, strict=True) if ok]
     lengths = torch.tensor([len(lps[s]) for s in members])
     sequence_T = torch.arange(len(members)).repeat_interleave(lengths)
     logprobs = torch.cat([lps[s] for s in members])
     reference = torch.cat([REFERENCE[s] for s in members])
+    exact = torch.cat([tables.kls[s] for s in members]) if config.kl_estimator == "exact" else None
     batch = SimpleNamespace(
         size=len(members),
         sequence_T=sequence_T,
@@ -58,21 +77,16 @@ def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ..
         keys=[(0, index) for index in range(len(members))],
         lengths=lengths.tolist(),
         policy_T=logprobs.detach(),
-        behavior_T=logprobs.detach(),
+        behavior_T=torch.cat([tables.drawn[s] for s in members]).detach(),
     )
-    policy = SimpleNamespace(
-        logprobs=lambda *_, **__: TokenScores(
-            logprobs,
-            torch.zeros_like(logprobs),
-            None,
-            reference,
-            torch.cat([COLLISION[s] for s in members]),
-        )
-    )
+    collision = torch.cat([COLLISION[s] for s in members])
+    zero_T = torch.zeros_like(logprobs)
+    scores = TokenScores(logprobs, zero_T, None, reference, collision, exact)
+    policy = SimpleNamespace(logprobs=lambda *_, **__: scores)
     terms = terms_of(config)
     credit = Advantages(from_update=True)
     if not terms.values_from_forward:
-        values = batch_advantages(batch, policy.logprobs(), terms)
+        values = batch_advantages(batch, scores, terms)
         sizes = batch.lengths if config.importance_sampling_level == "token" else 1
         credit = Advantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
     denominator = loss.loss_denominator(
@@ -114,12 +128,17 @@ def groups_of(size: int, ordered: bool) -> Counter[tuple[int, ...]]:
     return Counter(every if ordered else (tuple(sorted(group)) for group in every))
 
 
-def expected_gradient(size: int, config: RLOOConfig, failure=None, ordered=False) -> Tensor:
+def expected_gradient(
+    size: int, config: RLOOConfig, failure=None, ordered=False, sampler=None
+) -> Tensor:
     """Minus the mean gradient of the loss over all groups, and over all patterns of failed rewards,
-    given that at least two succeed. `failure` maps a sequence's number to its chance of failing."""
+    given that at least two succeed. `failure` maps a sequence's number to its chance of failing.
+    The logits `sampler` sample, by default those of the policy."""
     theta = BANDIT.logits.clone().requires_grad_()
     lps = token_logprobs(theta)
-    logps = torch.stack([lp.sum() for lp in lps]).detach()
+    drawn = lps if sampler is None else token_logprobs(sampler)
+    tables = Tables(lps, state_kls(theta), drawn)
+    logps = torch.stack([lp.sum() for lp in drawn]).detach()
     total, mass = torch.zeros((), dtype=torch.float64), 0.0
     patterns = (
         [(True,) * size] if failure is None else itertools.product([True, False], repeat=size)
@@ -132,7 +151,7 @@ def expected_gradient(size: int, config: RLOOConfig, failure=None, ordered=False
             for s, ok in zip(group, scored, strict=True):
                 fails = 0.0 if failure is None else failure(s)
                 chance *= 1 - fails if ok else fails
-            total = total + chance * group_loss(lps, group, scored, config)
+            total = total + chance * group_loss(tables, group, scored, config)
             mass += chance
     return -torch.autograd.grad(total, theta)[0] / mass
 
@@ -173,6 +192,47 @@ UNBIASED = {
 def test_other_unbiased_forms(name):
     for size in (2, 3):
         assert error_of(expected_gradient(size, form(**UNBIASED[name]))) < 1e-12
+
+
+EXACT = {"kl_estimator": "exact"}
+CORRECTED = {
+    "rollout_importance_sampling_mode": "sequence_truncate",
+    "rollout_importance_sampling_threshold": 1e8,
+}
+
+
+@pytest.mark.parametrize("name", ["defaults", *UNBIASED])
+def test_an_exact_kl_in_the_reward_is_unbiased_in_every_unbiased_form(name):
+    for size in (2, 3) if name == "defaults" else (2,):
+        config = form(**UNBIASED.get(name, {}), **EXACT)
+        assert error_of(expected_gradient(size, config)) < 1e-12
+
+
+def test_an_exact_kl_is_unbiased_for_samples_of_another_policy_with_its_weights():
+    config = form(**EXACT, **CORRECTED)
+    gradient = expected_gradient(2, config, sampler=logits_table(2, 3))
+    assert error_of(gradient) < 1e-12
+
+
+def test_a_clipped_exact_kl_is_the_objective_with_the_clipped_penalty():
+    clip, theta = 0.4, BANDIT.logits.clone().requires_grad_()
+    kls = state_kls(theta)
+    assert 0 < sum(bool((kl > clip).any()) for kl in kls) < len(kls)
+    value = sum(
+        lp.sum().exp() * (reward - 0.3 * kl.clamp(max=clip).sum())
+        for lp, kl, reward in zip(token_logprobs(theta), kls, REWARDS, strict=True)
+    )
+    exact = torch.autograd.grad(value, theta)[0]
+    gradient = expected_gradient(2, form(**EXACT, kl_kwargs={"clip": clip}))
+    assert (gradient - exact).abs().max().item() < 1e-12
+
+
+def test_an_exact_kl_in_the_loss_has_the_expected_gradient_of_k2():
+    exact, k2 = (
+        expected_gradient(2, form(kl_placement="loss", kl_estimator=estimator))
+        for estimator in ("exact", "k2")
+    )
+    assert (exact - k2).abs().max().item() < 1e-12
 
 
 def test_one_completion_per_prompt_without_a_group_baseline_is_unbiased():
@@ -234,6 +294,7 @@ BIASED = {
         0.9965,
     ),
     "k2 in the loss": ({"kl_placement": "loss", "kl_estimator": "k2"}, 0.9505, 0.9744),
+    "exact in the loss": ({"kl_placement": "loss", "kl_estimator": "exact"}, 0.9505, 0.9744),
     "k3 in the loss": ({"kl_placement": "loss", "kl_estimator": "k3"}, 0.8890, 0.9100),
     "k2 in the reward": (any_kl("k2", "reward"), 0.9156, 0.9149),
     "k3 in the reward": (any_kl("k3", "reward"), 0.9224, 0.8840),
@@ -274,11 +335,15 @@ def test_what_is_measured_of_an_estimator_is_what_the_production_loss_does(beta)
         {"estimator": "grpo"},
         {"estimator": f"{EXAMPLE}:opo"},
         {**TOKEN, "kl_placement": "reward_to_go", "estimator_kwargs": {"kl_in_baseline": False}},
+        EXACT,
+        {**EXACT, "estimator": f"{EXAMPLE}:opo"},
+        {**EXACT, **TOKEN, "kl_placement": "reward_to_go"},
     )
     for options in forms:
         config = form(**options, beta=beta)
         gradient = expected_gradient(3, config)
-        (found,) = measure(load_estimator(config), [BANDIT], 3, beta)
+        exact_kl = config.kl_estimator == "exact"
+        (found,) = measure(load_estimator(config), [BANDIT], 3, beta, exact_kl=exact_kl)
         along = ((gradient * exact).sum() / (exact * exact).sum()).item()
         cosine = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
         error = ((gradient - exact).norm() / exact.norm()).item()

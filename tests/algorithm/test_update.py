@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo.algorithm.advantages import compute_advantages
-from rloo.algorithm.loss import kl_estimate
+from rloo.algorithm.kl_estimate import kl_estimate
 from rloo.algorithm.update import micro_batch_loss, update
 from rloo.model.micro_batch import pad
 from rloo.model.policy import Policy

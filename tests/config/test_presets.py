@@ -14,7 +14,7 @@ import torch
 
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.reward_shaping import make_training_samples
-from rloo.algorithm.token_values import token_penalty
+from rloo.algorithm.token_kl import token_penalty
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS, PAPER, estimator_config_of
 from rloo.config.parsing import parse_command_line
@@ -29,6 +29,7 @@ from rloo.config.presets import (
     remarks,
 )
 from rloo.config.show import render_resolved
+from rloo.model.logprobs import TokenScores
 from rloo.types import Completion, Group, Prompt
 from support.fixed_logprobs import Rollout, ours
 from support.presets import PRESET_FORMS
@@ -164,13 +165,11 @@ def test_a_whole_completion_s_kl_comes_off_each_of_its_tokens_after_a_baseline_o
 
 
 def test_the_penalty_of_a_token_is_bounded_where_the_preset_says_so():
-    policy, reference = torch.tensor([0.0]), torch.tensor([-50.0])
-    assert token_penalty(policy, reference, terms_of(form("openrlhf"))).tolist() == pytest.approx(
-        [0.1]
-    )
-    assert token_penalty(policy, reference, terms_of(form("paper"))).tolist() == pytest.approx(
-        [2.5]
-    )
+    zero = torch.tensor([0.0])
+    scores = TokenScores(zero, zero, None, torch.tensor([-50.0]))
+    for preset, penalty in {"openrlhf": 0.1, "paper": 2.5}.items():
+        found = token_penalty(scores, torch.tensor([0]), terms_of(form(preset)))
+        assert found.tolist() == pytest.approx([penalty])
 
 
 def test_an_option_beside_a_preset_wins_and_the_resolved_file_reads_back():
@@ -342,6 +341,24 @@ CONTRADICTIONS = [
         {"kl_kwargs": {"target": 0.1}, "preset": "grpo"},
         "kl_kwargs.target adapts the KL in the reward",
     ),
+    (
+        {"kl_estimator": "exact", "kl_placement": "loss", "use_bias_correction_kl": True},
+        "the ratio would add noise only",
+    ),
+    ({"kl_estimator": "exact", "parallel": "fsdp2"}, "sharded ones are gathered in turn"),
+    ({"kl_estimator": "exact", "std_level": "group"}, "std_level group scales the penalty"),
+    ({"kl_estimator": "exact", "normalize_advantages": True}, "normalize_advantages scales the"),
+    ({"kl_estimator": "exact", "mean_leave1out": False}, "mean_leave1out false scales the"),
+    (
+        {"kl_estimator": "exact", **composed(advantage_clip_range=[-1, 1])},
+        "estimator_kwargs.advantage_clip_range scales the penalty",
+    ),
+    (
+        {"kl_estimator": "exact", **composed(mean_over="tokens"), **TOKEN},
+        "estimator_kwargs.mean_over tokens scales the penalty",
+    ),
+    ({"kl_estimator": "exact", "estimator": "grpo"}, "estimator grpo scales the penalty"),
+    ({"kl_estimator": "exact", "preset": "opo", "beta": 0.1}, "leave1out false scales the penalty"),
     ({"delta": 1.1}, "inside the clipping range"),
     ({"sync_ref_model": True, "beta": 0.0}, "there is no reference to move"),
     ({"sync_ref_model": True, "use_peft": True}, "which must not move"),
@@ -376,6 +393,10 @@ def test_what_a_preset_sets_for_another_case_may_stay_idle():
         {"preset": "areal", "normalize_advantages": False},
         {"preset": "areal", "beta": 0.1, "kl_placement": "loss", "kl_estimator": "k3"},
         {"preset": "nemo_rl", "std_level": "none"},
+        {"preset": "grpo", "kl_estimator": "exact"},
+        {"preset": "openrlhf", "kl_estimator": "exact"},
+        {"std_level": "group", "kl_estimator": "exact", **composed(kl_in_baseline=False)},
+        {"std_level": "group", "kl_estimator": "exact", "beta": 0.0, "parallel": "fsdp2"},
         {"preset": "verl", "kl_placement": "loss", "kl_estimator": "k3"},
         {"preset": "trl"},
     ):

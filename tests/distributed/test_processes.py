@@ -31,7 +31,13 @@ KINDS = {kind: {"state_dict_type": kind} for kind in ("full", "sharded")}
 IN_GROUPS = (*HARDEST, "LoRA", "small micro-batches")
 GROUPS = SHARDS | {"dp_shard_size": 2}
 
-OF_MATRICES = (*HARDEST, "optimal token, by parts", "KL in the reward", "small micro-batches")
+OF_MATRICES = (
+    *HARDEST,
+    "optimal token, by parts",
+    "exact KL",
+    "KL in the reward",
+    "small micro-batches",
+)
 WITHOUT_ADAPTER = [name for name in RESUMED if name != "adapter"]
 TENSOR = {"tp_size": 2}
 
@@ -40,6 +46,7 @@ OF_SLICES = ("KL in the reward", "missing", "small micro-batches")
 MORE_OF_SLICES = (
     *OF_SLICES,
     "KL in the loss",
+    "exact KL",
     "several updates",
     "LoRA",
     "optimal token, by parts",

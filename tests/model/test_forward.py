@@ -36,7 +36,7 @@ def test_every_forward_of_the_weights_is_inside_the_scorer_s():
 def test_the_log_probs_alone_are_those_of_the_scores_without_gradients_or_entropies():
     policy = make_policy(make_model("qwen3_moe"))
     batch = policy.batch(make_samples())
-    whole, alone = policy.scorer(batch), policy.scorer(batch, logprobs_only=True)
+    whole, alone = policy.scorer(batch), policy.scorer(batch, only="logprobs")
     assert whole.balance is not None and alone.balance is None
     assert whole.entropy.shape == whole.logprobs.shape and alone.entropy.shape == (0,)
     assert torch.allclose(whole.logprobs, alone.logprobs, atol=1e-6)

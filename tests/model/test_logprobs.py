@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rloo import kernels
 from rloo.kernels.cpu_matmul import matrix_of
 from rloo.kernels.fused_lm_head import LogprobRequest
 from rloo.model.logprobs import CHUNK_ELEMENTS, token_logprobs
+from support.arrays import WatchRows
 from support.gpu import pretended
 from support.policies import weights_of
 
@@ -18,23 +18,13 @@ def test_chunks_of_the_vocabulary_change_nothing_and_bound_the_largest_tensor(ch
     head = torch.nn.Linear(16, 97)
     targets = torch.randint(0, 97, (50,))
     hidden = torch.randn(50, 16, requires_grad=True)
-    largest = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            for tensor in result if isinstance(result, tuple) else (result,):
-                of_tokens = isinstance(tensor, torch.Tensor) and tensor.shape != (16, 97)
-                if of_tokens and tensor.shape[-1:] == (97,):
-                    largest.append(tensor.numel())
-            return result
-
-    with Watch():
+    watch = WatchRows(97, ignored=(16, 97))
+    with watch:
         logprobs, _ = token_logprobs(
             head, hidden, LogprobRequest(targets, 0.5, chunk_elements), vocab_size=97
         )
         (logprobs * weights_of(50)).sum().backward()
-    assert max(largest) <= max(chunk_elements, 97)
+    assert 0 < watch.largest <= max(chunk_elements, 97)
     computed = hidden.grad.clone(), head.weight.grad.clone()
     hidden.grad, head.weight.grad = None, None
     expected = (head(hidden) / 0.5).log_softmax(-1).gather(1, targets[:, None])[:, 0]

@@ -141,7 +141,7 @@ def test_the_recipe_of_its_page_leaves_out_one_token_in_both():
 def test_kl_estimates_are_its_own_bound_included(estimator):
     from areal.utils.data import KLEstimator
 
-    from rloo.algorithm.loss import kl_estimate
+    from rloo.algorithm.kl_estimate import kl_estimate
 
     policy = torch.linspace(-15, 15, 31)
     values = kl_estimate(policy, torch.zeros(31), estimator=estimator, clip=10.0)

@@ -171,7 +171,7 @@ def test_weights_against_the_sampler_are_its_rollout_correction(mode, level, thr
 def test_kl_estimates_are_its_own_in_value_and_gradient(ours_name):
     from verl.trainer.ppo.core_algos import kl_penalty
 
-    from rloo.algorithm.loss import kl_estimate
+    from rloo.algorithm.kl_estimate import kl_estimate
 
     rollout = make_rollout([4, 4, 4], seed=8)
     reference = torch.cat(rollout.reference)

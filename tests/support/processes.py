@@ -134,6 +134,7 @@ CASES = {
     "ranked in its group": (ranked, {}),
     "KL in the reward": (mixed, {"beta": 0.05}),
     "KL in the loss": (mixed, {"beta": 0.05, "kl_placement": "loss", "kl_estimator": "k3"}),
+    "exact KL": (mixed, {"beta": 0.05, "kl_estimator": "exact", "num_iterations": 2}),
     "one group over all": (mixed, {"num_prompts": 1, "num_generations": 3}),
     "no signal on one": (flat_for_some, {"num_prompts": 2, "num_generations": 2}),
     "missing": (missing, {"beta": 0.05}),
@@ -174,8 +175,8 @@ CASES = {
 }
 # Which rows are drawn, what they are worth and how a loss adds them up: weights have no part in it.
 OF_ROWS = (
-    "ranked in its group", "shrinkage", "length-weighted", "KL in the loss", "no signal on one",
-    "dynamic sampling",
+    "ranked in its group", "shrinkage", "length-weighted", "KL in the loss", "exact KL",
+    "no signal on one", "dynamic sampling",
     "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *environments.CASES,
     RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip

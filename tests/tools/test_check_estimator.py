@@ -45,6 +45,12 @@ def single(returns):
 
 
 @pytest.fixture
+def pairs(monkeypatch):
+    """Groups of two completions alone."""
+    monkeypatch.setattr(check_estimator, "SIZES", (2,))
+
+
+@pytest.fixture
 def mine(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MINE)
@@ -144,8 +150,7 @@ def test_the_example_is_exact_in_every_case(capsys):
         ),
     ],
 )
-def test_the_verdict(mine, capsys, monkeypatch, arguments, expected):
-    monkeypatch.setattr(check_estimator, "SIZES", (2,))
+def test_the_verdict(mine, capsys, pairs, arguments, expected):
     given = [a.replace("{example}", str(EXAMPLE)).replace("{mine}", str(mine)) for a in arguments]
     assert expected in check(capsys, *given)[-1]
 
@@ -167,3 +172,14 @@ def test_what_cannot_be_checked_has_status_2_and_one_line(mine, capsys, argument
     assert cli.main(["check-estimator", *(a.replace("{mine}", str(mine)) for a in arguments)]) == 2
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
+
+
+def test_an_exact_kl_is_exact_with_less_variance_than_k1(pairs, capsys):
+    assert cli.main(["check-estimator", "rloo", "--kl_estimator", "exact"]) == 0
+    *table, _, verdict = capsys.readouterr().out.splitlines()
+    assert verdict == "exact: the expected gradient is the exact one in all 8 cases"
+    rows = [line.split() for line in table if line.startswith(("binary", "graded"))]
+    ratios = {float(row[1]): [] for row in rows}
+    for row in rows:
+        ratios[float(row[1])].append(float(row[6]) / float(row[7]))
+    assert ratios[0.0] == [1.0] * 4 and max(ratios[0.3]) < 0.9

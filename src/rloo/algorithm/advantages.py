@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.token_kl import measured_kl
 from rloo.algorithm.token_values import (
     Key,
     TokenValues,
@@ -117,12 +118,12 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext
                 continue
             old.update(zip(batch.keys, scores.logprobs.split(batch.lengths), strict=True))
             if terms.values_from_forward:
-                found = token_values(scores, terms).stacked()
+                found = token_values(scores, batch.sequence_T, terms).stacked()
                 values.update(zip(batch.keys, found.split(batch.lengths), strict=True))
-            if scores.reference is not None:
+            if (measured := measured_kl(scores)) is not None:
                 watched_N = terms.watched(batch.truncated_N)
                 watched_T = watched_N[batch.sequence_T]
-                kl = recorded_sum(scores.logprobs - scores.reference, watched_T)
+                kl = recorded_sum(measured, watched_T)
                 gather(sums, {"kl": kl, "tokens": watched_T.sum(), "sequences": watched_N.sum()})
         return old, to_cpu(values), read(sums)
 
@@ -142,8 +143,8 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext
 
 def batch_advantages(batch: MicroBatch, scores: TokenScores, terms: LossContext) -> Tensor:
     """Return the advantages of a micro-batch of whole groups: (N,), or (T,) with token-level
-    ratios."""
-    penalty_T, norm_T = token_values(scores, terms)
+    ratios. `scores` must have what `token_values` needs."""
+    penalty_T, norm_T = token_values(scores, batch.sequence_T, terms)
     returns = EstimatorInput(
         batch.reward_N, penalty_T, batch.sequence_T, batch.group_N, batch.truncated_N, norm_T
     )

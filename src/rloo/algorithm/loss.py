@@ -19,8 +19,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rloo.algorithm.kl_estimate import kl_estimate, ratio_of
+from rloo.algorithm.kl_estimate import ratio_of
 from rloo.algorithm.ragged import Completions, sum_by
+from rloo.algorithm.token_kl import has_kl_term, kl_term
 from rloo.config.config import RLOOConfig
 
 RatioLevel = Literal["sequence", "sequence_mean", "token"]
@@ -31,7 +32,7 @@ WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 class LossInputs(NamedTuple):
     """The inputs of a micro-batch's loss. `logprobs` and `entropy` (T,) have gradients.
     `advantages` are (N,) or (T,). `old` is `old_T` of `policy_loss`. `behavior` (T,) are the
-    log-probs under the distribution that the tokens were sampled from."""
+    log-probs under the distribution that the tokens were sampled from. `kl`: see `trained_kl`."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -41,20 +42,21 @@ class LossInputs(NamedTuple):
     reference: Tensor | None
     truncated_N: Tensor
     completions: Completions
+    kl: Tensor | None = None
 
 
 def loss(
     inputs: LossInputs, config: RLOOConfig, beta: float, denominator: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of a micro-batch, to be minimised, and sums for the metrics. The loss is the
-    clipped surrogate with importance weights, plus `beta` times the KL if the KL is in the loss,
+    clipped surrogate with importance weights, plus `beta` times the KL if the loss has a KL term,
     minus the entropy bonus. It is divided by `denominator` (from `loss_denominator`)."""
     weights, sums = _correction(inputs, config)
     form, old = PolicyLossConfig.of(config), inputs.old
     result = policy_loss(inputs.logprobs, old, inputs.advantages, inputs.completions, form, weights)
     others: Tensor | float = 0.0
     if has_other_terms(config, beta):
-        others_T = _other_terms(inputs, config, beta)
+        others_T = _other_terms(inputs, config, beta, weights)
         others = aggregate(others_T, inputs.completions, config.loss_aggregation)
     sums |= {"clipped_low": result.clipped_low.sum(), "clipped_high": result.clipped_high.sum()}
     return result.loss / denominator + others / denominator, sums
@@ -62,21 +64,18 @@ def loss(
 
 def has_other_terms(config: RLOOConfig, beta: float) -> bool:
     """Return whether the loss has terms that are not 0 when the advantage is 0."""
-    return (beta != 0 and config.kl_placement == "loss") or config.entropy_coef != 0
+    return has_kl_term(config, beta) or config.entropy_coef != 0
 
 
-def _other_terms(inputs: LossInputs, config: RLOOConfig, beta: float) -> Tensor:
+def _other_terms(
+    inputs: LossInputs, config: RLOOConfig, beta: float, weights: Tensor | None
+) -> Tensor:
     """The KL term minus the entropy bonus, (T,); 0 for truncated completions if masked."""
-    logprobs, total_T = inputs.logprobs, torch.zeros_like(inputs.logprobs)
+    total_T = torch.zeros_like(inputs.logprobs)
     if config.entropy_coef != 0:  # the entropy's backward pass reads the vocabulary
         total_T = total_T - config.entropy_coef * inputs.entropy
-    if beta != 0 and config.kl_placement == "loss":
-        assert inputs.reference is not None
-        estimator, clip = config.kl_estimator, config.kl_options.clip
-        kl = kl_estimate(logprobs, inputs.reference, estimator=estimator, clip=clip)
-        if config.use_bias_correction_kl:
-            kl = kl * ratio_of(logprobs - inputs.old)
-        total_T = total_T + beta * kl
+    if has_kl_term(config, beta):
+        total_T = total_T + beta * kl_term(inputs, config, weights)
     if config.mask_truncated_completions:
         masked_T = inputs.truncated_N[inputs.completions.sequence_T]
         total_T = torch.where(masked_T, 0.0, total_T)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
+from rloo.algorithm.token_kl import has_kl_term
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 
@@ -26,7 +27,7 @@ class LossContext:
     @property
     def kl_in_reward(self) -> bool:
         """Whether advantages depend on the reference model."""
-        return self.beta != 0 and not self.kl_in_loss
+        return self.beta != 0 and self.config.kl_placement != "loss"
 
     @property
     def values_from_forward(self) -> bool:
@@ -36,7 +37,7 @@ class LossContext:
     @property
     def kl_in_loss(self) -> bool:
         """Whether the loss has a KL term."""
-        return self.beta != 0 and self.config.kl_placement == "loss"
+        return has_kl_term(self.config, self.beta)
 
     @cached_property
     def estimator(self) -> LoadedEstimator:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rloo.algorithm.kl_estimate import kl_estimate
 from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.token_kl import token_penalty
 from rloo.model.logprobs import TokenScores
 from rloo.model.micro_batch import MicroBatch
 from rloo.model.policy import Policy
@@ -47,34 +47,27 @@ def score_first(policy: Policy, batch: MicroBatch, terms: LossContext) -> TokenS
 
 @torch.no_grad()
 def score_before_update(policy: Policy, batch: MicroBatch, terms: LossContext) -> TokenScores:
-    """As `score_first`, in a pass of its own, without gradients. The entropy is computed only if
-    the collision probabilities are."""
-    if terms.estimator.reads_score_norms:
-        scores = policy.logprobs(batch, collision=True)
-    else:
-        logprobs = policy.score(batch)
-        scores = TokenScores(logprobs, logprobs.new_empty(0), None)
-    reference = policy.reference_logprobs(batch) if terms.kl_in_reward else None
-    return scores._replace(reference=reference)
+    """As `score_first`, in a pass of its own, without gradients. The entropy is computed only with
+    the collision probabilities or the exact KL."""
+    collision, reference = terms.estimator.reads_score_norms, terms.kl_in_reward
+    if collision or (reference and terms.config.kl_estimator == "exact"):
+        return policy.logprobs(batch, reference=reference, collision=collision)
+    logprobs = policy.score(batch)
+    theirs = policy.reference_logprobs(batch) if reference else None
+    return TokenScores(logprobs, logprobs.new_empty(0), None, theirs)
 
 
-def token_values(scores: TokenScores, terms: LossContext) -> TokenValues:
-    """Return the KL penalties, and 1 - 2 p + the collision probability."""
+def token_values(scores: TokenScores, sequence_T: Tensor, terms: LossContext) -> TokenValues:
+    """Return the KL penalties, and 1 - 2 p + the collision probability. `scores` must have what
+    they are computed from."""
     logprobs = scores.logprobs.detach().double()
     penalty_T, norm_T = torch.zeros_like(logprobs), None
-    if terms.kl_in_reward and scores.reference is not None:
-        penalty_T = token_penalty(logprobs, scores.reference, terms)
+    if terms.kl_in_reward:
+        penalty_T = token_penalty(scores, sequence_T, terms)
     if terms.estimator.reads_score_norms:
         assert scores.collision is not None
         norm_T = 1.0 - 2.0 * logprobs.exp() + scores.collision.double()
     return TokenValues(penalty_T, norm_T)
-
-
-def token_penalty(logprobs: Tensor, reference: Tensor, terms: LossContext) -> Tensor:
-    """Return the KL penalty of each token, beta times its KL estimate: (T,), float64, detached."""
-    config, both = terms.config, (logprobs.detach().double(), reference.double())
-    clip = config.kl_options.clip
-    return terms.beta * kl_estimate(*both, estimator=config.kl_estimator, clip=clip)
 
 
 def without_signal(samples: Sequence[Sample], terms: LossContext) -> dict[Key, Tensor]:

@@ -11,6 +11,7 @@ from rloo.algorithm.advantages import Advantages, batch_advantages
 from rloo.algorithm.loss import LossInputs, has_other_terms, loss, loss_denominator
 from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.ragged import Completions
+from rloo.algorithm.token_kl import trained_kl
 from rloo.algorithm.token_values import score_first
 from rloo.algorithm.update_metrics import (
     MetricSums,
@@ -70,7 +71,7 @@ def update(
         done = policy.world.run_on_all_ranks(compute, *starts)
     for sums in done:
         add(tally, sums)
-    metrics = credit.stats | averages(tally, samples, config)
+    metrics = averages(tally, samples, config) | credit.stats
     if not computes_all:  # the entropy of the computed samples is a biased mean
         metrics.pop("entropy", None)
         metrics |= sampled_entropy(s.of_trained(s.policy_logprobs) for s in samples)
@@ -98,7 +99,7 @@ def micro_batch_loss(
     same device. `input_tokens` is the number of input tokens of all micro-batches, by default of
     this one."""
     scores = _forward(policy, batch, credit, terms)
-    now, reference = scores.logprobs.detach(), scores.reference
+    now = scores.logprobs.detach()
     if credit.from_update:
         advantages = batch_advantages(batch, scores, terms)
         credit.add(batch, advantages)
@@ -106,8 +107,9 @@ def micro_batch_loss(
         advantages = credit.of_batch(batch, now)
     old = credit.old(batch, now)
     inputs = LossInputs(
-        scores.logprobs, scores.entropy, advantages, old, batch.behavior_T, reference,
-        batch.truncated_N, Completions(batch.sequence_T, batch.size),
+        scores.logprobs, scores.entropy, advantages, old, batch.behavior_T,
+        scores.reference, batch.truncated_N, Completions(batch.sequence_T, batch.size),
+        trained_kl(scores, batch, terms),
     )  # fmt: skip
     value, parts = loss(inputs, terms.config, terms.beta, denominator)
     sums: MetricSums = {**parts}

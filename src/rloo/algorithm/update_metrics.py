@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm.loss import LossInputs
+from rloo.algorithm.token_kl import measured_kl
 from rloo.config.config import RLOOConfig
 from rloo.model.micro_batch import MicroBatch, count_input_tokens
 from rloo.types import Sample
@@ -68,8 +69,8 @@ def add_micro_batch(
 ) -> None:
     """Add the sums of a micro-batch except its loss. `watched_N`: see `LossContext.watched`."""
     now, watched_T = inputs.logprobs.detach(), watched_N[batch.sequence_T]
-    if inputs.reference is not None:
-        sums["kl"] = recorded_sum(now - inputs.reference, watched_T)
+    if (measured := measured_kl(inputs)) is not None:
+        sums["kl"] = recorded_sum(measured, watched_T)
     mismatch = (now - batch.policy_T).abs()
     sums |= {
         "entropy": recorded_sum(inputs.entropy.detach(), watched_T),

@@ -20,7 +20,16 @@ FIXED_REFERENCE = (
 
 def check_objective(config: TrainingOptions) -> None:
     """Raise ValueError for the first contradiction in the objective of `config`."""
-    parts = (_in_vain, _in_group, _in_kl, _in_composed, _in_loss, _in_reference, _in_weights)
+    parts = (
+        _in_vain,
+        _in_group,
+        _in_kl,
+        _in_exact_kl,
+        _in_composed,
+        _in_loss,
+        _in_reference,
+        _in_weights,
+    )
     for find in (_in_name, *parts):
         for fault in find(config):
             raise ValueError(fault)
@@ -174,6 +183,49 @@ def _in_kl(config: TrainingOptions) -> Iterator[str]:
         )
     if config.kl_options.target is not None and config.beta == 0:
         yield "kl_kwargs.target is given but beta is 0, which it multiplies; give a beta above 0"
+
+
+def _in_exact_kl(config: TrainingOptions) -> Iterator[str]:
+    if config.kl_estimator != "exact" or config.beta == 0:
+        return
+    if config.use_bias_correction_kl:
+        yield (
+            "use_bias_correction_kl is true and kl_estimator is exact, whose gradient does not "
+            "depend on the sampled token; the ratio would add noise only (use_bias_correction_kl)"
+        )
+    if config.parallel in ("fsdp2", "zero3"):
+        yield (
+            f"kl_estimator is exact and parallel is {config.parallel}; the KL needs the output "
+            "heads of policy and reference at the same time, and sharded ones are gathered in "
+            "turn (kl_estimator k1, or parallel replicate or zero2)"
+        )
+    if config.kl_placement != "loss" and (scaling := _scaling_of_kl(config)) is not None:
+        yield (
+            f"kl_estimator is exact and {scaling} scales the penalty in the advantages; the "
+            "gradient of the KL itself would not be scaled with it, so their sum would be that of "
+            "no objective (kl_estimator k1, kl_placement loss, or leave out the scaling)"
+        )
+
+
+def _scaling_of_kl(config: TrainingOptions) -> str | None:
+    """The setting, if any, by which a built-in estimator multiplies or clips a penalty in the
+    reward."""
+    if config.estimator != "composed":
+        scales = config.estimator in ("grpo", "reinforce_pp")
+        if not (config.estimator_kwargs or {}).get("leave1out", True):
+            return "estimator_kwargs.leave1out false"
+        return f"estimator {config.estimator}" if scales else None
+    form = estimator_config_of(config)
+    left_in = not form.mean_leave1out and form.mean_level in ("group", "batch")
+    before = {
+        f"std_level {form.std_level}": form.std_level != "none",
+        "mean_leave1out false": left_in,
+        "estimator_kwargs.advantage_clip_range": form.advantage_clip_range is not None,
+        "estimator_kwargs.mean_over tokens": form.mean_over == "tokens",
+    }
+    if form.normalize_advantages:
+        return "normalize_advantages"
+    return next((name for name, is_set in before.items() if is_set and form.kl_in_baseline), None)
 
 
 def _in_loss(config: TrainingOptions) -> Iterator[str]:

@@ -147,9 +147,9 @@ class TrainingOptions(MappingsAsValues):
     kl_placement: Literal["reward", "reward_to_go", "loss"] = KL.rloo("reward",
         "Place of the KL penalty: the completion's reward (reward), each token's reward-to-go "
         "(reward_to_go), or the loss (loss).")
-    kl_estimator: Literal["k1", "k2", "k3"] = KL.rloo("k1",
-        "Estimate of the KL per token, with x = log(policy / reference): k1 = x, k2 = x^2 / 2, k3 "
-        "= exp(-x) - 1 + x.")
+    kl_estimator: Literal["k1", "k2", "k3", "exact"] = KL.rloo("k1",
+        "KL per token, as an estimate with x = log(policy / reference): k1 = x, k2 = x^2 / 2, k3 "
+        "= exp(-x) - 1 + x; or over the vocabulary at each sampled position (exact).")
     use_bias_correction_kl: bool = KL.rloo(False,
         "Multiply a KL in the loss by the token's ratio, so that k1 and k3 have the gradient of "
         "the KL.", expert=True)

@@ -304,7 +304,8 @@ def kl_fault(config: TrainingOptions) -> str | None:
     """The fault in the gradient of the KL at its kl_placement; None if the gradient is correct."""
     in_loss, is_k1 = config.kl_placement == "loss", config.kl_estimator == "k1"
     corrected = in_loss and config.use_bias_correction_kl
-    if config.beta == 0 or corrected or in_loss != is_k1:
+    exact = config.kl_estimator == "exact"
+    if config.beta == 0 or corrected or exact or in_loss != is_k1:
         return None
     return "zero gradient" if in_loss else "wrong gradient"
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from rloo.config.config import RLOOConfig
 from rloo.kernels.cpu_matmul import Matrix, matrix_of
 from rloo.kernels.fused_lm_head import LogprobRequest
+from rloo.model.exact_kl import ReferenceStates, ScoreRequest, exact_scores
 from rloo.model.logprobs import CHUNK_ELEMENTS, Head, TokenScores, score_tokens, token_logprobs
 from rloo.model.micro_batch import MicroBatch
 
@@ -56,27 +57,30 @@ class LogprobModel(nn.Module):
         self,
         batch: MicroBatch,
         *,
-        logprobs_only: bool = False,
-        by_logits: bool = False,
+        only: Literal["logprobs", "own_logprobs", "states"] | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
         temperature: float | None = None,
+        reference: ReferenceStates | None = None,
         collision: bool = False,
-    ) -> TokenScores:
+    ) -> TokenScores | ReferenceStates:
         """Scores of the batch's T completion tokens, with gradients if they are enabled.
 
-        With `logprobs_only` there are no gradients, no entropies (their shape is (0,)) and no
-        balancing loss, and the head computes about half as much. With `by_logits` there are only
-        log-probs, from the logits that the model itself computes, as a check of our output head.
-        `chunk_elements`: see `token_logprobs`. `temperature` replaces the policy's temperature.
-        `collision`: whether to compute the collision probabilities, too.
+        With `only` logprobs there are no gradients, no entropies (their shape is (0,)) and no
+        balancing loss, and the head computes about half as much. With `only` own_logprobs there are
+        only log-probs, from the logits that the model itself computes, as a check of our output
+        head. With `only` states, the result is this model as a `reference` of another, whose scores
+        then include the exact KL. `chunk_elements`: see `token_logprobs`. `temperature` replaces
+        the policy's temperature. `collision`: whether to compute the collision probabilities, too.
         """
         temperature = temperature or self.temperature
-        if by_logits:
+        if only == "own_logprobs":
             logprobs = own_logprobs(self.model, batch, temperature)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         options: dict[str, Any] = {"temperature": temperature, "vocab_size": self._vocab_size}
-        if logprobs_only:
+        if only is not None:
             _, hidden, head = self._run(batch)
+            if only == "states":
+                return ReferenceStates(hidden, head)
             logprobs = score_tokens(head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         routing = {"output_router_logits": True} if self._balanced else {}
@@ -84,6 +88,11 @@ class LogprobModel(nn.Module):
         balance = None
         if self._balanced:
             balance = balancing_loss(self.model, outputs.router_logits, batch.multiplicity)
+        if reference is not None:
+            wanted = ScoreRequest(
+                batch.target_T, chunk_elements=chunk_elements, collision=collision, **options
+            )
+            return exact_scores(head, hidden, reference, wanted)._replace(balance=balance)
         found = None
         if collision:
             dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -107,13 +116,18 @@ class LogprobModel(nn.Module):
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """The log-probs (T,) of the completion tokens, without gradients and without entropies."""
-        return self(batch, logprobs_only=True, temperature=temperature).logprobs
+        return self(batch, only="logprobs", temperature=temperature).logprobs
+
+    @torch.no_grad()
+    def states(self, batch: MicroBatch) -> ReferenceStates:
+        """This model as the reference at the batch's states, without gradients."""
+        return self(batch, only="states")
 
     @torch.no_grad()
     def logprobs_by_logits(self, batch: MicroBatch) -> Tensor:
         """The log-probs (T,) of the completion tokens, from the logits that the model itself
         computes."""
-        return self(batch, by_logits=True).logprobs
+        return self(batch, only="own_logprobs").logprobs
 
 
 def _path_of_body(model: PreTrainedModel) -> str:

@@ -26,7 +26,7 @@ from rloo.kernels.fused_softmax import SoftmaxOutput, collisions, differentiate,
 # are several chunks, the backward recomputes them.
 CHUNK_ELEMENTS = 2**26
 # A GPU's chunks are this many times larger, because each operation on a chunk is a kernel launch.
-_ON_GPU = 2
+ON_GPU = 2
 # The number of elements processed at a time on a CPU, so that they stay in its cache.
 CACHED_ELEMENTS = 2**21
 
@@ -37,13 +37,15 @@ class TokenScores(NamedTuple):
     """Log-probs and entropies of T completion tokens, both (T,), float32, in nats; the balancing
     loss of the micro-batch, if the model is a mixture of experts and the loss's coefficient is not
     0; and, if requested, the log-probs under the reference and the collision probabilities of the
-    tokens' distributions (the sums of squared probabilities), both (T,), without gradients."""
+    tokens' distributions (the sums of squared probabilities), both (T,), without gradients. With
+    `kl_estimator` exact, `kl` (T,) is the KL over the vocabulary at the state before each token."""
 
     logprobs: Tensor
     entropy: Tensor
     balance: Tensor | None
     reference: Tensor | None = None
     collision: Tensor | None = None
+    kl: Tensor | None = None
 
 
 class _SelectLogprobs(torch.autograd.Function):
@@ -57,9 +59,9 @@ class _SelectLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, asked: LogprobRequest) -> Any:
         targets, temperature = asked.targets, asked.temperature
-        kept = _precise(logits)
+        kept = precise(logits)
         logprobs, entropy, total = (kept.new_empty(len(kept)) for _ in range(3))
-        for part in _parts(kept):
+        for part in cached_rows(kept):
             rows = SoftmaxOutput(logprobs[part], entropy[part], kept[part], total[part])
             select(kept[part], targets[part], temperature, rows)
             if asked.collision is not None:
@@ -76,14 +78,14 @@ class _SelectLogprobs(torch.autograd.Function):
         of_logprobs, of_entropy = (None if g is None else g / ctx.temperature for g in gradients)
         if of_logprobs is None:
             of_logprobs = torch.zeros_like(entropy)
-        for part in _parts(kept):
+        for part in cached_rows(kept):
             rows = SoftmaxOutput(entropy[part], entropy[part], kept[part], total[part])
             slope = None if of_entropy is None else of_entropy[part]
             differentiate(rows, targets[part], of_logprobs[part], slope)
         return kept.to(ctx.dtype), None
 
 
-def _parts(logits: Tensor) -> Iterator[slice]:
+def cached_rows(logits: Tensor) -> Iterator[slice]:
     """Slices of rows that fit a CPU's cache. On a GPU one slice, since each operation is a kernel
     launch."""
     if logits.device.type == "cuda":
@@ -115,7 +117,7 @@ def token_logprobs(
             part.collision.copy_(gpu_kernels.collisions(logits, part.temperature))
         return gpu_kernels.logprobs(logits, part.targets, part.temperature)
 
-    times = _ON_GPU if hidden.device.type == "cuda" else 1
+    times = ON_GPU if hidden.device.type == "cuda" else 1
     rows = max(1, times * asked.chunk_elements // vocab_size)
     if hidden.shape[0] <= rows:
         return select_from(hidden, slice(None))
@@ -144,7 +146,7 @@ def score_tokens(
         if gpu_kernels.computes(logits):
             parts.append(gpu_kernels.logprobs(logits, targets_chunk, temperature)[0])
             continue
-        logits = _precise(logits)
+        logits = precise(logits)
         parts.append(logits.new_empty(len(logits)))
         select(logits, targets_chunk, temperature, SoftmaxOutput(parts[-1]))
     return torch.cat(parts)
@@ -154,6 +156,6 @@ def _matrix(head: Head) -> Matrix | None:
     return head.matrix() if isinstance(head, HasMatrix) else None
 
 
-def _precise(logits: Tensor) -> Tensor:
+def precise(logits: Tensor) -> Tensor:
     """Logits in at least float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

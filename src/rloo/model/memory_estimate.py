@@ -286,13 +286,15 @@ def _peaks(policy: Policy, samples: Sequence[Sample], chunk_elements: int) -> li
 
     def work(mark: Mark) -> None:
         with _marked_layers(policy.model, mark), casting_once(policy):
-            batch = policy.batch(samples)
-            logprobs = policy.logprobs(batch, chunk_elements=chunk_elements).logprobs
+            batch, beta = policy.batch(samples), policy.config.beta
+            exact = beta != 0 and policy.config.kl_estimator == "exact"
+            scores = policy.logprobs(batch, reference=exact, chunk_elements=chunk_elements)
             mark()
-            if policy.config.beta != 0:
+            if beta != 0 and not exact:
                 policy.reference_logprobs(batch)
                 mark()
-            policy.stepper.backward(logprobs.mean())
+            parts = [x.mean() for x in (scores.logprobs, scores.kl) if x is not None]
+            policy.stepper.backward(torch.stack(parts).sum())
 
     try:
         return phase_peaks(policy.device, work)

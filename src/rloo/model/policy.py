@@ -227,13 +227,25 @@ class Policy:
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> TokenScores:
         """Scores of the batch's completion tokens at the sampling temperature, with gradients if
-        they are enabled. With `reference`, the result includes `reference_logprobs`; with
-        `collision`, the collision probabilities. `chunk_elements`: see `token_logprobs`."""
-        score = partial(self.scorer, chunk_elements=chunk_elements, collision=collision)
-        with self._autocast(), self._offloading():
-            sliced = self.sequence_parallel
-            scores = sliced.scores(score, batch) if sliced else score(batch)
-        return scores._replace(reference=self.reference_logprobs(batch)) if reference else scores
+        they are enabled. With `reference`, the result includes `reference_logprobs`, and the KL
+        over the vocabulary if `kl_estimator` is exact; with `collision`, the collision
+        probabilities. `chunk_elements`: see `token_logprobs`."""
+        exact = reference and self.config.kl_estimator == "exact"
+
+        def score(batch: MicroBatch) -> TokenScores:
+            with self._autocast(keeps=False):
+                states = self.reference.states(batch) if exact else None
+            with self._autocast(), self._offloading():
+                return self.scorer(
+                    batch, chunk_elements=chunk_elements, reference=states, collision=collision
+                )
+
+        scores = (
+            self.sequence_parallel.scores(score, batch) if self.sequence_parallel else score(batch)
+        )
+        if exact or not reference:
+            return scores
+        return scores._replace(reference=self.reference_logprobs(batch))
 
     def score(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """The log-probs (T,) of the completion tokens, without gradients and without entropies.

@@ -14,6 +14,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import quiet
 from rloo.distributed.sharded_tensor import lerp
 from rloo.kernels.bf16_rounding import reduced_precision
+from rloo.model.exact_kl import ReferenceStates
 from rloo.model.forward import LogprobModel
 from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import MicroBatch
@@ -22,6 +23,7 @@ from rloo.model.offload import keep_on_host
 
 # The folder in a checkpoint for a reference that `sync_ref_model` updates.
 FOLDER = "reference"
+_NONE = "beta is 0; there is no reference model to compare with (beta)"
 
 
 class ReferenceModel:
@@ -35,7 +37,12 @@ class ReferenceModel:
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """The log-probs (T,) under the reference, without gradients. Raises ValueError if there is
         no reference."""
-        raise ValueError("beta is 0; there is no reference model to compare with (beta)")
+        raise ValueError(_NONE)
+
+    def states(self, batch: MicroBatch) -> ReferenceStates:
+        """The hidden states and the head of the reference, without gradients, for an exact KL.
+        Raises ValueError if there is no reference."""
+        raise ValueError(_NONE)
 
     def offload(self, device: torch.device) -> None:
         """Keep a copy's layers in host memory, except for the layer that computes. Raises
@@ -77,6 +84,19 @@ class AdapterDisabledReference(ReferenceModel):
         with self._adapter.as_reference():
             return self._scorer.logprobs(batch)
 
+    def states(self, batch: MicroBatch) -> ReferenceStates:
+        """See `ReferenceModel`."""
+        with self._adapter.as_reference():
+            hidden, head = self._scorer.states(batch)
+        if isinstance(self._scorer.model.get_output_embeddings(), nn.Linear):
+            return ReferenceStates(hidden, head)
+
+        def original(hidden: Tensor) -> Tensor:
+            with self._adapter.as_reference():
+                return head(hidden)
+
+        return ReferenceStates(hidden, original)
+
 
 class FrozenCopy(ReferenceModel):
     """A copy of the policy, made when the instance is created. Checkpoints contain the copy if
@@ -97,6 +117,11 @@ class FrozenCopy(ReferenceModel):
         """The log-probs (T,) under the copy, without gradients."""
         self._scorer.own_logits = self._policy.own_logits
         return self._scorer.logprobs(batch)
+
+    def states(self, batch: MicroBatch) -> ReferenceStates:
+        """See `ReferenceModel`."""
+        self._scorer.own_logits = self._policy.own_logits
+        return self._scorer.states(batch)
 
     @torch.no_grad()
     def move(self, share: float) -> None:

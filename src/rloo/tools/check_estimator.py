@@ -40,13 +40,14 @@ def report(config: RLOOConfig) -> Iterator[str]:
     yield f"{estimator}, given {given}"
     yield "Every rollout of two small prompts; loss: mean over completions, at the first update."
     yield "Scale and cosine: expected gradient beside the exact one of E[reward] - beta KL."
-    yield "Variance: over the squared scale; last column: leave-one-out's."
+    yield "Variance: over the squared scale; last column: leave-one-out's, with k1."
     yield ""
     yield "rewards  beta  K  prompt    scale   cosine   variance  leave-one-out"
     # A KL in the loss does not belong to an estimator.
     betas = (0.0,) if config.kl_placement == "loss" else (0.0, KL_WEIGHT)
+    exact_kl = config.kl_estimator == "exact"
     cases = []
-    for case in enumerate_cases(estimator, betas):
+    for case in enumerate_cases(estimator, betas, exact_kl=exact_kl):
         cases.append(case)
         about = f"{case.rewards:7}  {case.beta:<4g}  {case.size}  {case.prompt:<6}"
         found = case.found
@@ -57,11 +58,12 @@ def report(config: RLOOConfig) -> Iterator[str]:
 
 
 def enumerate_cases(
-    estimator: LoadedEstimator, betas: tuple[float, ...]
+    estimator: LoadedEstimator, betas: tuple[float, ...], *, exact_kl: bool = False
 ) -> Iterator[EstimatorComparison]:
     """Yield comparisons for binary and graded rewards, two prompts, and groups of 2 to 4
     completions. An estimator of groups is enumerated for each prompt separately. An estimator of
-    whole rollouts is enumerated for both prompts together, with fewer tokens."""
+    whole rollouts is enumerated for both prompts together, with fewer tokens. `exact_kl`: see
+    `measure`. Leave-one-out, for comparison, has k1."""
     usual = load_estimator(RLOOConfig(estimator="rloo"))
     num_tokens = 2 if estimator.over_rollout else 3
     for rewards in ("binary", "graded"):
@@ -69,7 +71,11 @@ def enumerate_cases(
         together = [bandits] if estimator.over_rollout else [[bandit] for bandit in bandits]
         for beta in betas:
             for size in SIZES:
-                ours = [f for prompts in together for f in measure(estimator, prompts, size, beta)]
+                ours = [
+                    found
+                    for prompts in together
+                    for found in measure(estimator, prompts, size, beta, exact_kl=exact_kl)
+                ]
                 theirs = [f for bandit in bandits for f in measure(usual, [bandit], size, beta)]
                 for number, (found, other) in enumerate(zip(ours, theirs, strict=True), start=1):
                     yield EstimatorComparison(rewards, beta, size, number, found, other)

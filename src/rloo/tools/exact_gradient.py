@@ -16,6 +16,7 @@ from torch import Tensor
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator
 from rloo.algorithm.ragged import sum_by
+from rloo.algorithm.token_kl import following
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
@@ -50,19 +51,33 @@ class TabularPolicy:
         """The number of tokens of each sequence."""
         return torch.tensor([len(sequence) for sequence in self.sequences])
 
+    @cached_property
+    def owner_T(self) -> Tensor:
+        """The index of the sequence of each token, for all tokens of all sequences."""
+        return torch.arange(len(self.sequences)).repeat_interleave(self.length_S)
+
+    @cached_property
+    def state_T(self) -> Tensor:
+        """The row of `logits` that each token of all sequences is sampled from."""
+        states = [(0, *(1 + token for token in s[:-1])) for s in self.sequences]
+        return torch.tensor(list(itertools.chain(*states)))
+
     def token_logprobs(self, logits: Tensor) -> Tensor:
         """Return the log-probs of all tokens of all sequences, concatenated, under `logits`."""
-        rows = logits.log_softmax(-1)
-        chosen = [
-            (0 if place == 0 else 1 + sequence[place - 1], token)
-            for sequence in self.sequences
-            for place, token in enumerate(sequence)
-        ]
-        return torch.stack([rows[place] for place in chosen])
+        token_T = torch.tensor(list(itertools.chain(*self.sequences)))
+        return logits.log_softmax(-1)[self.state_T, token_T]
 
-    def token_kl(self) -> Tensor:
+    def state_kl(self, logits: Tensor) -> Tensor:
+        """Return KL(`logits` || reference) over the vocabulary at the state before each token of
+        all sequences."""
+        ours, theirs = logits.log_softmax(-1), self.reference.log_softmax(-1)
+        return (ours.exp() * (ours - theirs)).sum(-1)[self.state_T]
+
+    def token_kl(self, *, exact: bool = False) -> Tensor:
         """Return the KL penalty of all tokens of all sequences at beta 1: log policy - log
-        reference."""
+        reference, or the exact penalty (`rloo.algorithm.token_kl.token_penalty`)."""
+        if exact:
+            return following(self.state_kl(self.logits), self.owner_T)
         return self.token_logprobs(self.logits) - self.token_logprobs(self.reference)
 
     def token_score_norms(self) -> Tensor:
@@ -77,8 +92,7 @@ class TabularPolicy:
 
     def logprob_S(self, logits: Tensor) -> Tensor:
         """Return the log-probs of the sequences under `logits`."""
-        index = torch.arange(len(self.sequences)).repeat_interleave(self.length_S)
-        return sum_by(self.token_logprobs(logits), index, len(self.sequences))
+        return sum_by(self.token_logprobs(logits), self.owner_T, len(self.sequences))
 
     def exact_gradient(self, beta: float) -> Tensor:
         """Return the gradient of E[reward] - beta KL(policy || reference) w.r.t. the logits."""
@@ -105,7 +119,12 @@ class GradientComparison:
 
 
 def measure(
-    estimator: LoadedEstimator, bandits: Sequence[TabularPolicy], size: int, beta: float
+    estimator: LoadedEstimator,
+    bandits: Sequence[TabularPolicy],
+    size: int,
+    beta: float,
+    *,
+    exact_kl: bool = False,
 ) -> list[GradientComparison]:
     """For each prompt in `bandits`, compare the expected gradient of `estimator` with the exact
     gradient. The expectation is over all rollouts with `size` completions per prompt. All prompts
@@ -124,7 +143,7 @@ def measure(
     owner_T = torch.arange(len(length)).repeat_interleave(length)
     starts = (first.length_S.cumsum(0) - first.length_S)[sequence] - (length.cumsum(0) - length)
     token_T = torch.arange(len(owner_T)) + starts[owner_T]
-    kl_PT = torch.stack([bandit.token_kl() for bandit in bandits])
+    kl_PT = torch.stack([bandit.token_kl(exact=exact_kl) for bandit in bandits])
     norm_PT = torch.stack([bandit.token_score_norms() for bandit in bandits])
     returns = EstimatorInput(
         torch.stack([b.reward_S for b in bandits])[prompt, sequence],
@@ -143,7 +162,12 @@ def measure(
         scores = torch.autograd.functional.jacobian(bandit.token_logprobs, bandit.logits).flatten(1)
         here_T = advantage_T * (prompt[owner_T] == place)
         sums = torch.zeros(len(drawn), scores.shape[1], dtype=torch.float64)
-        sums.index_add_(0, owner_T // (size * num_prompts), here_T[:, None] * scores[token_T])
+        rollout_T = owner_T // (size * num_prompts)
+        sums.index_add_(0, rollout_T, here_T[:, None] * scores[token_T])
+        if exact_kl:
+            slopes = torch.autograd.functional.jacobian(bandit.state_kl, bandit.logits).flatten(1)
+            paid_T = beta * (prompt[owner_T] == place).double()
+            sums.index_add_(0, rollout_T, -paid_T[:, None] * slopes[token_T])
         found.append(_compare(sums / size, weight_R, bandit.exact_gradient(beta).flatten()))
     return found
 

@@ -130,8 +130,10 @@ class SequenceParallel:
         found = compute(part.batch)
         # Separately: the entropy has no gradient in most runs, and its backward is then left out.
         logprobs, entropy = (self._gather(x, part) for x in (found.logprobs, found.entropy))
-        collision = None if found.collision is None else self._gather(found.collision, part)
-        return TokenScores(logprobs, entropy, None, collision=collision)
+        names = ("reference", "collision", "kl")
+        given = {name: x for name in names if (x := getattr(found, name)) is not None}
+        others = {name: self._gather(x, part) for name, x in given.items()}
+        return TokenScores(logprobs, entropy, None, **others)
 
     def logprobs(self, compute: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor:
         """As `scores`, for log-probs alone."""
