@@ -151,7 +151,10 @@ def _read_kl(source: SettingsReader, placement: str, former: bool) -> dict[str, 
     for name in ("type", "target_kl", "horizon"):
         source.leave(f"algorithm.kl_ctrl.{name}", "it acts on an adaptive KL in the reward only")
     if kind not in _ESTIMATES:
-        source.give_back(kinds["reward" if in_reward else "loss"], kind, "no such estimate here")
+        why = "no such estimate here"
+        if kind == "full":
+            why = "verl itself has no code for it; kl_estimator exact is the KL over the vocabulary"
+        source.give_back(kinds["reward" if in_reward else "loss"], kind, why)
     read["kl_estimator"] = _ESTIMATES.get(kind, "k1" if in_reward else "k3")
     if in_reward and kind.endswith("+"):
         read["kl_estimator"] = (
