@@ -7,23 +7,18 @@ All groups of K are enumerated with their probabilities.
 import itertools
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from rloo.algorithm import loss
-from rloo.algorithm.advantages import Advantages, batch_advantages
 from rloo.algorithm.estimator_registry import load_estimator
-from rloo.algorithm.update import micro_batch_loss
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.presets import BASE
-from rloo.model.logprobs import TokenScores
 from rloo.tools.exact_gradient import TabularPolicy, logits_table, measure
+from support.bandits import BanditGroup, rollout_loss
 from support.presets import PRESET_FORMS
-from support.terms import terms_of
 
 REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], dtype=torch.float64)
 BANDIT = TabularPolicy(logits_table(0, 3), logits_table(1, 3), REWARDS)
@@ -39,40 +34,9 @@ REFERENCE = token_logprobs(BANDIT.reference)
 
 
 def group_loss(lps: list[Tensor], group: tuple[int, ...], scored: tuple[bool, ...], config):
-    """The production path for one group: KL, advantages, loss, as `credit` and `update` have it."""
+    """The production path for one group."""
     members = [s for s, ok in zip(group, scored, strict=True) if ok]
-    lengths = torch.tensor([len(lps[s]) for s in members])
-    sequence_T = torch.arange(len(members)).repeat_interleave(lengths)
-    logprobs = torch.cat([lps[s] for s in members])
-    reference = torch.cat([REFERENCE[s] for s in members])
-    batch = SimpleNamespace(
-        size=len(members),
-        sequence_T=sequence_T,
-        group_N=torch.zeros(len(members), dtype=torch.long),
-        all_scored=False,
-        reward_N=REWARDS[members],
-        truncated_N=torch.zeros(len(members), dtype=torch.bool),
-        keys=[(0, index) for index in range(len(members))],
-        lengths=lengths.tolist(),
-        policy_T=logprobs.detach(),
-        behavior_T=logprobs.detach(),
-    )
-    policy = SimpleNamespace(
-        logprobs=lambda *_, **__: TokenScores(logprobs, torch.zeros_like(logprobs), None, reference)
-    )
-    terms = terms_of(config)
-    credit = Advantages(from_update=True)
-    if not terms.kl_in_reward:
-        values = batch_advantages(batch, logprobs, logprobs.detach(), terms)
-        sizes = batch.lengths if config.importance_sampling_level == "token" else 1
-        credit = Advantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
-    denominator = loss.loss_denominator(
-        config.loss_aggregation,
-        num_sequences=len(members),
-        num_tokens=len(logprobs),
-        constant=config.loss_constant,
-    )
-    return micro_batch_loss(policy, batch, credit, terms, denominator)[0]
+    return rollout_loss([BanditGroup(lps, REFERENCE, REWARDS, members)], config)
 
 
 def form(**options) -> RLOOConfig:
@@ -105,9 +69,12 @@ def groups_of(size: int, ordered: bool) -> Counter[tuple[int, ...]]:
     return Counter(every if ordered else (tuple(sorted(group)) for group in every))
 
 
-def expected_gradient(size: int, config: RLOOConfig, failure=None, ordered=False) -> Tensor:
+def expected_gradient(
+    size: int, config: RLOOConfig, failure=None, ordered=False, *, given_two=True
+) -> Tensor:
     """Minus the mean gradient of the loss over all groups, and over all patterns of failed rewards,
-    given that at least two succeed. `failure` maps a sequence's number to its chance of failing."""
+    given that at least two succeed, or with the gradient 0 of the others. `failure` maps a
+    sequence's number to its chance of failing."""
     theta = BANDIT.logits.clone().requires_grad_()
     lps = token_logprobs(theta)
     logps = torch.stack([lp.sum() for lp in lps]).detach()
@@ -125,7 +92,7 @@ def expected_gradient(size: int, config: RLOOConfig, failure=None, ordered=False
                 chance *= 1 - fails if ok else fails
             total = total + chance * group_loss(lps, group, scored, config)
             mass += chance
-    return -torch.autograd.grad(total, theta)[0] / mass
+    return -torch.autograd.grad(total, theta)[0] / (mass if given_two else 1.0)
 
 
 def error_of(gradient: Tensor, beta: float = 0.3) -> float:
@@ -172,6 +139,14 @@ def test_one_completion_per_prompt_without_a_group_baseline_is_unbiased():
 def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta):
     gradient = expected_gradient(3, form(beta=beta), failure=lambda s: 0.25)
     assert error_of(gradient, beta) < 1e-12
+
+
+@pytest.mark.parametrize(("size", "scale"), [(2, 0.5625), (3, 0.84375)])
+def test_missing_rewards_leave_the_direction_and_not_the_scale(size, scale):
+    """With one prompt, the scale is the chance of two scores: of K = 2, both; of 3, 2 or 3."""
+    config = form(beta=0.0)
+    gradient = expected_gradient(size, config, failure=lambda s: 0.25, given_two=False)
+    assert (gradient - scale * BANDIT.exact_gradient(0.0)).abs().max().item() < 1e-12
 
 
 def test_rewards_missing_because_of_the_completion_bias_it():

@@ -107,7 +107,7 @@ def micro_batch_loss(
     old = credit.old(batch, now)
     inputs = LossInputs(
         scores.logprobs, scores.entropy, advantages, old, batch.behavior_T, reference,
-        batch.truncated_N, Completions(batch.sequence_T, batch.size),
+        batch.truncated_N, batch.weight_N.to(now), Completions(batch.sequence_T, batch.size),
     )  # fmt: skip
     value, parts = loss(inputs, terms.config, terms.beta, denominator)
     sums: MetricSums = {**parts}
