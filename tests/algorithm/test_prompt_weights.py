@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from rloo.config.config import RLOOConfig
-from rloo.data.variance_sampler import draw_systematically
-from rloo.tools.exact_gradient import TabularPolicy, logits_table
+from rloo.tools.exact_gradient import TabularPolicy, all_draws, logits_table
 from support.bandits import BanditGroup, rollout_loss
 from support.production import GRADED, Production
 
@@ -32,15 +31,6 @@ SHARES = {
 def form(**options) -> RLOOConfig:
     usual = {"beta": 0.3, "num_generations": 2, "num_prompts": 2, "max_completion_length": 2}
     return RLOOConfig(**{**usual, "prompt_sampling": "variance", **options})
-
-
-def all_draws(share: list[float], num: int):
-    """Every outcome of `num` draws, with its probability: the lengths of the intervals of the one
-    random number in which it is the same."""
-    bounds = np.cumsum(share) * num / np.sum(share)
-    edges = np.unique(np.concatenate([[0.0, 1.0], bounds - np.floor(bounds)]))
-    for low, high in itertools.pairwise(edges):
-        yield high - low, draw_systematically(np.array(share), num, (low + high) / 2)
 
 
 class Tables:

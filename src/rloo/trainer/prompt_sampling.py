@@ -26,9 +26,7 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig) -> Prompts:
             "number are not known; prompts are drawn from a dataset with a length "
             "(prompt_sampling uniform)"
         )
-    if load_estimator(config).over_rollout:
-        why = "whose advantages depend on other drawn prompts"
-        raise ValueError(refused_with_weights("estimator", config.estimator, why))
+    check_estimator_of_weights(config)
     options = config.prompt_options
     if options.column not in (None, *source.columns):
         raise ValueError(
@@ -52,6 +50,13 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig) -> Prompts:
     )
     source.set_sampler(sampler)
     return source
+
+
+def check_estimator_of_weights(config: RLOOConfig) -> None:
+    """Raise ValueError if `prompt_sampling` is variance and the estimator is over the rollout."""
+    if config.prompt_sampling == "variance" and load_estimator(config).over_rollout:
+        why = "whose advantages depend on other drawn prompts"
+        raise ValueError(refused_with_weights("estimator", config.estimator, why))
 
 
 def check_terms(policy: Policy) -> None:
