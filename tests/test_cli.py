@@ -369,7 +369,7 @@ def test_faults_of_the_command_line_are_refused_before_torch_is_imported(folder,
         (["train", "--dataset", "rows.jsonl", "--reward", "rewards.py:length"], "no model"),
         (["train", "--model", "{model}", "--reward", "rewards.py:length"], "no dataset"),
         (["train", "--model", "{model}", "--dataset", "rows.jsonl"], "no reward function"),
-        (["eval", "run.yaml", "--eval_pass_k", "9"], "eval_pass_k contains 9"),
+        (["eval", "run.yaml", "--eval_kwargs.pass_k", "9"], "eval_kwargs.pass_k contains 9"),
         (["eval", "run.yaml", "--eval_split", "test"], "has no split 'test'"),
         (["config", "run.yaml", "--beta", "much"], "beta is 'much'; it must be a number"),
     ],
@@ -639,7 +639,7 @@ def test_eval_takes_the_configuration_of_a_run_whose_reference_moves(folder, cap
 
 def test_eval_prints_what_it_measured_and_writes_nothing(folder, capsys):
     options = [
-        "--eval_pass_k",
+        "--eval_kwargs.pass_k",
         "1",
         "2",
         "--num_generations_eval",

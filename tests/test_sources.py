@@ -63,8 +63,8 @@ MODULE_WORDS = set(
     stop stopwatch store streams subclass subset suite summary supervisor support swift syscalls
     system tables task tasks templates tensor test testing text time timeout timing token
     tokenization tool tools torch traceback tracking train trainer training tree trial trl tuning
-    turn types unsupported update upload user validation value values verifiers verl versions vllm
-    weight weights wording words worker workers world writer yaml zero
+    turn types unsupported update upload user validation value values variance verifiers verl
+    versions vllm weight weights wording words worker workers world writer yaml zero
     """.split()  # noqa: SIM905
 )
 

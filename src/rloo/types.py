@@ -32,7 +32,8 @@ class Prompt:
     columns. `pixels()` computes the tensors that a forward pass needs for the prompt's images, by
     argument name; it is None for a prompt without images. The last `offset` tokens are the start of
     a completion that is continued: they count in the length of the completion and in the positions
-    of its tokens.
+    of its tokens. `weight` multiplies the loss of the prompt's completions: 1 / (N q) for a prompt
+    that was drawn from N prompts with probability q, so 1 if prompts are drawn uniformly.
     """
 
     id: int
@@ -42,6 +43,7 @@ class Prompt:
     epoch: int = 0
     pixels: Callable[[], dict[str, Any]] | None = None
     offset: int = 0
+    weight: float = 1.0
 
     @property
     def noise_id(self) -> int:
@@ -167,7 +169,7 @@ class Sample:
     `place` is the index among all completions of the rollout, scored or not, and determines the
     optimizer step. `trained` is True for each token that the policy trains on, and False for input
     tokens (tool output, user turns). None: it trains on all tokens. `weight_versions` and the
-    conversion of lists are as in `Completion`.
+    conversion of lists are as in `Completion`. `weight` is the prompt's (`Prompt.weight`).
     """
 
     key: tuple[int, int]
@@ -183,6 +185,7 @@ class Sample:
     pixels: Callable[[], dict[str, Any]] | None = None
     trained: tuple[bool, ...] | None = None
     weight_versions: WeightVersions = ()
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         store_as_arrays(self)

@@ -144,7 +144,8 @@ def second_token(completion_ids, **_):
 def rollouts(tmp_path_factory):
     config = make_config(
         tmp_path_factory.mktemp("run"), max_staleness=1, sampler_processes=1, max_steps=4,
-        num_prompts=WANTED, dynamic_sample=True, max_resample_times=REFILLS,
+        num_prompts=WANTED, dynamic_sample=True,
+        prompt_sampling_kwargs={"max_resample_times": REFILLS},
         async_kwargs={"reward_workers": 1},
     )  # fmt: skip
     made = make_trainer(config, reward=second_token).make_parts()[0].rollouts

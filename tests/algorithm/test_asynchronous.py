@@ -54,6 +54,7 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
         group_N=torch.zeros(size, dtype=torch.long),
         all_scored=False,
         reward_N=REWARDS[list(group)],
+        weight_N=torch.ones(size, dtype=torch.float64),
         truncated_N=torch.zeros(size, dtype=torch.bool),
         keys=[(0, index) for index in range(size)],
         lengths=lengths,

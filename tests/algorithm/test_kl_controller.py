@@ -123,7 +123,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_prompts(tmp_path
     assert row["dynamic_sampling/drawn_share"] == 2.0
     # What is shown is what the policy does on all prompts, not on the chosen ones.
     assert row["groups/signal"] == 0.5
-    run(dynamic_sample=True, max_resample_times=1)
+    run(dynamic_sample=True, prompt_sampling_kwargs={"max_resample_times": 1})
     assert used[-1] == [1, 3, 0]
     run()
     assert used[-1] == [0, 1, 2]

@@ -188,7 +188,7 @@ def test_ctrl_c_saves_a_checkpoint_from_which_the_run_goes_on_exactly(tmp_path):
 
 
 def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
-    config = make_config(tmp_path, eval_on_start=True, eval_pass_k=[1, 2])
+    config = make_config(tmp_path, eval_on_start=True, eval_kwargs={"pass_k": [1, 2]})
     trainer = make_trainer(config, eval_dataset=ROWS)
     trainer.train()
     model = transformers.AutoModelForCausalLM.from_pretrained(config.output_dir)

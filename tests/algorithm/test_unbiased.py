@@ -7,24 +7,19 @@ All groups of K are enumerated with their probabilities.
 import itertools
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from rloo.algorithm import loss
-from rloo.algorithm.advantages import Advantages, batch_advantages
 from rloo.algorithm.estimator_registry import load_estimator
-from rloo.algorithm.update import micro_batch_loss
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.presets import BASE
-from rloo.model.logprobs import TokenScores
 from rloo.tools.exact_gradient import TabularPolicy, logits_table, measure
+from support.bandits import BanditGroup, TokenTables, rollout_loss
 from support.presets import PRESET_FORMS
-from support.terms import terms_of
 
 REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], dtype=torch.float64)
 BANDIT = TabularPolicy(logits_table(0, 3), logits_table(1, 3), REWARDS)
@@ -59,43 +54,10 @@ class Tables(NamedTuple):
 
 
 def group_loss(tables: Tables, group: tuple[int, ...], scored: tuple[bool, ...], config):
-    """The production path for one group: KL, advantages, loss, as `credit` and `update` have it."""
-    lps = tables.logprobs
+    """The production path for one group."""
     members = [s for s, ok in zip(group, scored, strict=True) if ok]
-    lengths = torch.tensor([len(lps[s]) for s in members])
-    sequence_T = torch.arange(len(members)).repeat_interleave(lengths)
-    logprobs = torch.cat([lps[s] for s in members])
-    reference = torch.cat([REFERENCE[s] for s in members])
-    exact = torch.cat([tables.kls[s] for s in members]) if config.kl_estimator == "exact" else None
-    batch = SimpleNamespace(
-        size=len(members),
-        sequence_T=sequence_T,
-        group_N=torch.zeros(len(members), dtype=torch.long),
-        all_scored=False,
-        reward_N=REWARDS[members],
-        truncated_N=torch.zeros(len(members), dtype=torch.bool),
-        keys=[(0, index) for index in range(len(members))],
-        lengths=lengths.tolist(),
-        policy_T=logprobs.detach(),
-        behavior_T=torch.cat([tables.drawn[s] for s in members]).detach(),
-    )
-    collision = torch.cat([COLLISION[s] for s in members])
-    zero_T = torch.zeros_like(logprobs)
-    scores = TokenScores(logprobs, zero_T, None, reference, collision, exact)
-    policy = SimpleNamespace(logprobs=lambda *_, **__: scores)
-    terms = terms_of(config)
-    credit = Advantages(from_update=True)
-    if not terms.values_from_forward:
-        values = batch_advantages(batch, scores, terms)
-        sizes = batch.lengths if config.importance_sampling_level == "token" else 1
-        credit = Advantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
-    denominator = loss.loss_denominator(
-        config.loss_aggregation,
-        num_sequences=len(members),
-        num_tokens=len(logprobs),
-        constant=config.loss_constant,
-    )
-    return micro_batch_loss(policy, batch, credit, terms, denominator)[0]
+    tokens = TokenTables(REFERENCE, tables.kls, tables.drawn, COLLISION)
+    return rollout_loss([BanditGroup(tables.logprobs, tokens, REWARDS, members)], config)
 
 
 def form(**options) -> RLOOConfig:
@@ -129,11 +91,12 @@ def groups_of(size: int, ordered: bool) -> Counter[tuple[int, ...]]:
 
 
 def expected_gradient(
-    size: int, config: RLOOConfig, failure=None, ordered=False, sampler=None
+    size: int, config: RLOOConfig, failure=None, ordered=False, *, sampler=None, given_two=True
 ) -> Tensor:
     """Minus the mean gradient of the loss over all groups, and over all patterns of failed rewards,
-    given that at least two succeed. `failure` maps a sequence's number to its chance of failing.
-    The logits `sampler` sample, by default those of the policy."""
+    given that at least two succeed, or with the gradient 0 of the others. `failure` maps a
+    sequence's number to its chance of failing. The logits `sampler` sample, by default those of the
+    policy."""
     theta = BANDIT.logits.clone().requires_grad_()
     lps = token_logprobs(theta)
     drawn = lps if sampler is None else token_logprobs(sampler)
@@ -153,7 +116,7 @@ def expected_gradient(
                 chance *= 1 - fails if ok else fails
             total = total + chance * group_loss(tables, group, scored, config)
             mass += chance
-    return -torch.autograd.grad(total, theta)[0] / mass
+    return -torch.autograd.grad(total, theta)[0] / (mass if given_two else 1.0)
 
 
 def error_of(gradient: Tensor, beta: float = 0.3) -> float:
@@ -247,6 +210,14 @@ def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta,
     config = form(beta=beta, estimator=estimator, **options)
     gradient = expected_gradient(3, config, failure=lambda s: 0.25)
     assert error_of(gradient, beta) < 1e-12
+
+
+@pytest.mark.parametrize(("size", "scale"), [(2, 0.5625), (3, 0.84375)])
+def test_missing_rewards_leave_the_direction_and_not_the_scale(size, scale):
+    """With one prompt, the scale is the chance of two scores: of K = 2, both; of 3, 2 or 3."""
+    config = form(beta=0.0)
+    gradient = expected_gradient(size, config, failure=lambda s: 0.25, given_two=False)
+    assert (gradient - scale * BANDIT.exact_gradient(0.0)).abs().max().item() < 1e-12
 
 
 def test_rewards_missing_because_of_the_completion_bias_it():

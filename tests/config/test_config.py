@@ -131,8 +131,11 @@ def test_none_as_text_and_null_both_mean_none():
         ({"mean_level": "groupe"}, "one of group, batch, running, none; did you mean group?"),
         ({"eval_strategy": "best"}, "eval_strategy is 'best'; it must be one of no, steps, epoch"),
         ({"loss_constant": 3.0}, "loss_aggregation is sequence"),
-        ({"eval_pass_k": [1, 4]}, "eval_pass_k contains 4; with 2 completions per prompt k"),
-        ({"eval_pass_k": []}, "eval_pass_k is empty"),
+        (
+            {"eval_kwargs": {"pass_k": [1, 4]}},
+            "eval_kwargs.pass_k contains 4; with 2 completions per prompt k",
+        ),
+        ({"eval_kwargs": {"pass_k": []}}, "eval_kwargs.pass_k is empty"),
         ({"dataset_config": "main"}, "dataset_config is main but no dataset is named"),
         ({"model_init_kwargs": {"a": {"b": object}}}, "model_init_kwargs.a.b is <class"),
         ({"model_init_kwargs": {"a": float("inf")}}, "model_init_kwargs.a is inf"),

@@ -47,7 +47,7 @@ def test_all_ways_to_write_an_option():
         ["--learning-rate=1e-5", "--beta", "0.02", "actor.adv_norm.std_level=none", "--fp16",
          "--eval_on_start", "true", "--reward", "math", "format", "--reward", "length",
          "--reward_weights", "1.0", "0.5", "-1", "--reward_clip_range", "-1", "1",
-         "--eval_pass_k=[1,2]", "--chat_template_kwargs", '{"enable_thinking": false}',
+         "--eval_kwargs.pass_k=[1,2]", "--chat_template_kwargs", '{"enable_thinking": false}',
          "--report_to", "wandb", "--max_steps", "-1", "--actor.reward_norm.mean_level", "batch",
          "temperature=0.5", "--resume_from_checkpoint"]
     )  # fmt: skip
@@ -56,7 +56,7 @@ def test_all_ways_to_write_an_option():
     assert config.reward == ["math", "format", "length"]
     assert config.reward_weights == [1.0, 0.5, -1.0]
     assert config.reward_clip_range == (-1.0, 1.0)
-    assert config.eval_pass_k == [1, 2]
+    assert config.eval_options.pass_k == [1, 2]
     assert config.chat_template_kwargs == {"enable_thinking": False}
     assert (config.report_to, config.max_steps, config.mean_level) == ("wandb", -1, "batch")
     assert config.resume_from_checkpoint is True

@@ -322,7 +322,7 @@ CONTRADICTIONS = [
         {"kl_kwargs": {"horizon": 100}},
         "kl_kwargs.horizon is 100 but has no effect without kl_kwargs.target",
     ),
-    ({"max_resample_times": 5}, "has no effect without dynamic_sample"),
+    ({"prompt_sampling_kwargs": {"max_resample_times": 5}}, "has no effect without dynamic_sample"),
     ({"rollout_importance_sampling_threshold": 3.0}, "without rollout_importance_sampling_mode"),
     ({"preset": "grpo", **composed(kl_in_baseline=False)}, "no effect without a KL in the reward"),
     (

@@ -126,6 +126,7 @@ GOES_ON = "goes on"
 MEASURED = "paper"
 # Of tasks and levels that reasoning-gym does not have: the rows are given.
 DRAWN = "drawn by a curriculum"
+WEIGHTED = "drawn by variance"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 OPTIMAL_TOKEN = {"estimator": "optimal_token", "importance_sampling_level": "token"}
@@ -164,6 +165,16 @@ CASES = {
             "eval_kwargs": {"pass_threshold": 5.0},
         },
     ),
+    WEIGHTED: (
+        flat_for_some,
+        {
+            "beta": 0.05,
+            "kl_placement": "loss",
+            "kl_estimator": "k3",
+            "prompt_sampling": "variance",
+            "prompt_sampling_kwargs": {"column": "number"},
+        },
+    ),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     TIED: (mixed, {"beta": 0.05}),
@@ -177,7 +188,8 @@ CASES = {
 OF_ROWS = (
     "ranked in its group", "shrinkage", "length-weighted", "KL in the loss", "exact KL",
     "no signal on one", "dynamic sampling",
-    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, *environments.CASES,
+    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED,
+    *environments.CASES,
     RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip
 # Whose weights may be divided.

@@ -104,7 +104,7 @@ class Production:
             result.append((members, [values.sum().exp().item() for values in drawn]))
         return result
 
-    def groups(self, prompt: int) -> Iterator[Weighted]:
+    def groups(self, prompt: int, weight: float = 1.0) -> Iterator[Weighted]:
         """All groups of a prompt, with their probabilities. Their order changes nothing, so that
         one of them stands for all orders of the same completions."""
         members, chances = self.prompts[prompt]
@@ -117,7 +117,7 @@ class Production:
             yield (
                 chance,
                 Group(
-                    Prompt(prompt, PROMPTS[prompt], "x"),
+                    Prompt(prompt, PROMPTS[prompt], "x", weight=weight),
                     [members[s] for s in chosen],
                     ["x"] * size,
                     rewards,
@@ -126,7 +126,13 @@ class Production:
 
     def rollouts(self) -> Iterator[tuple[float, list[Group]]]:
         """All rollouts of one group for each prompt."""
-        for parts in itertools.product(*(list(self.groups(p)) for p in range(len(self.prompts)))):
+        return self.rollouts_of([(prompt, 1.0) for prompt in range(len(self.prompts))])
+
+    def rollouts_of(
+        self, drawn: Sequence[tuple[int, float]]
+    ) -> Iterator[tuple[float, list[Group]]]:
+        """All rollouts of these prompts, which were drawn with these weights."""
+        for parts in itertools.product(*(list(self.groups(*draw)) for draw in drawn)):
             chance = 1.0
             for part, _ in parts:
                 chance *= part

@@ -12,7 +12,13 @@ from rloo import cli
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.config.config import RLOOConfig
 from rloo.tools import check_estimator
-from rloo.tools.exact_gradient import TabularPolicy, logits_table, measure
+from rloo.tools.exact_gradient import (
+    TabularPolicy,
+    all_draws,
+    draw_error,
+    logits_table,
+    measure,
+)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
 MINE = """
@@ -155,9 +161,33 @@ def test_the_verdict(mine, capsys, pairs, arguments, expected):
     assert expected in check(capsys, *given)[-1]
 
 
+@pytest.mark.usefixtures("pairs")
+def test_with_weighted_prompts_all_draws_are_enumerated(capsys):
+    lines = check(capsys, "composed", "--prompt_sampling", "variance")
+    assert "exact: the expected gradient is the exact one in all 8 cases" in lines
+    assert lines[-1] == "exact: the weighted draws have the expected gradient of uniform drawing"
+    rows = [line.split() for line in lines[-6:-2]]
+    assert [row[:2] for row in rows] == [["1", "1"], ["1", "0"], ["0", "1"], ["0.9", "0.1"]]
+    assert all(float(error) < 1e-12 for *_, error in rows)
+
+
+def test_draws_without_their_weights_would_be_biased():
+    """By hand: of two prompts with gradients 1 and 2 the first has 3/4 of the draws."""
+    gradients = [torch.tensor([1.0]).double(), torch.tensor([2.0]).double()]
+    for num in (1, 2, 3):
+        assert draw_error([1.5, 0.5], gradients, num) < 1e-12
+        chances = [sum(c * sum(n == x for n, _ in draws) for c, draws in all_draws([1.5, 0.5], num))
+                   for x in (0, 1)]  # fmt: skip
+        assert chances == pytest.approx([0.75 * num, 0.25 * num], abs=1e-12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (
+            ["{mine}:all_prompts", "--prompt_sampling", "variance"],
+            "mine.py:all_prompts and prompt_sampling is variance, whose advantages depend on other",
+        ),
         ([], "check-estimator takes a name (rloo) or a function (my.py:function)"),
         (["--estimator", "rloo"], "check-estimator takes a name"),
         (["rlo"], "unknown estimator 'rlo'; did you mean rloo?"),

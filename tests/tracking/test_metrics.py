@@ -25,6 +25,8 @@ NOT_LOGGED_HERE = {
     "engine/repeated", "engine/changed_share", "engine/sent_bytes", "groups/first",
     "idle/rewards", "idle/sampler", "idle/trainer",
     "queue/done", "queue/in_flight", "scorers/lost", "staleness/max", "staleness/mean",
+    "prompt_sampling/effective_share", "prompt_sampling/uniform_reward",
+    "prompt_sampling/uniform_signal",
     "episodes/turns", "episodes/failed", "tools/call_frequency", "tools/failure_frequency",
     "tools/time",
     "rewards/gym_reward/unjudged", "gym/<task>/pass_rate", "gym/<task>/share", "gym/<task>/level",
@@ -116,7 +118,7 @@ def test_the_page_has_every_metric_that_is_logged_and_no_other(tmp_path):
         "dynamic_sample": True,
         "router_aux_loss_coef": 0.1,
         "eval_on_start": True,
-        "eval_pass_k": [1, 2],
+        "eval_kwargs": {"pass_k": [1, 2]},
         "reward_on_error": "missing",
         "eval_reward": [f"{tmp_path / 'mine.py'}:short"],
     }

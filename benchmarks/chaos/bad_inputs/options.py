@@ -33,7 +33,7 @@ _WRONG: tuple[tuple[str, str], ...] = (
     ("num_iterations", "1000000000000"),
     ("max_steps", "0"),
     ("max_steps", "1" + "0" * 400),
-    ("max_resample_times", "1000000000"),
+    ("prompt_sampling_kwargs.max_resample_times", "1000000000"),
     ("num_generations_eval", "1000000000"),
     ("num_threads", "100000"),
     ("num_threads", "0"),
@@ -75,7 +75,7 @@ _WRONG: tuple[tuple[str, str], ...] = (
     ("model_init_kwargs", '{"nonsense": 1}'),
     ("chat_template_kwargs", "["),
     ("prompt_template", "{questoin}"),
-    ("eval_pass_k", "0"),
+    ("eval_kwargs.pass_k", "0"),
     ("logging_steps", "0"),
     ("output_dir", ""),
     ("output_dir", "rows.jsonl"),
@@ -98,7 +98,7 @@ _WRONG: tuple[tuple[str, str], ...] = (
 )
 _NEEDED = {
     "lora_r": ("--use_peft",),
-    "max_resample_times": ("--dynamic_sample",),
+    "prompt_sampling_kwargs.max_resample_times": ("--dynamic_sample",),
 }
 # Accepted, with a warning that has the reason why the option has no effect.
 _MAY_RUN = ("dataloader_num_workers",)

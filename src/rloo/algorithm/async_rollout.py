@@ -180,7 +180,7 @@ class AsyncRolloutGenerator(RankRollout):
     @property
     def _most_refills(self) -> int:
         """How often the groups of a rollout are refilled."""
-        return self.config.max_resample_times if self.config.dynamic_sample else 0
+        return self.config.prompt_options.max_resample_times if self.config.dynamic_sample else 0
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
         """Return the next groups by number, once all of them are done."""
@@ -211,7 +211,9 @@ class AsyncRolloutGenerator(RankRollout):
         assert chunk[-1].position is not None
         self._after, self._epoch = chunk[-1].position, chunk[-1].epoch
         self.prompts.update(groups)
-        if not self._pending:  # the next prompts may depend on these rewards
+        # The next prompts may depend on these rewards. The sampler of `variance` has the position
+        # after the last rollout with rewards, also while later rollouts are pending.
+        if not self._pending or self.config.prompt_sampling == "variance":
             self._after = self._position()
         self._collected += [(c.number, group) for c, group in zip(chunk, groups, strict=True)]
         self._refills -= 1

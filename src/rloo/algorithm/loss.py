@@ -32,7 +32,8 @@ WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "seque
 class LossInputs(NamedTuple):
     """The inputs of a micro-batch's loss. `logprobs` and `entropy` (T,) have gradients.
     `advantages` are (N,) or (T,). `old` is `old_T` of `policy_loss`. `behavior` (T,) are the
-    log-probs under the distribution that the tokens were sampled from. `kl`: see `trained_kl`."""
+    log-probs under the distribution that the tokens were sampled from. `weight_N` multiplies all
+    terms of a completion (`Prompt.weight`). `kl`: see `trained_kl`."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -41,6 +42,7 @@ class LossInputs(NamedTuple):
     behavior: Tensor
     reference: Tensor | None
     truncated_N: Tensor
+    weight_N: Tensor
     completions: Completions
     kl: Tensor | None = None
 
@@ -53,10 +55,13 @@ def loss(
     minus the entropy bonus. It is divided by `denominator` (from `loss_denominator`)."""
     weights, sums = _correction(inputs, config)
     form, old = PolicyLossConfig.of(config), inputs.old
-    result = policy_loss(inputs.logprobs, old, inputs.advantages, inputs.completions, form, weights)
+    weight_T = inputs.weight_N[inputs.completions.sequence_T]
+    by_token = form.ratio_level == "token"
+    advantages = inputs.advantages * (weight_T if by_token else inputs.weight_N)
+    result = policy_loss(inputs.logprobs, old, advantages, inputs.completions, form, weights)
     others: Tensor | float = 0.0
     if has_other_terms(config, beta):
-        others_T = _other_terms(inputs, config, beta, weights)
+        others_T = weight_T * _other_terms(inputs, config, beta, weights)
         others = aggregate(others_T, inputs.completions, config.loss_aggregation)
     sums |= {"clipped_low": result.clipped_low.sum(), "clipped_high": result.clipped_high.sum()}
     return result.loss / denominator + others / denominator, sums

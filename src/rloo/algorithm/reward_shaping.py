@@ -62,6 +62,7 @@ def _samples(
             behavior_logprobs=completion.behavior_logprobs,
             pixels=group.prompt.pixels,
             trained=completion.trained,
+            weight=group.prompt.weight,
         )
         yield sample, completion
 

@@ -80,9 +80,9 @@ class SyncRolloutGenerator:
         own = list(logged)
         everything = list(groups)
         if self.config.dynamic_sample:
-            parts = [(len(groups), logged)]
+            parts, most = [(len(groups), logged)], self.config.prompt_options.max_resample_times
             chosen = [group for group in groups if has_reward_variance(group, self.config)]
-            while len(chosen) < wanted and len(parts) <= self.config.max_resample_times:
+            while len(chosen) < wanted and len(parts) <= most:
                 more, logged = self._collect(wanted - len(chosen))
                 parts.append((len(more), logged))
                 everything += more
@@ -97,7 +97,7 @@ class SyncRolloutGenerator:
         read = sum(len(g.prompt.token_ids) * len(g.completions) for g in everything) + told
         speed = {"tokens_per_second/sample": sampled / max(self._seconds(), 1e-9)}
         self.step += self.batches.steps_per_rollout
-        metrics = rollout_metrics(everything)
+        metrics = rollout_metrics(everything, weighted=self.config.prompt_sampling == "variance")
         require_free(own, metrics)
         metrics |= task_metrics(everything, self.config.eval_options.pass_threshold)
         metrics |= logged | speed | self._stats()

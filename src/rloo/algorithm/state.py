@@ -118,7 +118,10 @@ class ActiveRollout:
             group: partial(dict, pixels) for group, pixels in saved["pixels"].items()
         }
         samples = [
-            Sample(**{n: s[key] for n, key in _SAVED_AS.items()}, pixels=images.get(s["key"][0]))
+            Sample(
+                **{n: s[key] for n, key in _SAVED_AS.items() if key in s},
+                pixels=images.get(s["key"][0]),
+            )
             for s in saved["samples"]
         ]
         return cls(rollout, samples, credit, saved["done"])

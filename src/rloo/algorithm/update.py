@@ -107,8 +107,8 @@ def micro_batch_loss(
         advantages = credit.of_batch(batch, now)
     old = credit.old(batch, now)
     inputs = LossInputs(
-        scores.logprobs, scores.entropy, advantages, old, batch.behavior_T,
-        scores.reference, batch.truncated_N, Completions(batch.sequence_T, batch.size),
+        scores.logprobs, scores.entropy, advantages, old, batch.behavior_T, scores.reference,
+        batch.truncated_N, batch.weight_N.to(now), Completions(batch.sequence_T, batch.size),
         trained_kl(scores, batch, terms),
     )  # fmt: skip
     value, parts = loss(inputs, terms.config, terms.beta, denominator)

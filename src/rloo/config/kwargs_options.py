@@ -69,6 +69,23 @@ class DatasetKwargs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptSamplingKwargs:
+    """`prompt_sampling_kwargs`: the drawing of prompts."""
+
+    column: str | None = key(None,
+        "Column whose values tell how hard prompts are: prompts with equal values have one prior "
+        "(with `prompt_sampling variance`); null: all prompts have one prior.")
+    floor: float = key(0.25,
+        "Share of draws that `prompt_sampling variance` spreads evenly over all prompts; no weight "
+        "exceeds 1 / floor.")
+    half_life: float = key(100.0,
+        "Number of rollouts after which a reward counts half in the estimates of `prompt_sampling "
+        "variance`, because the policy changes.")
+    max_resample_times: int = key(3,
+        "Maximum number of times that `dynamic_sample` samples further prompts for a rollout.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KLKwargs:
     """`kl_kwargs`: the clipping of the KL penalty, and the adaptive control of its weight."""
 
@@ -82,8 +99,9 @@ class KLKwargs:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalKwargs:
-    """`eval_kwargs`: sampling options of evaluations, and the threshold to pass."""
+    """`eval_kwargs`: sampling options of evaluations, the threshold to pass, and pass@k."""
 
+    pass_k: list[int] = key([1], "Values of k for which evaluation reports pass@k.")
     pass_threshold: float = key(1.0,
         "Lowest value of the first reward with which a completion passes.")
     temperature: float | None = key(None,
@@ -169,6 +187,11 @@ class MappingsAsValues:
         return DatasetKwargs(**_given(self, "dataset_kwargs"))
 
     @property
+    def prompt_options(self) -> PromptSamplingKwargs:
+        """`prompt_sampling_kwargs`"""
+        return PromptSamplingKwargs(**_given(self, "prompt_sampling_kwargs"))
+
+    @property
     def kl_options(self) -> KLKwargs:
         """`kl_kwargs`"""
         return KLKwargs(**_given(self, "kl_kwargs"))
@@ -207,6 +230,7 @@ def _given(options: MappingsAsValues, name: str) -> dict[str, Any]:
 KWARGS: dict[str, type[Any]] = {
     "engine_kwargs": EngineKwargs,
     "dataset_kwargs": DatasetKwargs,
+    "prompt_sampling_kwargs": PromptSamplingKwargs,
     "kl_kwargs": KLKwargs,
     "eval_kwargs": EvalKwargs,
     "async_kwargs": AsyncKwargs,

@@ -58,10 +58,9 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
         ("advantage_epsilon", composed or config.normalize_rewards == "batch", of_composed),
         ("normalize_advantages", composed, of_composed),
         ("kl_placement", composed or config.kl_placement != "reward_to_go", of_composed),
-        ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
         ("rollout_importance_sampling_threshold", getattr(config, mode) is not None, mode),
     )
-    yield from _without_effect(config, rules, preset_options(config.preset))
+    yield from without_effect(config, rules, preset_options(config.preset))
     for name, value in (config.estimator_kwargs or {}).items():
         built_in = config.estimator in plugins.BUILT_IN["estimators"]
         if built_in and not composed and name in ARGUMENTS:
@@ -71,7 +70,7 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
             )
     kl = config.kl_options
     control = (("horizon", kl.target is not None, "kl_kwargs.target"),)
-    yield from _without_effect(kl, control, {}, "kl_kwargs.")
+    yield from without_effect(kl, control, {}, "kl_kwargs.")
 
 
 def _in_group(config: TrainingOptions) -> Iterator[str]:
@@ -93,7 +92,7 @@ def _in_group(config: TrainingOptions) -> Iterator[str]:
         )
 
 
-def _without_effect(
+def without_effect(
     values: Any, rules: Iterable[tuple[str, bool, str]], usual: Mapping[str, Any], where: str = ""
 ) -> Iterator[str]:
     """A fault for each field of the dataclass `values` that was changed but has no effect. A rule
@@ -123,7 +122,7 @@ def _in_composed(config: TrainingOptions) -> Iterator[str]:
         ("running_decay", form.mean_level == "running", "mean_level running"),
     )
     usual = preset_options(config.preset).get("estimator_kwargs") or {}
-    yield from _without_effect(form, rules, usual, "estimator_kwargs.")
+    yield from without_effect(form, rules, usual, "estimator_kwargs.")
     yield from _in_tokens(form, config.importance_sampling_level)
 
 

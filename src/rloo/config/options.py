@@ -84,6 +84,11 @@ class TrainingOptions(MappingsAsValues):
         "(drop), or cut them on the left (left).")
     shuffle_dataset: bool = DATA.from_trl(True,
         "Sample prompts in a new random order in each epoch; false: in the order of the dataset.")
+    prompt_sampling: Literal["uniform", "variance"] = DATA.rloo("uniform",
+        "Drawing of prompts: each once per epoch (uniform), or more often the more its rewards "
+        "differ in earlier rollouts, with weights that keep the expected gradient (variance).")
+    prompt_sampling_kwargs: dict[str, Any] | None = DATA.rloo(None,
+        "Settings of `prompt_sampling` and `dynamic_sample`, by name.", expert=True)
 
     num_generations: int = SAMPLING.shared(DEFAULT_GROUP,
         "Number of completions per prompt (K); leave-one-out needs at least 2.", basic=True)
@@ -123,9 +128,6 @@ class TrainingOptions(MappingsAsValues):
         "Settings of sampling and scoring in other processes, by name.", expert=True)
     dynamic_sample: bool = SAMPLING.from_ms_swift(False,
         "Replace groups whose rewards are all equal by groups of further prompts.")
-    max_resample_times: int = SAMPLING.from_ms_swift(3,
-        "Maximum number of times that `dynamic_sample` samples further prompts for a rollout.",
-        expert=True)
     generation_kwargs: dict[str, Any] | None = SAMPLING.from_trl(None,
         "Sampling options by their names in transformers' GenerationConfig; they override our "
         "options.", expert=True)
@@ -349,13 +351,11 @@ class TrainingOptions(MappingsAsValues):
     num_generations_eval: int | None = EVALUATION.shared(None,
         "Number of completions per prompt in evaluation; null: `num_generations`.")
     eval_kwargs: dict[str, Any] | None = EVALUATION.rloo(None,
-        "Sampling options and pass threshold of evaluations, by name, if they differ from "
-        "training.")
+        "Settings of evaluations, by name: pass threshold, values of k for pass@k, and sampling "
+        "options that differ from training.")
     eval_reward: list[str | dict[str, Any]] = EVALUATION.rloo([],
         "Reward functions for evaluations only: evaluations report their means, and how often "
         "completions score higher than those of the initial policy.")
-    eval_pass_k: list[int] = EVALUATION.rloo([1], 
-        "Values of k for which evaluation reports pass@k.")
 
     output_dir: str = field(default="rloo_output", kw_only=False, metadata=SAVING.about(
         "Folder for the model, metrics and checkpoints.", SHARED, basic=True))

@@ -18,6 +18,7 @@ from rloo.config.fields import ConfigErrors
 from rloo.config.kwargs_options import flattened
 from rloo.config.loss_validation import check_objective
 from rloo.config.options import LORA, TrainingOptions
+from rloo.config.prompt_sampling_validation import check_prompt_sampling
 from rloo.config.reasoning_gym_options import check_gym
 from rloo.config.vllm_validation import check_vllm
 from rloo.distributed import process_count
@@ -41,7 +42,8 @@ BATCH_SIZES = (
 # (rule in words, the rule, the options with this rule); null is always allowed
 RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at least 1", lambda x: x >= 1, (
-        "num_generations", "kl_kwargs.horizon", "ref_model_sync_steps", "max_resample_times",
+        "num_generations", "kl_kwargs.horizon", "ref_model_sync_steps",
+        "prompt_sampling_kwargs.max_resample_times",
         "eval_kwargs.max_completion_length", "num_prompts", "per_device_train_batch_size",
         "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
         "num_iterations", "max_completion_length", "max_prompt_length",
@@ -56,7 +58,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     # A LoRA rank above the widest layer adds nothing. Larger values of the others only cost time.
     ("must be at most 16,384", lambda x: x <= 16_384, ("lora_r",)),
     ("must be at most 1,000", lambda x: x <= 1_000,
-     ("max_resample_times", "max_restarts", "engine_kwargs.restarts")),
+     ("prompt_sampling_kwargs.max_resample_times", "max_restarts", "engine_kwargs.restarts")),
     ("must be at most 1,024", lambda x: x <= 1_024, (
         "async_kwargs.reward_workers", "max_staleness", "sampler_processes",
     )),
@@ -79,6 +81,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "kl_kwargs.clip", "kl_kwargs.target", "rollout_importance_sampling_threshold",
         "engine_kwargs.tolerance",
         "vllm_server_timeout", "engine_kwargs.request_timeout", "tool_kwargs.timeout",
+        "prompt_sampling_kwargs.half_life",
     )),
     ("must be above 0, and at least 0.000001 so that no score overflows", lambda x: x >= 1e-6,
      ("temperature", "eval_kwargs.temperature")),
@@ -93,7 +96,8 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
         "engine_kwargs.restarts", "max_staleness", "eval_delay", "sampler_processes",
     )),
     ("must be above 0 and at most 1", lambda x: 0 < x <= 1,
-     ("top_p", "eval_kwargs.top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization")),
+     ("top_p", "eval_kwargs.top_p", "ref_model_mixup_alpha", "vllm_gpu_memory_utilization",
+      "prompt_sampling_kwargs.floor")),
     ("must be between 0 and 1", lambda x: 0 <= x <= 1, ("min_p",)),
     ("must be at least 0 and below 1", lambda x: 0 <= x < 1,
      ("adam_beta1", "adam_beta2", "lora_dropout")),
@@ -150,6 +154,7 @@ def check(config: TrainingOptions) -> None:
     engine_spec(config.rollout_engine).check(config)
     check_beside(config)
     check_gym(config)
+    check_prompt_sampling(config)
 
 
 def _check_rewards(config: TrainingOptions) -> None:
@@ -194,13 +199,13 @@ def _check_evaluation(config: TrainingOptions) -> None:
         raise ValueError(
             "stop_strings contains an empty text, which would end every completion; remove it"
         )
-    if not config.eval_pass_k:
-        raise ValueError("eval_pass_k is empty; give at least one k (1 for pass@1)")
-    for k in config.eval_pass_k:
+    if not config.eval_options.pass_k:
+        raise ValueError("eval_kwargs.pass_k is empty; give at least one k (1 for pass@1)")
+    for k in config.eval_options.pass_k:
         if not 1 <= k <= samples:
             raise ValueError(
-                f"eval_pass_k contains {k}; with {samples} completions per prompt k must be from 1 "
-                f"to {samples} (num_generations_eval)"
+                f"eval_kwargs.pass_k contains {k}; with {samples} completions per prompt k must be "
+                f"from 1 to {samples} (num_generations_eval)"
             )
     if config.compares_evaluations:
         _check_best(config)

@@ -173,7 +173,10 @@ class PromptDataset:
     def next(self, num: int) -> list[Prompt]:
         """Return the next `num` prompts. When an epoch ends, the next epoch starts. No row is left
         out, and a row can occur twice in one call."""
-        return [self._prompt(self._numbers[i], turn) for i, turn in self._order.next(num)]
+        return [
+            self._prompt(self._numbers[i], turn, weight)
+            for i, turn, weight in self._order.next(num)
+        ]
 
     def update(self, groups: Sequence[Group]) -> None:
         """Pass the rewards of this dataset's prompts to the sampler."""
@@ -223,7 +226,7 @@ class PromptDataset:
                 )
         self._order.load_state_dict(state)
 
-    def _prompt(self, number: int, epoch: int = 0) -> Prompt:
+    def _prompt(self, number: int, epoch: int = 0, weight: float = 1.0) -> Prompt:
         columns = dict(self._rows[number])
         content = self._images.content(columns)
         del columns["prompt"]
@@ -234,6 +237,7 @@ class PromptDataset:
             columns=columns,
             epoch=epoch,
             pixels=self._images.pixels(content),
+            weight=weight,
         )
 
 

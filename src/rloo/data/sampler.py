@@ -12,10 +12,12 @@ from rloo.types import Group
 
 class Draw(NamedTuple):
     """The index of a prompt, and the number of the pass over the prompts. A pass has each prompt
-    once."""
+    once. With replacement, `turn` is a number that differs between draws of the same prompt.
+    `weight`: see `Prompt.weight`."""
 
     number: int
     turn: int
+    weight: float = 1.0
 
 
 class PromptSampler(Protocol):
@@ -74,6 +76,11 @@ class EpochSampler:
 
 def shuffled(size: int, seed: int, turn: int) -> np.ndarray:
     """Return the numbers below `size` in a random order that depends only on `seed` and `turn`."""
+    return np.argsort(random_bits(size, seed, turn), kind="stable")
+
+
+def random_bits(size: int, seed: int, number: int) -> np.ndarray:
+    """Return `size` random 64-bit integers that depend only on `seed` and `number`."""
     # NumPy keeps the raw output of a bit generator stable across versions, but not `permutation`.
-    key = np.array([seed % 2**64, turn], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
+    key = np.array([seed % 2**64, number], dtype=np.uint64)
+    return np.random.Philox(key=key).random_raw(size)

@@ -31,8 +31,9 @@ class MicroBatch:
     `inputs` are keyword arguments of the model; `source_T` has the indices of the hidden states
     (batch and time flattened) that predict `target_T`. `group_N` has the group of each completion,
     numbered from 0 in this batch. `multiplicity` (in the shape of the input tokens) counts the
-    completions that each input token belongs to. `all_scored`: whether no reward is missing,
-    computed on the host (no device synchronization).
+    completions that each input token belongs to. `weight_N` multiplies the loss of each completion
+    (`Prompt.weight`). `all_scored`: whether no reward is missing, computed on the host (no device
+    synchronization).
     """
 
     keys: list[tuple[int, int]]
@@ -43,6 +44,7 @@ class MicroBatch:
     sequence_T: Tensor
     group_N: Tensor
     reward_N: Tensor
+    weight_N: Tensor
     truncated_N: Tensor
     policy_T: Tensor
     behavior_T: Tensor
@@ -214,6 +216,7 @@ def _micro_batch(
         sequence_T=send(torch.arange(len(ordered)).repeat_interleave(lengths), device),
         group_N=send(torch.tensor([numbers[s.key[0]] for s in ordered]), device),
         reward_N=send(torch.tensor([s.reward for s in ordered], dtype=torch.float64), device),
+        weight_N=send(torch.tensor([s.weight for s in ordered], dtype=torch.float64), device),
         truncated_N=send(torch.tensor([s.truncated for s in ordered]), device),
         policy_T=send(torch.tensor(flat(s.policy_logprobs for s in ordered)), device),
         behavior_T=send(

@@ -10,7 +10,14 @@ import torch
 
 from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
 from rloo.config.config import RLOOConfig
-from rloo.tools.exact_gradient import GradientComparison, TabularPolicy, logits_table, measure
+from rloo.tools.exact_gradient import (
+    GradientComparison,
+    TabularPolicy,
+    draw_error,
+    logits_table,
+    measure,
+)
+from rloo.trainer.prompt_sampling import check_estimator_of_weights
 
 SIZES = (2, 3, 4)
 KL_WEIGHT = 0.3
@@ -36,6 +43,7 @@ def report(config: RLOOConfig) -> Iterator[str]:
     """Yield the lines of the report on the estimator of `config`. Raises ValueError for an
     estimator that does not exist or fails."""
     estimator = load_estimator(config)
+    check_estimator_of_weights(config)
     given = "the whole rollout" if estimator.over_rollout else "one group at a time"
     yield f"{estimator}, given {given}"
     yield "Every rollout of two small prompts; loss: mean over completions, at the first update."
@@ -55,6 +63,37 @@ def report(config: RLOOConfig) -> Iterator[str]:
         yield f"{about}  {figures}  {case.usual.variance:13.4f}"
     yield ""
     yield verdict(cases)
+    if config.prompt_sampling == "variance":
+        yield from report_draws(cases, config.prompt_options.floor)
+
+
+def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str]:
+    """Yield the lines about `prompt_sampling` variance: the expected gradient over all draws of two
+    prompts, compared with that of uniform drawing. Estimates are given: no rewards are learned."""
+    yield ""
+    yield "prompt_sampling variance: every outcome of 1 to 3 weighted draws of the two prompts."
+    yield "Deviations that are assumed, whatever the rewards are; expected gradient beside that of"
+    yield "uniform drawing."
+    yield ""
+    yield "first prompt  second prompt  largest error"
+    largest = 0.0
+    for first, second in ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.9, 0.1)):
+        mean = (first + second) / 2
+        shares = [floor + (1.0 - floor) * value / mean for value in (first, second)]
+        errors = [
+            draw_error(shares, [one.found.gradient, other.found.gradient], num)
+            for one, other in zip(cases[::2], cases[1::2], strict=True)
+            for num in (1, 2, 3)
+        ]
+        largest = max(largest, *errors)
+        yield f"{first:<12g}  {second:<13g}  {max(errors):.2g}"
+    exact = largest < EXACT
+    yield ""
+    yield (
+        "exact: the weighted draws have the expected gradient of uniform drawing"
+        if exact
+        else f"biased: the weighted draws differ from uniform drawing by up to {largest:.2g}"
+    )
 
 
 def enumerate_cases(

@@ -6,10 +6,11 @@ probabilities.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator
 from rloo.algorithm.ragged import sum_by
 from rloo.algorithm.token_kl import following
+from rloo.data.variance_sampler import draw_systematically
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
@@ -110,12 +112,13 @@ class GradientComparison:
     the exact gradient. `cosine` is the cosine of the angle between both. `error` is the norm of
     their difference, divided by the norm of the exact gradient. `variance` is the trace of the
     covariance of the estimated gradient, divided by the squared scale: the noise per unit of
-    signal."""
+    signal. `gradient` (D,) is the expected gradient."""
 
     scale: float
     cosine: float
     error: float
     variance: float
+    gradient: Tensor = field(repr=False, compare=False)
 
 
 def measure(
@@ -181,4 +184,37 @@ def _compare(gradient_RD: Tensor, weight_R: Tensor, exact_D: Tensor) -> Gradient
         cosine=torch.cosine_similarity(mean_D, exact_D, dim=0).item(),
         error=((mean_D - exact_D).norm() / exact_D.norm()).item(),
         variance=variance / scale**2 if scale else float("inf"),
+        gradient=mean_D,
     )
+
+
+def all_draws(
+    share_N: Sequence[float], num: int
+) -> Iterator[tuple[float, list[tuple[int, float]]]]:
+    """Yield every outcome of `draw_systematically` with its probability: the length of an interval
+    of the one random number in which the outcome does not change."""
+    shares = np.array(share_N)
+    bounds = shares.cumsum() * (num / shares.sum())
+    edges = np.unique(np.concatenate([[0.0, 1.0], bounds - np.floor(bounds)]))
+    for low, high in itertools.pairwise(edges.tolist()):
+        yield high - low, draw_systematically(shares, num, (low + high) / 2)
+
+
+def draw_error(share_N: Sequence[float], gradients: Sequence[Tensor], num: int) -> float:
+    """Return the error of the expected gradient if `num` prompts are drawn with the shares N q(x)
+    and weighted: the distance from the expected gradient of uniform drawing, divided by the norm of
+    the latter. `gradients` are the expected gradients at the prompts, each of its own logits."""
+    gradient_NND = torch.stack(
+        [
+            g * unit[:, None]
+            for g, unit in zip(
+                gradients, torch.eye(len(gradients), dtype=torch.float64), strict=True
+            )
+        ]
+    )
+    uniform = gradient_NND.mean(0)
+    mean = torch.zeros_like(uniform)
+    for chance, draws in all_draws(share_N, num):
+        for index, weight in draws:
+            mean += chance * weight / num * gradient_NND[index]
+    return ((mean - uniform).norm() / uniform.norm()).item()

@@ -153,6 +153,20 @@ ROLLOUT = (
     Metric("gym/<task>/share", "share", "Share of the prompts that belong to this task."),
     Metric("gym/<task>/level", "", "Mean level of this task's prompts.",
         note="Only with `dataset_kwargs.levels`."),
+    Metric("prompt_sampling/effective_share", "share",
+        "Effective sample size of the prompts' weights, as a share of the prompts.",
+        band=HealthyRange(low=0.3), better="higher",
+        note="(Σ weights)² / (prompts · Σ weights²). Only with `prompt_sampling variance`."),
+    Metric("prompt_sampling/uniform_reward", "reward",
+        "Estimate of `reward` for uniformly drawn prompts: a weighted mean over the drawn prompts.",
+        better="higher",
+        note="`reward` itself is the mean of the drawn prompts. Only with `prompt_sampling "
+        "variance`."),
+    Metric("prompt_sampling/uniform_signal", "share",
+        "Estimate of `groups/signal` for uniformly drawn prompts: a weighted mean over the drawn "
+        "prompts.", better="higher",
+        note="`groups/signal` divided by this metric is the gain in groups with a signal. Only "
+        "with `prompt_sampling variance`."),
     Metric("dynamic_sampling/drawn_share", "ratio", "Prompts drawn for each prompt used.",
         better="lower", note="Only with `dynamic_sample`."),
     Metric("staleness/mean", "rollouts",

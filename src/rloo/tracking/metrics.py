@@ -42,9 +42,10 @@ def mean_of_parts(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str,
     }
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], *, weighted: bool = False) -> dict[str, float]:
     """Return the metrics of a rollout that need no update: rewards (neither clipped nor reduced by
-    the KL), lengths, and the share of groups whose rewards differ."""
+    the KL), lengths, and the share of groups whose rewards differ. With `weighted`, also those of
+    prompts that were drawn with weights (`Prompt.weight`)."""
     rewards = [[r for r in group.rewards if r is not None] for group in groups]
     flat = [r for group in rewards for r in group]
     scored = [group for group in rewards if len(group) >= 2]
@@ -70,9 +71,33 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         values = [s for g in groups for s in g.scores[name] if s is not None]
         metrics[f"rewards/{name}/mean"] = _mean(values)
         metrics[f"rewards/{name}/std"] = deviation(values)
+    if weighted:
+        metrics |= _weighted_metrics(groups, rewards)
     return metrics | _episode_metrics(
         [c.episode for g in groups for c in g.completions if c.episode]
     )
+
+
+def _weighted_metrics(
+    groups: Sequence[Group], rewards: Sequence[Sequence[float]]
+) -> dict[str, float]:
+    """The effective sample size of the prompts' weights, as a share of the prompts, and estimates
+    of what uniformly drawn prompts would have: means over prompts with these weights."""
+    weights = [group.prompt.weight for group in groups]
+    squares = math.fsum(weight**2 for weight in weights)
+    both = list(zip(weights, rewards, strict=True))
+    scored = [(weight, fmean(some)) for weight, some in both if some]
+    signal = [(weight, float(max(some) != min(some))) for weight, some in both if len(some) >= 2]
+    return {
+        "prompt_sampling/effective_share": math.fsum(weights) ** 2 / (len(groups) * squares),
+        "prompt_sampling/uniform_reward": _weighted_mean(scored),
+        "prompt_sampling/uniform_signal": _weighted_mean(signal),
+    }
+
+
+def _weighted_mean(values: Sequence[tuple[float, float]]) -> float:
+    total = math.fsum(weight for weight, _ in values)
+    return math.fsum(weight * value for weight, value in values) / total if values else math.nan
 
 
 def _episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -52,7 +52,7 @@ def settings_of(policy: Policy) -> EvaluationSettings:
         config.num_generations_eval or config.num_generations,
         noise_key(config.seed, "eval", 0),
         config.eval_options.pass_threshold,
-        config.eval_pass_k,
+        config.eval_options.pass_k,
     )
 
 
@@ -67,7 +67,7 @@ def evaluate(
     if (most := max(settings.pass_k)) > num_samples:
         raise ValueError(
             f"pass@{most} needs {most} samples per prompt; there are {num_samples} "
-            "(num_generations_eval, eval_pass_k)"
+            "(num_generations_eval, eval_kwargs.pass_k)"
         )
 
     def measure(how: Sampling, count: int) -> tuple[list[Group], dict[str, float]]:
@@ -233,7 +233,7 @@ def _known_metrics(owner: Any) -> set[str] | None:
     one = Completion([0], "stop", [0.0], [0.0])
     scores: dict[str, list[float | None]] = {name: [0.0, 1.0] for name in rewards.names}
     group = Group(Prompt(0, [0], ""), [one, one], ["", ""], [0.0, 1.0], scores)
-    passes = [f"pass@{k}" for k in owner.args.eval_pass_k]
+    passes = [f"pass@{k}" for k in owner.args.eval_options.pass_k]
     return {*passes, "pass@1_greedy", *rollout_metrics([group])}
 
 

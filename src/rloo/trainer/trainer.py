@@ -42,6 +42,7 @@ from rloo.trainer.eval_rewards import EvalRewards
 from rloo.trainer.evaluate import Evaluator, Results, check_evaluation, flatten
 from rloo.trainer.heartbeat import heartbeat
 from rloo.trainer.multi_turn import Factories, RolloutFunc, multi_turn_setup
+from rloo.trainer.prompt_sampling import check_terms, with_prompt_sampling
 from rloo.trainer.rank_checks import check_ranks_agree, ranks_in_sync
 from rloo.trainer.run_dir import AUTO, acquire_run_dir_on_main
 from rloo.trainer.schedule import unused_intervals
@@ -279,7 +280,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         trains = self.train_dataset is not None
         if trains:
             source = self._prompts(self.train_dataset, self.args.dataset_split)
-            self._source = build.arrange(source, self.args)
+            self._source = with_prompt_sampling(build.arrange(source, self.args), self.args)
             stream = isinstance(self._source, IterablePromptDataset)
             if stream:
                 self.args = trl_attributes.with_stream(self.args)
@@ -312,6 +313,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
             num_training_steps=num_steps,
             optimizers=optimizers,
         )
+        check_terms(self.policy)
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
         # None without `beta`, and with an adapter: the adapter's base model is then the reference.

@@ -51,6 +51,7 @@ FORMS = {
         0.5, {"estimator_kwargs": {"running_decay": 0.5}}, {"mean_level": "running"},
     ),
     "eval_max_completion_length": (7, {"eval_kwargs": {"max_completion_length": 7}}, {}),
+    "eval_pass_k": ([2], {"eval_kwargs": {"pass_k": [2]}}, {}),
     "eval_temperature": (0.5, {"eval_kwargs": {"temperature": 0.5}}, {}),
     "eval_top_k": (5, {"eval_kwargs": {"top_k": 5}}, {}),
     "eval_top_p": (0.5, {"eval_kwargs": {"top_p": 0.5}}, {}),

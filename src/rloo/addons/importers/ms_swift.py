@@ -20,14 +20,15 @@ from rloo.addons.importers.source_file import LaunchCommand, find_file, read_lau
 from rloo.config.compat.deepspeed_config import STAGES
 from rloo.config.yaml_io import read_value, read_yaml
 
-# ms-swift's option -> ms-swift's default, for options with the same meaning as one of ours.
+# ms-swift's option -> ms-swift's default, for options with the same meaning as one of ours. Also
+# None if the default is equal to ours.
 _SAME: dict[str, Any] = {
     "max_length": None, "stop_words": None, "overlong_filter": False, "dataset_shuffle": True,
     "warmup_ratio": None, "model": None, "num_generations": 8, "num_generations_eval": None,
     "max_completion_length": 512, "temperature": 0.9, "top_p": 1.0, "min_p": None,
     "repetition_penalty": 1.0, "beta": 0.04, "epsilon": 0.2, "epsilon_high": None, "delta": None,
     "sync_ref_model": False, "ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6,
-    "dynamic_sample": False, "max_resample_times": 3, "reward_weights": None,
+    "dynamic_sample": False, "max_resample_times": None, "reward_weights": None,
     "steps_per_generation": None, "generation_batch_size": None, "num_iterations": 1,
     "max_steps": None, "num_train_epochs": 3.0, "weight_decay": 0.1, "adam_beta1": 0.9,
     "adam_beta2": 0.95, "adam_epsilon": 1e-8, "max_grad_norm": 1.0, "lr_scheduler_type": "cosine",
@@ -46,6 +47,7 @@ _ADAPTER: dict[str, Any] = {
 # ms-swift's option -> our option, for options that are neither equal names nor aliases.
 _NAMES = {
     "offload_optimizer": "offload.optimizer",
+    "max_resample_times": "prompt_sampling_kwargs.max_resample_times",
     "max_length": "max_prompt_length",
     "dataset_shuffle": "shuffle_dataset",
     "bnb_4bit_use_double_quant": "use_bnb_nested_quant",

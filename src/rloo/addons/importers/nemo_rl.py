@@ -133,7 +133,8 @@ def _read_batches(source: SettingsReader, options: dict[str, Any]) -> tuple[dict
     read, each = read_batches(source, prompts, step, options | {"num_iterations": 1})
     if source.take("grpo.use_dynamic_sampling", bool, False):
         most = source.take("grpo.dynamic_sampling_max_gen_batches", int, 10)
-        read |= {"dynamic_sample": True, "max_resample_times": max(most - 1, 1)}
+        times = max(most - 1, 1)
+        read |= {"dynamic_sample": True, "prompt_sampling_kwargs.max_resample_times": times}
     source.leave("grpo.dynamic_sampling_max_gen_batches", "it acts with use_dynamic_sampling only")
     if source.take("grpo.async_grpo.enabled", bool, False):
         read["max_staleness"] = source.take("grpo.async_grpo.max_trajectory_age_steps", int, 1)

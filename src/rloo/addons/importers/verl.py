@@ -214,7 +214,7 @@ def _read_batches(
         source.expect("algorithm.filter_groups.metric", "seq_reward", "groups of equal rewards")
         most = source.take("algorithm.filter_groups.max_num_gen_batches", int, 0)
         read["dynamic_sample"] = True
-        read |= {"max_resample_times": most - 1} if most > 1 else {}
+        read |= {"prompt_sampling_kwargs.max_resample_times": most - 1} if most > 1 else {}
     return read, each
 
 

@@ -41,6 +41,7 @@ _KEYS = {
     "advantage_clip_range": "estimator_kwargs.advantage_clip_range",
     "running_decay": "estimator_kwargs.running_decay",
     "eval_max_completion_length": "eval_kwargs.max_completion_length",
+    "eval_pass_k": "eval_kwargs.pass_k",
     "eval_temperature": "eval_kwargs.temperature",
     "eval_top_k": "eval_kwargs.top_k",
     "eval_top_p": "eval_kwargs.top_p",
@@ -82,6 +83,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     },
     "ms-swift": {
         "offload_optimizer": "offload", "sequence_parallel_size": "parallel_kwargs.sp_size",
+        "max_resample_times": "prompt_sampling_kwargs.max_resample_times",
     },
 }  # fmt: skip
 _THEIRS = {name: place for names in ELSEWHERE.values() for name, place in names.items()}

@@ -1,0 +1,66 @@
+"""Checks of `prompt_sampling`: options that do not combine with weighted prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rloo.config.loss_validation import without_effect
+from rloo.config.options import TrainingOptions
+from rloo.config.presets import preset_options
+
+# (option, the values that combine with weights, the reason why others do not)
+_COMBINED: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("dynamic_sample", (False,), "which draws until groups differ: a draw then depends on rewards "
+     "of this rollout, and its probability is not known"),
+    ("shuffle_dataset", (True,), "and prompts are drawn at random"),
+    ("loss_aggregation", ("sequence", "sequence_token_mean", "constant"), "whose denominator is "
+     "the number of tokens, which depends on the drawn prompts (loss_aggregation constant)"),
+    ("mean_level", ("group", "none"), "whose baseline is a mean over the drawn prompts"),
+    ("std_level", ("group", "none"), "whose deviation is over the drawn prompts"),
+    ("normalize_advantages", (False,), "whose mean and deviation are over the drawn prompts"),
+    ("normalize_rewards", ("none",), "whose mean and deviation are over drawn prompts"),
+    ("dataset_kwargs.curriculum", (False,), "and a curriculum draws the prompts itself"),
+    ("kl_kwargs.target", (None,), "which adapts beta to the KL of the drawn prompts"),
+    ("async_kwargs.ess_guard", (False,), "which scales a step by the drawn prompts' weights"),
+)  # fmt: skip
+
+
+def check_prompt_sampling(config: TrainingOptions) -> None:
+    """Raise ValueError for the first option that has no effect, or that does not combine with
+    `prompt_sampling` variance: with it the expected gradient would not be that of uniform
+    drawing."""
+    for fault in _faults(config):
+        raise ValueError(fault)
+
+
+def refused_with_weights(name: str, value: object, why: str) -> str:
+    """The text of an error: the option `name` has a value that does not combine with weights."""
+    return (
+        f"{name} is {value} and prompt_sampling is variance, {why}; with weighted prompts the "
+        f"expected gradient would not be that of uniform drawing ({name.split(' ')[0]}, or "
+        "prompt_sampling uniform)"
+    )
+
+
+def _faults(config: TrainingOptions) -> Iterator[str]:
+    weighted = config.prompt_sampling == "variance"
+    rules = (
+        ("column", weighted, "prompt_sampling variance"),
+        ("floor", weighted, "prompt_sampling variance"),
+        ("half_life", weighted, "prompt_sampling variance"),
+        ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
+    )
+    usual = preset_options(config.preset).get("prompt_sampling_kwargs") or {}
+    yield from without_effect(config.prompt_options, rules, usual, "prompt_sampling_kwargs.")
+    if not weighted:
+        return
+    mappings = {
+        "dataset_kwargs": config.dataset_options,
+        "kl_kwargs": config.kl_options,
+        "async_kwargs": config.async_options,
+    }
+    for name, combined, why in _COMBINED:
+        option, dot, key = name.partition(".")
+        value = getattr(mappings[option], key) if dot else getattr(config, name)
+        if value not in combined:
+            yield refused_with_weights(name, value, why)

@@ -1,0 +1,131 @@
+"""Draws prompts in proportion to the estimated deviation of their rewards, with weights that keep
+the expected gradient of uniform drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rloo.data.reward_estimate import RewardedPrompt, RewardEstimate
+from rloo.data.sampler import Draw, random_bits
+from rloo.types import Group
+
+# A prompt that is drawn several times gets other noise each time. The numbers of draws repeat after
+# so many draws, since engines combine them with the prompt's id to 64 bits.
+TURNS = 2**22
+
+
+class VarianceSampler:
+    """Draws each prompt x of a rollout with probability q(x) = floor / N + (1 - floor) * s(x) / sum
+    of all s, with replacement. s(x) is the deviation of the prompt's reward that `estimate` has
+    after earlier rollouts. A draw of x has the weight 1 / (N q(x)), at most 1 / floor. If the terms
+    of a prompt's completions are multiplied by the weight, their expected sum is that of uniform
+    drawing, whatever the estimates are.
+
+    `rows` has the id of each of the N prompts (`Prompt.id`). `rewards_of` returns the rewards of a
+    group's scored completions. A draw is a function of (`seed`, number of earlier draws,
+    estimates), so every process and a resumed run make the same draws.
+
+    `lag`: draws for a rollout use the rewards of all rollouts but the last `lag` before it. If
+    rollouts are drawn before the rewards of up to `lag` earlier rollouts are known, draws do not
+    depend on the time at which rewards arrive. Each call of `next` is a rollout, and each call of
+    `update` has the rewards of the oldest rollout without rewards.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        estimate: RewardEstimate,
+        rewards_of: Callable[[Group], list[float]],
+        *,
+        seed: int,
+        floor: float,
+        lag: int = 0,
+    ) -> None:
+        self.drawn = 0
+        self._index = {row: index for index, row in enumerate(rows)}
+        # The rewards of all rollouts but the last `lag`, and these last ones.
+        self._estimate, self._recent = estimate, list[list[RewardedPrompt]]()
+        self._rewards_of, self._seed, self._floor, self._lag = rewards_of, seed, floor, lag
+        # The numbers of draws and of rollouts: with rewards, and still without.
+        self._rewarded, self._ahead = 0, 0
+
+    def next(self, num: int) -> list[Draw]:
+        """Draw the `num` prompts of the next rollout, in random order."""
+        first, *others = random_bits(num + 1, self._seed, self.drawn)
+        chosen = draw_systematically(self.shares(), num, (int(first) >> 11) * 2.0**-53)
+        # Neighbours in the dataset would otherwise be in the same optimizer step.
+        order_P = np.argsort(others, kind="stable")
+        draws = [
+            Draw(chosen[old][0], (self.drawn + place) % TURNS, chosen[old][1])
+            for place, old in enumerate(order_P)
+        ]
+        self.drawn += num
+        self._ahead += 1
+        return draws
+
+    def shares(self) -> np.ndarray:
+        """Return N q(x) for each prompt x and the next rollout, (N,)."""
+        estimate = self._estimate
+        usable = len(self._recent) - max(self._lag - self._ahead, 0)
+        if usable > 0:
+            estimate = estimate.copy()
+            for rollout in self._recent[:usable]:
+                estimate.add(rollout)
+        deviation_N = estimate.deviations()
+        mean = deviation_N.cumsum()[-1] / len(deviation_N)
+        if not mean > 0:
+            return np.ones(len(deviation_N))
+        return self._floor + (1.0 - self._floor) * (deviation_N / mean)
+
+    def update(self, groups: Sequence[Group]) -> None:
+        """Receive the rewards of a rollout."""
+        self._recent.append(
+            [
+                RewardedPrompt(
+                    self._index[group.prompt.id], group.prompt.weight, self._rewards_of(group)
+                )
+                for group in groups
+            ]
+        )
+        if len(self._recent) > self._lag:
+            self._estimate.add(self._recent.pop(0))
+        self._rewarded += len(groups)
+        self._ahead = max(self._ahead - 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last rollout with rewards. Later rollouts are drawn again
+        on resume."""
+        return {
+            "drawn": self._rewarded,
+            "estimate": self._estimate.state_dict(),
+            "recent": [[list(prompt) for prompt in rollout] for rollout in self._recent],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from `state`. Raises ValueError if `state` has no estimates, or other pools."""
+        if "estimate" not in state:
+            raise ValueError(
+                "prompt_sampling is variance and the saved position has no estimates of rewards; "
+                "resume with the prompt_sampling of the run (prompt_sampling, "
+                "resume_from_checkpoint)"
+            )
+        self._estimate.load_state_dict(state["estimate"])
+        self._recent = [[RewardedPrompt(*p) for p in rollout] for rollout in state["recent"]]
+        self.drawn = self._rewarded = state["drawn"]
+        self._ahead = 0
+
+
+def draw_systematically(share_N: np.ndarray, num: int, uniform: float) -> list[tuple[int, float]]:
+    """Return `num` indices in rising order, with their weights (systematic sampling). The
+    probability q(x) of index x is share_N[x] / sum of share_N, and its weight is 1 / (N q(x)). If
+    `uniform` is uniformly distributed in [0, 1), x is drawn num * q(x) times on average, and always
+    this number rounded up or down."""
+    bounds_N = share_N.cumsum()
+    points_P = (uniform + np.arange(num)) * (bounds_N[-1] / num)
+    # Rounding can place the last point behind the last bound.
+    index_P = np.minimum(np.searchsorted(bounds_N, points_P, side="right"), len(share_N) - 1)
+    weight_P = bounds_N[-1] / len(share_N) / share_N[index_P]
+    return list(zip(index_P.tolist(), weight_P.tolist(), strict=True))

@@ -1,0 +1,66 @@
+"""Installs the sampler of prompts that the options select."""
+
+from __future__ import annotations
+
+from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.reward_shaping import shaped_rewards
+from rloo.config.config import RLOOConfig
+from rloo.config.prompt_sampling_validation import refused_with_weights
+from rloo.data.iterable_dataset import Prompts
+from rloo.data.prompt_dataset import PromptDataset
+from rloo.data.reward_estimate import RewardEstimate
+from rloo.data.variance_sampler import VarianceSampler
+from rloo.model.policy import Policy
+from rloo.types import Group
+
+
+def with_prompt_sampling(source: Prompts, config: RLOOConfig) -> Prompts:
+    """Return the prompts of `source`, drawn as `prompt_sampling` states. Raises ValueError for a
+    stream, an unknown column, and an estimator over the rollout, if `prompt_sampling` is
+    variance."""
+    if config.prompt_sampling != "variance":
+        return source
+    if not isinstance(source, PromptDataset):
+        raise ValueError(
+            "prompt_sampling is variance and the dataset is a stream, whose prompts and their "
+            "number are not known; prompts are drawn from a dataset with a length "
+            "(prompt_sampling uniform)"
+        )
+    check_estimator_of_weights(config)
+    options = config.prompt_options
+    if options.column not in (None, *source.columns):
+        raise ValueError(
+            f"prompt_sampling_kwargs.column is {options.column} and the dataset has no such "
+            f"column; its columns are {', '.join(source.columns)} (prompt_sampling_kwargs.column)"
+        )
+    values = source.values(options.column or "prompt")
+    pools = ["" if options.column is None else repr(value) for value in values.values()]
+    estimate = RewardEstimate(pools, half_life=options.half_life)
+
+    def rewards_of(group: Group) -> list[float]:
+        return shaped_rewards([group], config)
+
+    sampler = VarianceSampler(
+        list(values),
+        estimate,
+        rewards_of,
+        seed=config.seed if config.data_seed is None else config.data_seed,
+        floor=options.floor,
+        lag=config.max_staleness,
+    )
+    source.set_sampler(sampler)
+    return source
+
+
+def check_estimator_of_weights(config: RLOOConfig) -> None:
+    """Raise ValueError if `prompt_sampling` is variance and the estimator is over the rollout."""
+    if config.prompt_sampling == "variance" and load_estimator(config).over_rollout:
+        why = "whose advantages depend on other drawn prompts"
+        raise ValueError(refused_with_weights("estimator", config.estimator, why))
+
+
+def check_terms(policy: Policy) -> None:
+    """Raise ValueError if the loss of `policy` has a term that prompt weights do not multiply."""
+    if policy.config.prompt_sampling == "variance" and policy.aux_loss_weight != 0:
+        why = "whose load-balancing loss is over the drawn prompts (router_aux_loss_coef 0)"
+        raise ValueError(refused_with_weights("router_aux_loss_coef", policy.aux_loss_weight, why))

@@ -1,0 +1,84 @@
+"""The production path of a rollout whose policy is a table: KL, advantages and loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rloo.algorithm import loss
+from rloo.algorithm.advantages import Advantages, batch_advantages
+from rloo.algorithm.update import micro_batch_loss
+from rloo.model.logprobs import TokenScores
+from support.terms import terms_of
+
+
+class TokenTables(NamedTuple):
+    """Of the tokens of each sequence: the log-probs under the reference, the KLs over the
+    vocabulary, the log-probs under the sampler (by default the policy), and the sums of squared
+    probabilities."""
+
+    reference: Sequence[Tensor]
+    kls: Sequence[Tensor] | None = None
+    sampled: Sequence[Tensor] | None = None
+    collision: Sequence[Tensor] | None = None
+
+
+class BanditGroup(NamedTuple):
+    """The completions `members` of a group, as numbers of sequences. By sequence: the log-probs of
+    the tokens under the policy, other values of the tokens, and the reward. `weight`: of the
+    prompt."""
+
+    logprobs: Sequence[Tensor]
+    tables: TokenTables
+    rewards: Tensor
+    members: Sequence[int]
+    weight: float = 1.0
+
+
+def rollout_loss(groups: Sequence[BanditGroup], config) -> Tensor:
+    """The loss of one micro-batch with all groups, as `credit` and `update` have it."""
+    flat = [(group, member) for group in groups for member in group.members]
+    number_N = [number for number, group in enumerate(groups) for _ in group.members]
+    lengths = torch.tensor([len(group.logprobs[member]) for group, member in flat])
+    logprobs = torch.cat([group.logprobs[member] for group, member in flat])
+    exact = config.kl_estimator == "exact"
+    reference, kl, sampled, collision = (
+        None
+        if flat[0][0].tables[place] is None
+        else torch.cat([group.tables[place][member] for group, member in flat])
+        for place in range(4)
+    )
+    batch = SimpleNamespace(
+        size=len(flat),
+        sequence_T=torch.arange(len(flat)).repeat_interleave(lengths),
+        group_N=torch.tensor(number_N),
+        all_scored=False,
+        reward_N=torch.stack([group.rewards[member] for group, member in flat]),
+        weight_N=torch.tensor([group.weight for group, _ in flat], dtype=torch.float64),
+        truncated_N=torch.zeros(len(flat), dtype=torch.bool),
+        keys=[(number, place) for place, number in enumerate(number_N)],
+        lengths=lengths.tolist(),
+        policy_T=logprobs.detach(),
+        behavior_T=(logprobs if sampled is None else sampled).detach(),
+    )
+    # Each token's part of the entropy has the gradient of a bonus that is not constant.
+    entropy = -logprobs.exp() * logprobs
+    scores = TokenScores(logprobs, entropy, None, reference, collision, kl if exact else None)
+    policy = SimpleNamespace(logprobs=lambda *_, **__: scores)
+    terms = terms_of(config)
+    credit = Advantages(from_update=True)
+    if not terms.values_from_forward:
+        values = batch_advantages(batch, scores, terms)
+        sizes = batch.lengths if config.importance_sampling_level == "token" else 1
+        credit = Advantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
+    denominator = loss.loss_denominator(
+        config.loss_aggregation,
+        num_sequences=len(flat),
+        num_tokens=len(logprobs),
+        constant=config.loss_constant,
+    )
+    return micro_batch_loss(policy, batch, credit, terms, denominator)[0]

@@ -1,0 +1,168 @@
+"""Runs whose prompts are drawn by the deviation of their rewards."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from datasets import IterableDataset
+
+from support.models import make_model
+from support.training import (
+    ROWS,
+    equal,
+    make_config,
+    make_trainer,
+    metrics_of,
+    weights,
+)
+
+VARIANCE = {"prompt_sampling": "variance"}
+LEVELS = ROWS.add_column("level", [n % 3 for n in range(12)])
+REWARD = "length(target_min=3, target_max=5)"
+BATCH = """
+from rloo.algorithm.estimators import batch_scope
+
+@batch_scope
+def centred(returns):
+    return returns.return_N - returns.return_N.mean()
+"""
+
+
+def by_level(completions, level, **_):
+    """Rows of level 0 never pay, those of level 1 always do."""
+    return [
+        (0.0, 1.0, float(len(text) % 2))[row] for text, row in zip(completions, level, strict=True)
+    ]
+
+
+def for_long_prompts(prompts, completions, **_):
+    """Only prompts of more than four words pay, by the length of the completion."""
+    pairs = zip(prompts, completions, strict=True)
+    return [len(text) * float(len(prompt.split()) > 4) for prompt, text in pairs]
+
+
+def test_a_stream_an_unknown_column_and_an_estimator_of_the_rollout_are_refused(tmp_path):
+    config = make_config(tmp_path, **VARIANCE)
+    stream = IterableDataset.from_generator(lambda: iter(ROWS))
+    with pytest.raises(ValueError, match="prompt_sampling is variance and the dataset is a stream"):
+        make_trainer(config, rows=stream)
+    other = make_config(tmp_path, **VARIANCE, prompt_sampling_kwargs={"column": "lvl"})
+    with pytest.raises(ValueError, match=r"column is lvl and .* its columns are prompt, level"):
+        make_trainer(other, rows=LEVELS)
+    (tmp_path / "mine.py").write_text(BATCH)
+    own = make_config(tmp_path, **VARIANCE, estimator=f"{tmp_path}/mine.py:centred")
+    with pytest.raises(ValueError, match=r"mine.py:centred and prompt_sampling is variance, whose"):
+        make_trainer(own)
+
+
+def test_a_load_balancing_loss_is_refused(tmp_path):
+    config = make_config(tmp_path, **VARIANCE, router_aux_loss_coef=0.1)
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef is 0.1 and prompt_sampling is var"):
+        make_trainer(config, model=make_model("qwen3_moe"))
+
+
+def test_the_rewards_of_a_rollout_count_from_the_next_one_on(tmp_path):
+    config = make_config(
+        tmp_path, **VARIANCE, prompt_sampling_kwargs={"column": "level"}, num_prompts=12,
+        reward_clip_range=[0.0, 0.5], reward_scaling=3.0,
+    )  # fmt: skip
+    parts, _ = make_trainer(config, by_level, LEVELS).make_parts()
+    first, second = parts.rollouts.next(), parts.rollouts.next()
+    assert {group.prompt.weight for group in first.groups} == {1.0}
+    assert first.metrics["prompt_sampling/effective_share"] == 1.0
+    assert first.metrics["prompt_sampling/uniform_reward"] == first.metrics["reward"]
+    levels = [group.prompt.columns["level"] for group in second.groups]
+    assert levels.count(2) > 6
+    weight = {g.prompt.columns["level"]: g.prompt.weight for g in second.groups}
+    assert weight[2] < 1 < max(weight.values()) <= 4
+    assert second.epoch == 2.0
+    assert second.metrics["prompt_sampling/effective_share"] < 1.0
+    state = second.position["prompts"]
+    assert state["drawn"] == 24 and "estimate" in state
+
+
+def test_weighted_metrics_are_means_over_the_weights(tmp_path):
+    config = make_config(
+        tmp_path, **VARIANCE, prompt_sampling_kwargs={"column": "level"}, num_prompts=8
+    )
+    parts, _ = make_trainer(config, by_level, LEVELS).make_parts()
+    for _ in range(2):
+        rollout = parts.rollouts.next()
+    rows = [(g.prompt.weight, g.rewards) for g in rollout.groups]
+    total = sum(w for w, _ in rows)
+    share = total**2 / (8 * sum(w * w for w, _ in rows))
+    reward = sum(w * sum(r) / 4 for w, r in rows) / total
+    signal = sum(w * (max(r) != min(r)) for w, r in rows) / total
+    metrics = [
+        rollout.metrics[f"prompt_sampling/{name}"]
+        for name in ("effective_share", "uniform_reward", "uniform_signal")
+    ]
+    assert metrics == pytest.approx([share, reward, signal], rel=1e-12)
+    assert share < 0.999
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_iterations": 2},
+        {"steps_per_generation": 3, "num_prompts": 1, "gradient_accumulation_steps": 1},
+    ],
+    ids=["one step", "several passes", "several parts"],
+)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, options):
+    steps = 14 if options else 8
+    kwargs = {"half_life": 3.0}
+    options = {**VARIANCE, "max_steps": steps, "prompt_sampling_kwargs": kwargs, **options}
+    whole = make_trainer(make_config(tmp_path / "whole", **options), for_long_prompts)
+    whole.train()
+    config = make_config(tmp_path / "parts", **options, save_strategy="steps", save_steps=3)
+    found = [row.get("prompt_sampling/effective_share", 1.0) for row in metrics_of(whole.args)]
+    assert found[0] == 1.0 and min(found) < 0.999
+    calls = []
+
+    def failing(prompts, completions, **_):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("no reward today")
+        return for_long_prompts(prompts, completions)
+
+    with pytest.raises(RuntimeError, match="no reward today"):
+        make_trainer(config, failing).train()
+    resumed = make_trainer(config, for_long_prompts)
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(whole), weights(resumed))
+
+
+def run(folder: Path, **options):
+    options = {**VARIANCE, "max_steps": 6, "logging_steps": 1, "save_steps": 2, **options}
+    trainer = make_trainer(make_config(folder, **options), REWARD)
+    trainer.train(resume_from_checkpoint=(folder / "run").exists())
+    return trainer
+
+
+@pytest.mark.slow
+def test_where_another_process_samples_the_same_prompts_are_drawn(tmp_path):
+    """Also by a run that resumes in its midst."""
+    beside = {"sampler_processes": 1}
+    here, there = run(tmp_path / "here"), run(tmp_path / "there", **beside)
+    assert equal(weights(here), weights(there))
+    for folder in ("checkpoint-4", "checkpoint-6"):
+        shutil.rmtree(tmp_path / "there" / "run" / folder)
+    assert equal(weights(here), weights(run(tmp_path / "there", **beside)))
+
+
+@pytest.mark.slow
+def test_a_run_with_stale_rollouts_repeats_with_the_same_bits(tmp_path):
+    """Whatever finishes first, draws use the rollouts that the schedule says: none of the last
+    two. A resumed run goes on."""
+    one, other = (run(tmp_path / name, max_staleness=2) for name in "ab")
+    shares = [row["prompt_sampling/effective_share"] for row in metrics_of(one.args)]
+    assert shares[:3] == [1.0] * 3 and min(shares[3:]) < 1.0
+    assert shares == [row["prompt_sampling/effective_share"] for row in metrics_of(other.args)]
+    assert equal(weights(one), weights(other))
+    shutil.rmtree(tmp_path / "a" / "run" / "checkpoint-6")
+    resumed = run(tmp_path / "a", max_staleness=2)
+    epochs = [row["epoch"] for row in metrics_of(resumed.args)]
+    assert epochs == [row["epoch"] for row in metrics_of(other.args)]
