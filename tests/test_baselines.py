@@ -11,7 +11,7 @@ from statistics import fmean, stdev
 import pytest
 import torch
 from scipy import stats
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerControl, TrainerState
 
 from benchmarks.baselines import gym, sorting
 from benchmarks.baselines.__main__ import main
@@ -37,7 +37,7 @@ from benchmarks.baselines.results import (
 from benchmarks.baselines.schedule import Plan, list_left, run_plan
 from benchmarks.baselines.summary import summarise
 from benchmarks.baselines.tasks import TASKS
-from benchmarks.baselines.training import Heldout, make_trainer, run_cell, train
+from benchmarks.baselines.training import Heldout, Recorder, make_trainer, run_cell, train
 from benchmarks.baselines.variance import (
     OPTIONS,
     Gradients,
@@ -235,6 +235,7 @@ def test_a_third_of_the_mixture_has_no_solution_and_a_third_needs_none():
     assert TASKS["mixture"].reward(said, **row) == [0.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_gym_has_three_levels_and_splits_without_common_problems():
     pytest.importorskip("reasoning_gym")
     seen = set()
@@ -337,6 +338,33 @@ def test_variance_is_measured_for_each_size_and_estimator(tmp_path):
     assert len(result["mean_rewards"]) == 2
 
 
+class Saved:
+    """A trainer whose model remembers where it was saved."""
+
+    def __init__(self):
+        self.model, self.folders = self, []
+
+    def save_pretrained(self, folder):
+        self.folders.append(folder.name)
+
+
+@pytest.mark.parametrize(("arm", "used"), [("rloo", 20), ("stale4_token_mask", 32)])
+def test_a_run_is_charged_for_what_it_sampled_or_if_it_samples_ahead_trained(arm, used, tmp_path):
+    cell = make_cell(COUNTDOWN, arm, rate=1e-4, seed=0, budget=64)
+    recorder = Recorder(cell, lambda completions, **_: [0.5] * len(completions), tmp_path)
+    trainer, control = Saved(), TrainerControl()
+    recorder.start(trainer)
+    assert recorder.reward(prompts=None, completions=["a"] * 20) == [0.5] * 20
+    recorder.on_step_end(None, TrainerState(global_step=1), control)
+    assert [point["completions"] for point in recorder.trace()["points"]] == [used]
+    assert recorder.trace()["rewards"][:2] == [0.5, None]
+    assert trainer.folders == ["point0"] and not control.should_training_stop
+    recorder.reward(completions=["a"] * 45)
+    recorder.on_step_end(None, TrainerState(global_step=2), control)
+    assert control.should_training_stop and trainer.folders == ["point0", "point1"]
+    assert recorder.trace()["points"][1]["completions"] == {20: 65, 32: 64}[used]
+
+
 @pytest.mark.slow
 def test_a_cell_has_points_of_its_budget_and_the_weights_of_its_last_step(tmp_path):
     task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:40])
@@ -378,10 +406,10 @@ def test_a_cell_has_points_of_its_budget_and_the_weights_of_its_last_step(tmp_pa
 @pytest.mark.slow
 def test_a_cell_counts_the_completions_that_dynamic_sampling_discards(tmp_path):
     task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:40])
-    cell = make_cell(task, "dynamic_sample", rate=1e-4, seed=0, budget=128)
+    cell = make_cell(task, "dynamic_sample", rate=1e-4, seed=0, budget=96)
     result = run_cell(task, cell, out=tmp_path)
     last = result["points"][-1]
-    assert last["completions"] >= 128 and last["completions"] > 32 * last["steps"]
+    assert last["completions"] >= 96 and last["completions"] > 32 * last["steps"]
     assert result["points"][0]["completions"] == 0
     assert len(json.dumps({"cell": asdict(cell), "result": result})) < 4000
     assert not list((tmp_path / "work").rglob("*.safetensors"))

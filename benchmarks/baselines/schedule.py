@@ -79,20 +79,18 @@ def run_in_process(out: Path, cell: Cell) -> None:
 
 
 def run_plan(plan: Plan, results: Results, *, at_once: int, work: Work = run_in_process) -> int:
-    """Execute what is missing, the tuning first. Returns the number of failed cells. A failure does
-    not stop the other cells; an arm whose tuning failed has no further cells."""
+    """Execute what is missing. A finished tuning adds the reported runs of its arm; an arm whose
+    tuning failed has none. Returns the number of failed cells; a failure does not stop others."""
     for task in plan.tasks:
         task.model(results.out)  # created once, before several processes need it
     failed: set[str] = set()
     while True:
         cells = plan.cells(results)
         missing = [c for c in cells if c.name not in failed and results.read(c) is None]
-        # The reported runs wait: the first round has only tuning runs, if any are missing.
-        todo = [cell for cell in missing if cell.is_tuning] or missing
-        if not todo:
+        if not missing:
             return len(failed)
         print(f"{len(cells) - len(missing)} cells are there, {len(missing)} to run", flush=True)
-        failed |= run_cells(todo, results.out, at_once=at_once, work=work)
+        failed |= run_cells(missing, results.out, at_once=at_once, work=work)
 
 
 def run_cells(cells: Sequence[Cell], out: Path, *, at_once: int, work: Work) -> set[str]:
