@@ -1,42 +1,44 @@
-"""The baselines: what is run again, what a learning rate is chosen by, theory, and the report."""
+"""The baselines: what is run again, what decides on a learning rate, statistics, and the report."""
 
 import itertools
 import json
 import math
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean, variance
+from statistics import fmean, stdev
 
 import pytest
 import torch
 from scipy import stats
+from transformers import AutoTokenizer, TrainerControl, TrainerState
 
-from benchmarks.baselines import sorting
-from benchmarks.baselines.arms import (
-    ARMS,
-    BETA,
-    COMPLETIONS_PER_STEP,
-    REFERENCE_ARM,
-    SEEDS,
-    TUNING_SEED,
-    training_job,
-    tuning_jobs,
-    variance_job,
+from benchmarks.baselines import gym, sorting
+from benchmarks.baselines.__main__ import main
+from benchmarks.baselines.arms import ARMS, BETA, FAMILIES, TUNING_SEEDS
+from benchmarks.baselines.cells import FRACTIONS, make_cell, tuning_cells
+from benchmarks.baselines.comparisons import (
+    Paired,
+    compare_paired,
+    compare_ratios,
+    correct_holm,
+    find_crossing,
+    value_at,
 )
-from benchmarks.baselines.intervals import difference_interval
 from benchmarks.baselines.results import (
+    COMMITTED,
+    Results,
+    area,
     choose_rate,
     edge_of,
-    last_fifth,
-    read_result,
-    tuning_curves,
+    tuning_scores,
     write_result,
 )
 from benchmarks.baselines.rollout_variance import compare
-from benchmarks.baselines.schedule import run_task
+from benchmarks.baselines.schedule import Plan, list_left, run_plan
 from benchmarks.baselines.summary import summarise
 from benchmarks.baselines.tasks import TASKS
-from benchmarks.baselines.training import make_trainer, run_training
+from benchmarks.baselines.training import Heldout, Recorder, make_trainer, run_cell, train
 from benchmarks.baselines.variance import (
     OPTIONS,
     Gradients,
@@ -49,138 +51,217 @@ from benchmarks.baselines.variance import (
 from rloo.algorithm.baselines import subtract_baseline
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
+from rloo.trainer.evaluate import settings_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "baselines.md"
 COUNTDOWN = TASKS["countdown"]
-TASK = replace(COUNTDOWN, steps=10, rates=(0.1, 0.2, 0.3))
+TASK = replace(COUNTDOWN, rates=(0.1, 0.2), seeds=3)
+OURS = [name for name, arm in ARMS.items() if arm.trainer == "rloo"]
 
 
-def fake_result(job):
-    """The reward rises to the learning rate; held-out figures fall with it."""
-    rate, seed = job.options["learning_rate"], job.options["seed"]
-    curve = [rate * step / 10 + 0.01 * seed for step in range(1, 11)]
-    result = {
-        "curves": {
-            "reward": curve,
-            "length": [10.0] * 10,
-            "kl": [0.5] * 10,
-            "signal": [None] * 10,
-            "grad_norm": [1.0] * 10,
-        },
-        "seconds": 1.0,
-        "versions": {"python": "3"},
-    }
-    if job.heldout:
-        passed = [1.0, 0.5, 0.0, 1.0 - rate]
-        measured = {"passed": passed, "reward": passed, "greedy": 0.5, "length": 12.0}
-        result |= {"start": measured, "end": measured}
-    return result
-
-
-def fake_variance(job):
-    sizes = job.options["sizes"]
-    return {
-        "measured": [
-            {"estimator": e, "size": size, "variance": [2.0, 1.0, 3.0], "noise": [9.0, 8.0, 10.0]}
-            for e in ("rloo", "std")
-            for size in sizes
-        ]
-        + [
-            {"estimator": "none", "size": 16, "variance": [4.0, 3.0, 5.0], "noise": [9.0, 8.0, 9.5]}
-        ],
-        "predicted": {str(size): [2.0, 1.5, 2.5] for size in sizes},
-        "limit": [1.0, 0.9, 1.1],
-        "no_baseline": [4.0, 3.5, 4.5],
-        "mean_rewards": [0.5],
-    }
+def fake_result(cell, speed=1.0):
+    """A straight curve from 0.25 to 0.75, `speed` times faster for its first part. A run of a
+    higher rate is better by a hair, one of a later seed starts lower."""
+    low = 0.25 - 0.01 * (cell.seed % 100)
+    top = 0.75 + (cell.rate or 0.0) / 100
+    points = []
+    for part in (0.0, *FRACTIONS):
+        passed = low + (top - low) * min(1.0, part * speed)
+        used = part * cell.budget
+        spent = {"completions": used, "cpu": used / 100, "wall": used / 50}
+        points.append({**spent, "pass@1": passed})
+    return {"points": points, "rewards": [], "cell_cpu": 36.0, "processor": "one"}
 
 
 class Worker:
-    """Does jobs without training, and remembers them."""
+    """Does cells without training, and remembers them. `speeds` are by arm."""
 
-    def __init__(self):
-        self.done = []
+    def __init__(self, **speeds):
+        self.done, self.speeds = [], speeds
 
-    def __call__(self, out, job):
-        self.done.append(job)
-        write_result(out, job, fake_variance(job) if job.arm is None else fake_result(job))
+    def __call__(self, out, cell):
+        self.done.append(cell)
+        write_result(out, cell, fake_result(cell, self.speeds.get(cell.arm, 1.0)))
 
 
-def run_fake(out, arms=("rloo_k8", "grpo"), seeds=(0, 1), task=TASK):
-    worker = Worker()
-    assert run_task(task, arms, seeds, out=out, at_once=2, work=worker) == 0
+def results_in(folder):
+    return Results(folder / "out", folder / "committed")
+
+
+def run_fake(folder, arms=("rloo", "grpo"), task=TASK, **speeds):
+    worker = Worker(**speeds)
+    assert run_plan(Plan([task], arms), results_in(folder), at_once=2, work=worker) == 0
     return worker.done
 
 
-def test_what_is_finished_is_not_run_again(tmp_path):
+# -- cells ---------------------------------------------------------------------------------------
+
+
+def test_tuning_comes_first_and_what_is_finished_is_not_run_again(tmp_path):
     first = run_fake(tmp_path)
-    assert len(first) == 1 + 2 * 3 + 2 * 2  # the variance, tuning, two seeds of two arms
+    assert [cell.is_tuning for cell in first] == [True] * 8 + [False] * 6
+    assert {cell.rate for cell in first[8:]} == {0.2}
+    assert [cell.seed for cell in first[8:]] == [0, 0, 1, 1, 2, 2]
     assert run_fake(tmp_path) == []
-    more = run_fake(tmp_path, seeds=(0, 1, 2))
-    assert [(job.arm, job.options["seed"]) for job in more] == [("rloo_k8", 2), ("grpo", 2)]
+    more = run_fake(tmp_path, task=replace(TASK, seeds=4))
+    assert sorted((cell.arm, cell.seed) for cell in more) == [("grpo", 3), ("rloo", 3)]
 
 
 def test_what_is_half_written_or_of_other_options_is_run_again(tmp_path):
-    jobs = run_fake(tmp_path)
-    path = tmp_path / jobs[-1].path
+    cells = run_fake(tmp_path)
+    path = tmp_path / "out" / cells[-1].path
     path.write_text(path.read_text(encoding="utf-8")[:-20], encoding="utf-8")
-    assert run_fake(tmp_path) == [jobs[-1]]
-
-    longer = replace(TASK, steps=11)
-    assert len(run_fake(tmp_path, task=longer)) == len(jobs) - 1  # all but the variance
+    assert run_fake(tmp_path) == [cells[-1]]
+    assert len(run_fake(tmp_path, task=replace(TASK, max_tokens=61))) == len(cells)
     assert list(tmp_path.rglob("*.part*")) == []
 
 
-def test_a_failed_job_is_counted_and_its_arm_left_out(tmp_path, capsys):
+def test_committed_results_are_not_run_again(tmp_path):
+    cells = run_fake(tmp_path)
+    assert results_in(tmp_path).collect() == {"countdown": len(cells)}
+    for path in (tmp_path / "out").rglob("*.json"):
+        path.unlink()
+    assert run_fake(tmp_path) == []
+    lines = (tmp_path / "committed" / "countdown.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(set(lines)) == len(cells)
+    # What was committed stays when other cells are added.
+    more = run_fake(tmp_path, arms=["dr_grpo"])
+    assert results_in(tmp_path).collect() == {"countdown": len(cells) + len(more)}
+
+
+def test_a_failed_cell_is_counted_and_its_arm_has_no_reported_runs(tmp_path, capsys):
     worker = Worker()
 
-    def work(out, job):
-        if job.arm == "grpo" and job.options["learning_rate"] == 0.2:
+    def work(out, cell):
+        if cell.arm == "grpo" and cell.rate == 0.2:
             raise RuntimeError("the last words")
-        worker(out, job)
+        worker(out, cell)
 
-    assert run_task(TASK, ["rloo_k8", "grpo"], [0], out=tmp_path, at_once=1, work=work) == 1
-    assert [job.arm for job in worker.done if job.heldout] == ["rloo_k8"]
-    printed = capsys.readouterr().out
-    assert "the last words" in printed
-    assert "left out: countdown grpo: the tuning run at learning rate 0.2 is missing" in printed
+    plan = Plan([TASK], ["rloo", "grpo"], seeds=[0])
+    assert run_plan(plan, results_in(tmp_path), at_once=1, work=work) == 2
+    assert [cell.arm for cell in worker.done if not cell.is_tuning] == ["rloo"]
+    assert "the last words" in capsys.readouterr().out
 
 
-def test_learning_rate_is_chosen_by_training_rewards_of_the_last_fifth():
-    low_end, high_end = [1.0] * 8 + [0.2, 0.2], [0.0] * 8 + [0.3, 0.3]
-    assert last_fifth(high_end) == pytest.approx(0.3)
-    assert choose_rate({0.1: low_end, 0.2: high_end}) == 0.2
-    assert choose_rate({0.2: high_end, 0.1: high_end}) == 0.1
+def test_list_counts_cells_and_hours(tmp_path):
+    plan = Plan([TASK], ["rloo", "grpo", "trl_rloo_defaults"])
+    assert list_left(plan, results_in(tmp_path)) == [
+        "countdown/rloo: 7 cells, not measured",
+        "countdown/grpo: 7 cells, not measured",
+        "countdown/trl_rloo_defaults: 3 cells, not measured",
+        "left: 0.0 CPU hours, and 17 cells that were never measured",
+    ]
+    run_fake(tmp_path, arms=["rloo"])
+    assert list_left(plan, results_in(tmp_path)) == [
+        "countdown/grpo: 7 cells, 36 s each, 0.07 CPU hours",
+        "countdown/trl_rloo_defaults: 3 cells, 36 s each, 0.03 CPU hours",
+        "left: 0.1 CPU hours",
+    ]
+
+
+def test_command_refuses_unknown_names_and_tuning_seeds(capsys):
+    for words, reason in (
+        (["--arms", "rloo,nothing"], "nothing is none of rloo, grpo"),
+        (["--tasks", "nothing"], "nothing is none of mixture"),
+        (["--seeds", "0,100"], "seed 100 is one of the tuning"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["run", *words])
+        assert reason in capsys.readouterr().err
+
+
+def test_learning_rate_is_chosen_by_the_area_under_the_tuning_curves(tmp_path):
+    curve = [{"completions": x, "pass@1": y} for x, y in ((0, 0.2), (10, 0.6), (40, 0.8))]
+    # Trapezoids of 10 and 30: (10 * 0.4 + 30 * 0.7) / 40.
+    assert area({"points": curve}) == pytest.approx(0.625)
+    assert choose_rate({0.2: 0.5, 0.1: 0.5, 0.4: 0.3}) == 0.1
+    assert choose_rate({}) is None
     assert [edge_of(r, (0.1, 0.2, 0.3)) for r in (0.1, 0.2, 0.3)] == ["lowest", None, "highest"]
-
-
-def test_tuning_sees_no_heldout_figures(tmp_path):
-    assert TUNING_SEED not in SEEDS
-    for task in TASKS.values():
-        assert not any(job.heldout for job in tuning_jobs(task, list(ARMS)))
-        assert training_job(task, "grpo", rate=0.1, seed=0).heldout
-    # Held-out figures that would say otherwise change nothing, should a file have them.
-    for job in tuning_jobs(TASK, ["grpo"]):
-        rate = job.options["learning_rate"]
-        planted = {"end": {"passed": [1.0 - rate], "reward": [1.0 - rate]}}
-        write_result(tmp_path, job, fake_result(job) | planted)
-    curves = tuning_curves(tmp_path, TASK, "grpo")
-    assert choose_rate(curves) == 0.3
+    cell = tuning_cells(TASK, "grpo")[0]
+    write_result(tmp_path / "out", cell, fake_result(cell))
+    with pytest.raises(ValueError, match="every arm has the same grid"):
+        tuning_scores(results_in(tmp_path), TASK, "grpo")
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
-def test_arms_differ_in_the_estimator_alone(task):
-    jobs = [training_job(task, arm, rate=1e-3, seed=0) for arm in ARMS]
-    objective = {
-        *("preset", "kl_placement", "kl_estimator", "mean_level"),
-        *("num_generations", "num_prompts"),
-    }
-    rest = [{k: v for k, v in job.options.items() if k not in objective} for job in jobs]
+def test_arms_differ_in_what_their_line_names(task):
+    assert not set(TUNING_SEEDS) & set(range(task.seeds))
+    cells = [make_cell(task, arm, rate=1e-3, seed=0) for arm in OURS]
+    derived = {"num_generations", "num_prompts"}
+    rest = [
+        {k: v for k, v in c.options.items() if k not in derived and k not in ARMS[c.arm].options}
+        for c in cells
+    ]
     assert all(options == rest[0] for options in rest)
-    for job in jobs:
-        config = RLOOConfig(output_dir="unused", **job.options)
-        assert batches_of(config, 1).completions_per_step == COMPLETIONS_PER_STEP
+    for cell in cells:
+        config = RLOOConfig(output_dir="unused", **cell.options)
+        assert batches_of(config, 1).completions_per_step == task.completions_per_step
         assert config.beta == BETA
+        assert config.max_steps * task.completions_per_step == cell.budget
+    tuned = make_cell(task, "trl_rloo", rate=1e-3, seed=0).options
+    shared = ("beta", "num_generations", "max_steps", "lr_scheduler_type", "max_grad_norm")
+    assert {name: tuned[name] for name in shared} == {
+        name: cells[0].options[name] for name in shared
+    }
+    assert "beta" not in make_cell(task, "trl_rloo_defaults", rate=None, seed=0).options
+
+
+def test_every_arm_has_a_family_and_is_compared_with_known_arms():
+    for name, arm in ARMS.items():
+        assert arm.family in FAMILIES
+        assert set(arm.against) <= set(ARMS) - {name}
+
+
+# -- tasks ---------------------------------------------------------------------------------------
+
+
+def test_a_third_of_the_mixture_has_no_solution_and_a_third_needs_none():
+    rows, heldout = TASKS["mixture"].rows("train"), TASKS["mixture"].rows("heldout")
+    assert Counter(row["level"] for row in rows) == {"open": 200, "none": 200, "any": 200}
+    reachable = {"open": 0, "none": 0}
+    for row in rows:
+        pairs = itertools.permutations(row["numbers"], 2)
+        values = {value for a, b in pairs for value in (a + b, a - b, a * b)}
+        assert row["prompt"] == f"{' '.join(map(str, row['numbers']))} -> {row['target']} :"
+        if row["level"] != "any":
+            reachable[row["level"]] += row["target"] in values
+    assert reachable == {"open": 200, "none": 0}
+    splits = [{row["prompt"] for row in TASKS["mixture"].rows(s)} for s in ("tuning", "heldout")]
+    assert not splits[0] & splits[1] and not (splits[0] | splits[1]) & {r["prompt"] for r in rows}
+    assert len(heldout) == 256
+
+    row = {"numbers": [[2, 3, 4]] * 3, "target": [6] * 3}
+    said = ["nonsense", "nonsense", "2 * 3 = 6"]
+    assert TASKS["mixture"].reward(said, level=["any", "open", "open"], **row) == [1.0, 0.0, 1.0]
+    assert TASKS["mixture"].reward(said, **row) == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.slow
+def test_gym_has_three_levels_and_splits_without_common_problems():
+    pytest.importorskip("reasoning_gym")
+    seen = set()
+    for split, count in gym.NUM_ROWS.items():
+        rows = gym.make_rows(split)
+        assert Counter(r["level"] for r in rows) == dict.fromkeys(gym.LEVELS, count // 3)
+        asked = {row["prompt"] for row in rows if row["level"] != "easy"}
+        assert not asked & seen
+        seen |= asked
+    assert gym.gym_reward([" 12\n", "13", ""], answer=["12", "12", "1"]) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_chat_task_has_three_splits_of_conversations():
+    task = TASKS["smollm2"]
+    rows = {split: task.rows(split) for split in ("train", "tuning", "heldout")}
+    assert {split: len(some) for split, some in rows.items()} == {
+        "train": 400,
+        "tuning": 100,
+        "heldout": 128,
+    }
+    row = rows["train"][0]
+    answer = [{"role": "assistant", "content": f"It is {row['answer']}."}]
+    assert task.reward(completions=[answer], answer=[row["answer"]]) == [1.0]
+    assert task.reward(completions=[answer], answer=[row["answer"] + 1]) == [0.0]
 
 
 # -- theory ----------------------------------------------------------------------------------------
@@ -233,7 +314,8 @@ def test_trace_variance_is_the_sum_of_the_coordinates_variances():
 
 def test_group_gradients_are_weighted_sums_of_scores(tmp_path):
     options = {**OPTIONS, "max_completion_length": 60, "num_generations": 2}
-    trainer = make_trainer(COUNTDOWN, options, out=tmp_path, folder=tmp_path / "run")
+    model = COUNTDOWN.model(tmp_path)
+    trainer = make_trainer(COUNTDOWN, options, model=model, folder=tmp_path / "run")
     rollouts = trainer.make_parts()[0].rollouts
     samples = draw(trainer, rollouts, rollouts.prompts.next(1)[0], 4)
     samples = [replace(s, reward=r) for s, r in zip(samples, [1.0, 0.0, 0.5, 2.0], strict=True)]
@@ -260,103 +342,212 @@ def test_estimators_are_compared_on_the_same_rollouts():
 
 @pytest.mark.slow
 def test_variance_is_measured_for_each_size_and_estimator(tmp_path):
-    job = variance_job(
-        COUNTDOWN, num_prompts=2, num_completions=8, num_coordinates=50, sizes=[2, 4]
-    )
-    result = measure(COUNTDOWN, job.options, out=tmp_path)
+    settings = {"num_prompts": 2, "num_completions": 8, "num_coordinates": 50, "sizes": [2, 4]}
+    result = measure(COUNTDOWN, settings, out=tmp_path)
     rows = [(row["estimator"], row["size"]) for row in result["measured"]]
     assert rows == [("rloo", 2), ("rloo", 4), ("std", 2), ("std", 4), ("none", 4)]
     assert list(result["predicted"]) == ["2", "4"]
     assert len(result["mean_rewards"]) == 2
 
 
+class Saved:
+    """A trainer whose model remembers where it was saved."""
+
+    def __init__(self):
+        self.model, self.folders = self, []
+
+    def save_pretrained(self, folder):
+        self.folders.append(folder.name)
+
+
+@pytest.mark.parametrize(("arm", "used"), [("rloo", 20), ("stale4_token_mask", 32)])
+def test_a_run_is_charged_for_what_it_sampled_or_if_it_samples_ahead_trained(arm, used, tmp_path):
+    cell = make_cell(COUNTDOWN, arm, rate=1e-4, seed=0, budget=64)
+    recorder = Recorder(cell, lambda completions, **_: [0.5] * len(completions), tmp_path)
+    trainer, control = Saved(), TrainerControl()
+    recorder.start(trainer)
+    assert recorder.reward(prompts=None, completions=["a"] * 20) == [0.5] * 20
+    recorder.on_step_end(None, TrainerState(global_step=1), control)
+    assert [point["completions"] for point in recorder.trace()["points"]] == [used]
+    assert recorder.trace()["rewards"][:2] == [0.5, None]
+    assert trainer.folders == ["point0"] and not control.should_training_stop
+    recorder.reward(completions=["a"] * 45)
+    recorder.on_step_end(None, TrainerState(global_step=2), control)
+    assert control.should_training_stop and trainer.folders == ["point0", "point1"]
+    assert recorder.trace()["points"][1]["completions"] == {20: 65, 32: 64}[used]
+
+
 @pytest.mark.slow
-def test_training_job_leaves_curves_and_every_prompts_figures(tmp_path):
-    task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:70])
-    job = training_job(task, "rloo_k8", rate=1e-4, seed=0, steps=2)
-    result = run_training(task, job, out=tmp_path)
-    assert all(len(curve) == 2 for curve in result["curves"].values())
-    assert result["start"]["passed"] != result["end"]["passed"]
-    assert len(result["end"]["passed"]) == 70
-    assert set(result["end"]["passed"]) <= {0.0, 0.5, 1.0}
+def test_a_cell_has_points_of_its_budget_and_the_weights_of_its_last_step(tmp_path):
+    task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:40])
+    cell = make_cell(task, "rloo", rate=2e-4, seed=100, budget=96)
+    work = tmp_path / "work"
+    trace = train(task, cell, model=task.model(tmp_path), work=work)
+    assert [(p["completions"], p["steps"]) for p in trace["points"]] == [(32, 1), (64, 2), (96, 3)]
+    assert [p["cpu"] > 0 and p["wall"] > 0 for p in trace["points"]] == [True] * 3
+    held = Heldout(task, cell, model=task.model(tmp_path), work=work)
+    base, last = held.measure(None), held.measure(work / "point2")
+    assert base["pass@1"] != last["pass@1"]
 
-    tuning = training_job(task, "rloo_k8", rate=1e-4, seed=TUNING_SEED, steps=1)
-    assert "end" not in run_training(task, tuning, out=tmp_path)
-
-
-# -- intervals and the report ----------------------------------------------------------------------
-
-
-def test_difference_of_runs_is_welchs():
-    ours, theirs = [0.9, 0.8, 0.85], [0.7, 0.75, 0.6, 0.72]
-    expected = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval(1 - 0.05 / 9)
-    found = difference_interval(ours, theirs, comparisons=9)
-    assert found == pytest.approx(
-        [fmean(ours) - fmean(theirs), expected.low, expected.high], rel=1e-7
+    # A second trainer that starts with the saved weights samples the same answers.
+    AutoTokenizer.from_pretrained(task.model(tmp_path)).save_pretrained(work / "point2")
+    settings = {"max_completion_length": 60, "num_generations_eval": 2, "seed": 100}
+    options = {k: v for k, v in cell.options.items() if k in ("bf16", "use_cpu", "num_threads")}
+    other = make_trainer(
+        task, settings | options, model=str(work / "point2"), folder=tmp_path / "other"
     )
-    assert difference_interval([0.5], theirs) is None
-    assert difference_interval([0.5, 0.5], [0.25, 0.25]) == [0.25, 0.25, 0.25]
-
-
-def test_intervals_of_arms_are_over_prompts_and_of_comparisons_over_runs(tmp_path):
-    run_fake(tmp_path, seeds=(0, 1))
-    summary = summarise(tmp_path, TASK)
-    arm = summary["arms"]["grpo"]
-    assert (arm["rate"], arm["edge"]) == (0.3, "highest")
-    assert arm["tuning"] == {"0.1": 1.095, "0.2": 1.19, "0.3": 1.285}
-    assert arm["end"][0] == pytest.approx(fmean([1.0, 0.5, 0.0, 0.7]))
-    assert arm["end"][1] < 0.35 and arm["end"][2] > 0.75
-    assert arm["curve"]["high"][-1] - arm["curve"]["low"][-1] == pytest.approx(0.01)
-    # Both arms have areas of 0.165 and 0.175.
-    difference, low, high = summary["differences"]["area"]["grpo"]
-    half = stats.t.ppf(0.975, 2) * math.sqrt(variance([0.165, 0.175]))
-    assert [difference, low, high] == pytest.approx([0.0, -half, half], abs=1e-4)
-    assert set(summary["missing"]) == set(ARMS) - {"grpo", "rloo_k8"}
-
-
-def test_only_seeds_that_all_arms_have_are_compared(tmp_path):
-    run_fake(tmp_path, seeds=(0, 1))
-    run_fake(tmp_path, arms=["grpo"], seeds=(2,))
-    summary = summarise(tmp_path, TASK)
-    assert summary["seeds"] == [0, 1]
-    assert [run["seed"] for run in summary["arms"]["grpo"]["runs"]] == [0, 1]
+    how = settings_of(other.policy)
+    other.policy.load_into(other.engine)
+    prompts = held.prompts
+    sampled = other.engine.sample(prompts, 2, how.sampling, how.noise)
+    solved = [
+        fmean(
+            task.reward(
+                other.policy.tokenizer.batch_decode(
+                    [list(c.token_ids) for c in some], skip_special_tokens=True
+                ),
+                numbers=[row["numbers"]] * 2,
+                target=[row["target"]] * 2,
+            )
+        )
+        for some, row in zip(sampled, task.rows("tuning"), strict=True)
+    ]
+    assert last["pass@1"] == pytest.approx(fmean(solved), abs=1e-5)
 
 
 @pytest.mark.slow
-def test_report_writes_tables_pictures_and_data(tmp_path):
+def test_a_cell_counts_the_completions_that_dynamic_sampling_discards(tmp_path):
+    task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:40])
+    cell = make_cell(task, "dynamic_sample", rate=1e-4, seed=0, budget=96)
+    result = run_cell(task, cell, out=tmp_path)
+    last = result["points"][-1]
+    assert last["completions"] >= 96 and last["completions"] > 32 * last["steps"]
+    assert result["points"][0]["completions"] == 0
+    assert len(json.dumps({"cell": asdict(cell), "result": result})) < 4000
+    assert not list((tmp_path / "work").rglob("*.safetensors"))
+
+
+# -- statistics and the report -------------------------------------------------------------------
+
+
+def test_paired_comparison_is_the_paired_t_test():
+    ours, theirs = [0.9, 0.8, 0.85, 0.7], [0.7, 0.75, 0.6, 0.72]
+    # By hand: the differences 0.2, 0.05, 0.25, -0.02 have the mean 0.12.
+    found = compare_paired(ours, theirs)
+    error = math.sqrt((0.08**2 + 0.07**2 + 0.13**2 + 0.14**2) / 3) / 2
+    assert found.mean == pytest.approx(0.12)
+    # 3.18245 is the 97.5 % point of Student's t with 3 degrees of freedom.
+    assert [found.low, found.high] == pytest.approx(
+        [0.12 - 3.18245 * error, 0.12 + 3.18245 * error], rel=1e-5
+    )
+    assert found.p == pytest.approx(stats.ttest_rel(ours, theirs).pvalue, rel=1e-9)
+    assert compare_paired([0.5, 0.5], [0.25, 0.25]) == Paired(0.25, 0.25, 0.25, 0.0)
+    with pytest.raises(ValueError, match="1 pairs"):
+        compare_paired([0.5], [0.4])
+
+
+def test_ratios_are_geometric_means():
+    found = compare_ratios([10.0, 40.0], [20.0, 20.0])
+    assert found.mean == pytest.approx(1.0)
+    assert found.low == pytest.approx(1 / found.high)
+    ours, theirs = [100.0, 150.0, 90.0], [220.0, 260.0, 210.0]
+    logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
+    half = stats.t.ppf(0.975, 2) * stdev(logs) / math.sqrt(3)
+    found = compare_ratios(ours, theirs)
+    assert [found.low, found.high] == pytest.approx(
+        [math.exp(fmean(logs) - half), math.exp(fmean(logs) + half)]
+    )
+
+
+def test_holm_corrects_in_ascending_order():
+    # 0.01 * 4, 0.02 * 3 = 0.06, then 0.03 * 2 = 0.06 and 0.04 * 1, which may not be smaller.
+    values = {"c": 0.03, "a": 0.01, "d": 0.04, "b": 0.02}
+    found = correct_holm(values)
+    assert [found[key] for key in "abcd"] == pytest.approx([0.04, 0.06, 0.06, 0.06])
+    assert correct_holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+    assert correct_holm({}) == {}
+
+
+def test_mark_is_reached_between_two_points():
+    places, values = [0.0, 10.0, 30.0, 40.0], [0.2, 0.4, 0.3, 0.8]
+    assert find_crossing(places, values, 0.3) == pytest.approx(5.0)
+    assert find_crossing(places, values, 0.6) == pytest.approx(36.0)
+    assert find_crossing(places, values, 0.1) == 0.0
+    assert find_crossing(places, values, 0.9) is None
+    assert value_at(places, values, 15.0) == pytest.approx(0.375)
+    assert [value_at(places, values, x) for x in (0.0, 40.0, 41.0)] == [0.2, 0.8, None]
+
+
+def test_summary_compares_arms_with_all_seeds(tmp_path):
+    run_fake(tmp_path, arms=["rloo", "grpo", "dr_grpo"], grpo=2.0)
+    (tmp_path / "out" / "countdown" / "dr_grpo" / "rate0.2_seed2.json").unlink()
+    found = summarise(results_in(tmp_path), TASK)
+    assert [found.is_complete(arm) for arm in ("rloo", "grpo", "dr_grpo")] == [True, True, False]
+    assert "the tuning run" in found.arms["reinforce_pp"].missing
+    # The starts are 0.25, 0.24 and 0.23, and all ends are 0.752.
+    assert found.start == pytest.approx(0.24)
+    assert found.mark == pytest.approx(0.24 + 0.8 * (0.752 - 0.24))
+    (one,) = found.comparisons["methods"]
+    assert (one.arm, one.other, one.bound) == ("grpo", "rloo", False)
+    assert one.last.mean == pytest.approx(0.0)
+    assert one.ratios["completions"].mean == pytest.approx(0.5)
+    assert one.ratios["cpu"].high < 0.51
+    assert found.comparisons["sizes"] == []
+
+
+def test_an_arm_that_does_not_reach_the_mark_has_no_ratio(tmp_path):
+    run_fake(tmp_path, arms=["rloo", "grpo"], rloo=0.5)
+    (one,) = summarise(results_in(tmp_path), TASK).comparisons["methods"]
+    # The reference does not reach it: its budget stands for it.
+    assert one.bound and one.ratios["completions"].mean == pytest.approx(0.8, abs=0.01)
+    run_fake(tmp_path / "other", arms=["rloo", "grpo"], grpo=0.5)
+    (one,) = summarise(results_in(tmp_path / "other"), TASK).comparisons["methods"]
+    assert one.ratios["completions"] == "0 of 3 runs reach the mark"
+
+
+def test_seconds_of_other_processors_are_not_compared(tmp_path):
+    cells = run_fake(tmp_path)
+    last = next(cell for cell in cells if cell.arm == "grpo" and cell.seed == 1)
+    write_result(tmp_path / "out", last, fake_result(last) | {"processor": "another"})
+    (one,) = summarise(results_in(tmp_path), TASK).comparisons["methods"]
+    assert one.ratios["cpu"] == one.ratios["wall"] == "other processors"
+    assert isinstance(one.ratios["completions"], Paired)
+
+
+@pytest.mark.slow
+def test_report_writes_tables_and_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     from benchmarks.baselines.report import put_between, write_report
 
-    out, docs = tmp_path / "out", tmp_path / "docs"
+    docs = tmp_path / "docs"
     docs.mkdir()
-    run_fake(out, arms=list(ARMS), seeds=SEEDS)
+    run_fake(tmp_path, arms=["rloo", "grpo", "dr_grpo"], grpo=2.0)
+    (tmp_path / "out" / "countdown" / "dr_grpo" / "rate0.2_seed2.json").unlink()
     (docs / "baselines.md").write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    write_report(out, {"countdown": TASK}, docs=docs)
+    write_report(results_in(tmp_path), {"countdown": TASK}, docs=docs)
 
     text = (docs / "baselines.md").read_text(encoding="utf-8")
-    assert "| GRPO | 8 | 1.095 | 1.190 | **1.285** | 0.3, highest of the grid |" in text
-    assert "not told apart from it by these runs: 9 of 9 arms" in text
-    assert "| RLOO | 4 | 2.00 [1.00, 3.00] | 2.00 [1.50, 2.50] | 9 [8, 10] |" in text
-    data = json.loads((docs / "baselines" / "results.json").read_text(encoding="utf-8"))
-    assert list(data["tasks"]["countdown"]["arms"]) == list(ARMS)
-    pictures = {path.name for path in (docs / "baselines").glob("*.png")}
-    assert pictures == {"curves_countdown.png", "heldout.png", "variance.png"}
+    assert "| Dr. GRPO | 2 seeds of 3 | 0.2, highest of the grid | 75.2 (0.0) |  |  |  |" in text
+    assert "- GRPO against RLOO: needs fewer completions" in text
+    assert "| GRPO | RLOO | +0.0 [+0.0, +0.0], p = 1.000 | **0.50 [" in text
+    assert "Dr. GRPO against" not in text
+    assert "| GRPO | 36 (7) |" in text
+    assert {path.name for path in (docs / "baselines").glob("*.png")} == {"countdown.png"}
 
-    write_report(out, {"countdown": TASK}, docs=docs)
+    write_report(results_in(tmp_path), {"countdown": TASK}, docs=docs)
     assert (docs / "baselines.md").read_text(encoding="utf-8") == text
     with pytest.raises(ValueError, match="needs <!-- baselines:elsewhere -->"):
         put_between(text, "elsewhere", "")
 
 
-def test_differences_of_more_than_their_interval_are_said(tmp_path):
-    from benchmarks.baselines.report import render_task
-
-    run_fake(tmp_path, arms=list(ARMS), seeds=SEEDS)
-    summary = summarise(tmp_path, TASK)
-    summary["differences"]["passed"]["rloo_k2"] = [-0.1, -0.2, -0.05]
-    text = render_task(summary)
-    line = f"against {ARMS[REFERENCE_ARM].title}: lower: RLOO, K = 2. not told apart"
-    assert f"- held-out pass@1 after training, {line}" in text
+def test_page_has_a_place_for_each_task_and_the_committed_results_are_small():
+    text = PAGE.read_text(encoding="utf-8")
+    for name in (*TASKS, "costs", "variance"):
+        assert text.count(f"<!-- baselines:{name} -->") == 1
+    for path in COMMITTED.glob("*.jsonl"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        assert max(map(len, lines)) < 4000
+        assert {json.loads(line)["cell"]["task"] for line in lines} == {path.stem}
 
 
 # -- sorting ---------------------------------------------------------------------------------------
@@ -378,10 +569,3 @@ def test_sorting_rows_and_lessons_keep_heldout_letters_apart():
     assert not sorting._heldout_sets() & {frozenset(words[:6]) for words in lessons}
     swapped = fmean(words[7:13] != sorted(words[:6]) for words in lessons)
     assert swapped == pytest.approx(0.5, abs=0.05)
-
-
-def test_variance_result_is_known_by_its_settings(tmp_path):
-    job = variance_job(COUNTDOWN)
-    write_result(tmp_path, job, fake_variance(job))
-    assert read_result(tmp_path, job) == fake_variance(job)
-    assert read_result(tmp_path, variance_job(COUNTDOWN, num_prompts=9)) is None

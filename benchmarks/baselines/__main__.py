@@ -1,14 +1,19 @@
-"""Learning curves of RLOO and related estimators, and gradient variance as a function of K.
+"""Learning curves against completions and seconds, and gradient variance as a function of K.
 
-    PYTHONPATH=src python -m benchmarks.baselines run [--task countdown] [--arms rloo_k8,grpo]
-        [--seeds 0,1,2] [--out runs/baselines] [--jobs 2] [--steps N]
+    PYTHONPATH=src python -m benchmarks.baselines run [--tasks mixture,countdown,gym]
+        [--arms rloo,grpo] [--seeds 0,1,2] [--jobs 2] [--budget N] [--out runs/baselines]
+        [--only-tuning] [--list]
+    PYTHONPATH=src python -m benchmarks.baselines collect [--out runs/baselines]
     PYTHONPATH=src python -m benchmarks.baselines report [--out runs/baselines]
+    PYTHONPATH=src python -m benchmarks.baselines variance [--tasks countdown,sorting]
 
-`run` executes the jobs that have no result in the folder, so it may be stopped and started again.
-For every arm, a learning rate is chosen from the same grid. The criterion is the training reward of
-a seed that is not reported. Then the reported seeds are trained. `report` writes the tables and
-pictures of docs/baselines.md and results.json (needs the extra `plots`). `--steps` is for short
-trial runs; use a separate folder for them.
+`run` executes the cells that have no result, in the folder or in docs/baselines/results, so it may
+be stopped and started again. For every arm, a learning rate is chosen from the same grid by runs
+with other seeds and other held-out prompts than the reported ones. Then the reported seeds are
+trained. `--list` prints what is left and what it costs. `collect` writes finished cells to
+docs/baselines/results. `report` writes the tables and pictures of docs/baselines.md (needs the
+extra `plots`). `variance` measures the variance of the gradient. `--budget` in completions is for
+short trial runs; use a separate folder for them.
 """
 
 from __future__ import annotations
@@ -16,81 +21,95 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.baselines.arms import ARMS, SEEDS, TUNING_SEED, Job
-from benchmarks.baselines.results import write_result
-from benchmarks.baselines.schedule import ROOT, run_task
+from benchmarks.baselines.arms import ARMS, TUNING_SEEDS
+from benchmarks.baselines.cells import Cell
+from benchmarks.baselines.results import COMMITTED, Results
+from benchmarks.baselines.schedule import ROOT, Plan, do_cell, list_left, run_plan
 from benchmarks.baselines.tasks import TASKS
+
+DEFAULT_TASKS = ("mixture", "countdown", "gym")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns exit status 1 if a job failed."""
+    """Returns exit status 1 if a cell failed."""
     options = _parse(arguments)
-    if options.command == "report":
+    results = Results(options.out, options.results)
+    if options.command == "cell":
+        do_cell(options.out, Cell(**json.load(sys.stdin)))
+    elif options.command == "collect":
+        for task, lines in results.collect().items():
+            print(f"{task}: {lines} cells")
+    elif options.command == "report":
         from benchmarks.baselines.report import write_report
 
-        write_report(options.out, TASKS, docs=options.docs)
-        return 0
-    if options.command == "job":
-        do_job(options.out, Job(**json.load(sys.stdin)))
-        return 0
-    failed = 0
-    for name in options.task or TASKS:
-        failed += run_task(
-            TASKS[name],
+        write_report(results, TASKS, docs=options.docs)
+    elif options.command == "variance":
+        from benchmarks.baselines.variance import write_variances
+
+        write_variances([TASKS[name] for name in options.tasks], results)
+    else:
+        plan = Plan(
+            [TASKS[name] for name in options.tasks],
             options.arms,
             options.seeds,
-            out=options.out,
-            at_once=options.jobs,
-            steps=options.steps,
+            options.budget,
+            options.only_tuning,
         )
-    return int(failed > 0)
-
-
-def do_job(out: Path, job: Job) -> None:
-    """Execute a job in this process and write its result."""
-    from benchmarks.baselines.training import run_training
-    from benchmarks.baselines.variance import measure
-
-    task = TASKS[job.task]
-    if job.arm is None:
-        result = measure(task, job.options, out=out)
-    else:
-        result = run_training(task, job, out=out)
-    write_result(out, job, result)
+        if options.list:
+            print("\n".join(list_left(plan, results)))
+        else:
+            return int(run_plan(plan, results, at_once=options.jobs) > 0)
+    return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.baselines")
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train what is missing")
-    run.add_argument("--task", action="append", choices=TASKS, help="one of them; default: all")
-    run.add_argument("--arms", type=_arms, default=list(ARMS), help="names, with commas between")
-    run.add_argument("--seeds", type=_seeds, default=list(SEEDS), help="with commas between")
+    run.add_argument("--arms", type=_names(ARMS), default=list(ARMS), help="with commas between")
+    run.add_argument(
+        "--seeds", type=_seeds, help="with commas between; default: as many as planned"
+    )
     run.add_argument("--jobs", type=int, default=2, help="processes at once")
-    run.add_argument("--steps", type=int, help="of training, for a trial; no gradient variance")
+    run.add_argument("--budget", type=int, help="completions of each run, for a trial")
+    run.add_argument("--only-tuning", action="store_true", help="no reported seeds")
+    run.add_argument("--list", action="store_true", help="print what is left, and its CPU hours")
+    variance = commands.add_parser("variance", help="measure the variance of the gradient")
+    for command, tasks in ((run, DEFAULT_TASKS), (variance, ("countdown", "sorting"))):
+        command.add_argument(
+            "--tasks", type=_names(TASKS), default=list(tasks), help="with commas between"
+        )
+    collect = commands.add_parser("collect", help="write finished cells to the committed files")
     report = commands.add_parser("report", help="write tables and pictures")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="where baselines.md is")
-    job = commands.add_parser("job", help="one job, as JSON on the standard input")
-    for command in (run, report, job):
+    cell = commands.add_parser("cell", help="one cell, as JSON on the standard input")
+    for command in (run, variance, collect, report, cell):
         command.add_argument("--out", type=Path, default=Path("runs/baselines"), help="results")
+        command.add_argument(
+            "--results", type=Path, default=COMMITTED, help="the folder of committed results"
+        )
     return parser.parse_args(arguments)
 
 
-def _arms(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in ARMS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]} is none of {', '.join(ARMS)}")
-    return names
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(known)}")
+        return names
+
+    return parse
 
 
 def _seeds(text: str) -> list[int]:
     seeds = [int(word) for word in text.split(",")]
-    if TUNING_SEED in seeds:
-        raise argparse.ArgumentTypeError(f"seed {TUNING_SEED} is the one of the tuning")
+    for seed in seeds:
+        if seed in TUNING_SEEDS:
+            raise argparse.ArgumentTypeError(f"seed {seed} is one of the tuning")
     return seeds
 
 

@@ -1,35 +1,24 @@
-"""Draws the pictures of docs/baselines.md from the data of results.json."""
+"""Draws the pictures of docs/baselines.md."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from benchmarks.baselines.arms import REFERENCE_ARM
+from benchmarks.baselines.arms import ARMS, FAMILIES
+from benchmarks.baselines.cells import FRACTIONS
+from benchmarks.baselines.summary import Summary
 
-SMOOTHED_STEPS = 5
+REFERENCE_ARM = "rloo"
 _GREY = "#6b6b6b"
-# One hue, which is darker for larger K.
-_BY_SIZE = {
-    "rloo_k2": "#9ecae1",
-    "rloo_k4": "#5ba3cf",
-    "rloo_k8": "#2171b5",
-    "rloo_k16": "#08306b",
-}
-_OTHERS = {
-    "rloo_kl_loss": "#009e73",
-    "grpo": "#d55e00",
-    "dr_grpo": "#e69f00",
-    "reinforce_pp": "#cc79a7",
-    "reinforce_pp_baseline": "#7b4ea3",
-    "reinforce_running": "#5d4a2f",
-}
 
 
-def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write the pictures: curves of each task, held-out figures, and variances. Returns the
-    files."""
+def draw(
+    summaries: Mapping[str, Summary], variances: Mapping[str, Any], folder: Path
+) -> list[Path]:
+    """Write the pictures: curves of each task and family, and variances. Returns the files."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -40,29 +29,14 @@ def draw(results: Mapping[str, Any], folder: Path) -> list[Path]:
         "axes.grid": True,
         "grid.alpha": 0.25,
         "legend.frameon": False,
-        "savefig.dpi": 130,
+        "savefig.dpi": 110,
         "figure.constrained_layout.use": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    tasks = results["tasks"]
     with matplotlib.rc_context(style):
-        files = [
-            _curves(task, folder / f"curves_{name}.png")
-            for name, task in tasks.items()
-            if task["arms"]
-        ]
-        trained = {name: task for name, task in tasks.items() if task["arms"]}
-        files += [_heldout(trained, folder / "heldout.png")] if trained else []
-        measured = {name: task for name, task in tasks.items() if task["variance"]}
-        files += [_variances(measured, folder / "variance.png")] if measured else []
+        files = [_curves(summary, folder / f"{name}.png") for name, summary in summaries.items()]
+        files += [_variances(variances, folder / "variance.png")] if variances else []
     return files
-
-
-def smooth(values: Sequence[float]) -> list[float]:
-    """Moving average: the mean of each value and the values before it, SMOOTHED_STEPS in total if
-    available."""
-    parts = [values[max(0, i + 1 - SMOOTHED_STEPS) : i + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
 
 
 def _panels(count: int, width: float, height: float, **options: Any) -> tuple[Any, list[Any]]:
@@ -81,52 +55,61 @@ def _save(figure: Any, path: Path) -> Path:
     return path
 
 
-def _curves(task: Mapping[str, Any], path: Path) -> Path:
-    """Training reward by step: RLOO for each K, and the other estimators together with RLOO for K =
-    8."""
-    figure, axes = _panels(2, 9.5, 3.8, sharey=True)
-    for axis, colours in zip(axes, (_BY_SIZE, {REFERENCE_ARM: _GREY, **_OTHERS}), strict=True):
-        for name, colour in colours.items():
-            if name not in task["arms"]:
-                continue
-            arm = task["arms"][name]
-            curve = {key: smooth(values) for key, values in arm["curve"].items()}
-            steps = range(1, len(curve["mean"]) + 1)
-            axis.fill_between(steps, curve["low"], curve["high"], color=colour, alpha=0.12, lw=0)
-            axis.plot(steps, curve["mean"], color=colour, lw=1.6, label=arm["title"])
-        axis.set_xlabel("step (64 completions each)")
-        axis.legend(fontsize=8, loc="lower right")
-    axes[0].set_ylabel(f"training reward, mean of {SMOOTHED_STEPS} steps")
-    figure.suptitle(f"{task['title']}: mean and range of {len(task['seeds'])} seeds", fontsize=10)
+def _curves(summary: Summary, path: Path) -> Path:
+    """Held-out pass@1 against completions and against CPU seconds: a row for each family with runs.
+    The band is the range of the seeds."""
+    import matplotlib.pyplot as plt
+
+    shown = {
+        family: [
+            name
+            for name, arm in summary.arms.items()
+            if arm.runs and (ARMS[name].family == family or name == REFERENCE_ARM)
+        ]
+        for family in FAMILIES
+    }
+    rows = {family: names for family, names in shown.items() if set(names) - {REFERENCE_ARM}}
+    rows = rows or {"methods": shown["methods"]}
+    figure, axes = plt.subplots(len(rows), 2, figsize=(9.5, 3.2 * len(rows)), squeeze=False)
+    for (left, right), (family, names) in zip(axes, rows.items(), strict=True):
+        for name in names:
+            _draw_arm(summary, name, left, right)
+        left.set_title(FAMILIES[family], fontsize=9)
+        left.set_ylabel("held-out pass@1")
+        left.set_xlabel("completions")
+        right.set_xlabel("CPU seconds of training")
+        right.legend(fontsize=7, loc="lower right")
+        if summary.mark is not None:
+            for axis in (left, right):
+                axis.axhline(summary.mark, color=_GREY, lw=0.8, ls=":")
+    figure.suptitle(f"{summary.task.title}: mean and range of the seeds", fontsize=10)
     return _save(figure, path)
 
 
-def _heldout(tasks: Mapping[str, Any], path: Path) -> Path:
-    """Held-out pass@1 after training: a dot for each run, and the mean with its interval over
-    prompts."""
-    figure, axes = _panels(len(tasks), 9.5, 3.6)
-    for axis, task in zip(axes, tasks.values(), strict=True):
-        arms = list(task["arms"].values())
-        for place, (name, arm) in enumerate(task["arms"].items()):
-            colour = (_BY_SIZE | _OTHERS)[name]
-            mean, low, high = (100 * value for value in arm["end"])
-            axis.plot([low, high], [place, place], color=colour, lw=2.5, alpha=0.6)
-            axis.plot(mean, place, "|", color=colour, markersize=12, markeredgewidth=2)
-            dots = [100 * run["passed"] for run in arm["runs"]]
-            axis.plot(dots, [place] * len(dots), "o", color=colour, markersize=4, alpha=0.8)
-        axis.set_yticks(range(len(arms)), [arm["title"] for arm in arms])
-        axis.invert_yaxis()
-        axis.set_xlabel("held-out pass@1 after training, %")
-        axis.set_title(task["title"].split(" (")[0], fontsize=9)
-    return _save(figure, path)
+def _draw_arm(summary: Summary, name: str, left: Any, right: Any) -> None:
+    arm = summary.arms[name]
+    colour = _GREY if name == REFERENCE_ARM else None
+    label = ARMS[name].title
+    if not summary.is_complete(name):
+        label += f" ({len(arm.runs)} seeds of {len(summary.task.seeds_of(name))})"
+    places = [0.0, *(part * summary.task.budget for part in FRACTIONS)]
+    known = [(x, y) for x, y in zip(places, arm.mean_curve(places), strict=True) if y is not None]
+    (line,) = left.plot(*zip(*known, strict=True), color=colour, lw=1.6, label=label)
+    curves = [arm.curve(seed, "completions")[1] for seed in arm.runs]
+    if len({len(values) for values in curves}) == 1 and len(curves[0]) == len(places):
+        points = list(zip(*curves, strict=True))
+        low, high = [min(p) for p in points], [max(p) for p in points]
+        left.fill_between(places, low, high, color=line.get_color(), alpha=0.12, lw=0)
+        seconds = zip(*(arm.curve(seed, "cpu")[0] for seed in arm.runs), strict=True)
+        means = [fmean(p) for p in points]
+        right.plot([fmean(s) for s in seconds], means, color=line.get_color(), lw=1.6, label=label)
 
 
-def _variances(tasks: Mapping[str, Any], path: Path) -> Path:
+def _variances(variances: Mapping[str, Any], path: Path) -> Path:
     """K times the variance divided by its limit for large K: measured dots and the predicted
     line."""
-    figure, axes = _panels(len(tasks), 9.5, 3.6)
-    for axis, task in zip(axes, tasks.values(), strict=True):
-        found = task["variance"]
+    figure, axes = _panels(len(variances), 9.5, 3.6)
+    for axis, (name, found) in zip(axes, variances.items(), strict=True):
         limit = found["limit"][0]
         sizes = [int(size) for size in found["predicted"]]
         axis.set_xscale("log", base=2)
@@ -153,7 +136,7 @@ def _variances(tasks: Mapping[str, Any], path: Path) -> Path:
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set_ylim(bottom=0)
         axis.set_xlabel("K, at equal completions")
-        axis.set_title(task["title"], fontsize=9)
+        axis.set_title(name, fontsize=9)
     axes[0].set_ylabel("gradient variance / its limit")
     axes[-1].legend(fontsize=8)
     return _save(figure, path)

@@ -1,4 +1,4 @@
-"""Writes the finished runs to tables in docs/baselines.md, pictures, and results.json."""
+"""Writes the finished cells to the tables of docs/baselines.md and to pictures."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from benchmarks.baselines.arms import ARMS, REFERENCE_ARM, Task
+from benchmarks.baselines.arms import ARMS, FAMILIES, Task
+from benchmarks.baselines.comparisons import Paired
 from benchmarks.baselines.figures import draw
-from benchmarks.baselines.summary import MEASURES, summarise
+from benchmarks.baselines.results import Results
+from benchmarks.baselines.summary import AXES, SHOWN, Comparison, Summary, cell_costs, summarise
 
+LEVEL = 0.05
 _ESTIMATORS = {
     "rloo": "RLOO",
     "std": "mean and deviation of the group (GRPO's advantages)",
@@ -19,21 +23,31 @@ _ESTIMATORS = {
 }
 
 
-def write_report(
-    out: Path, tasks: Mapping[str, Task], *, docs: Path, steps: int | None = None
-) -> None:
-    """Write the tables between the marks in `docs`/baselines.md, and pictures and data to
-    `docs`/baselines. Raises ValueError before the first write if a mark is missing."""
-    results = {"tasks": {name: summarise(out, task, steps=steps) for name, task in tasks.items()}}
+def write_report(results: Results, tasks: Mapping[str, Task], *, docs: Path) -> None:
+    """Write the tables between the marks in `docs`/baselines.md, and pictures to `docs`/baselines.
+    Raises ValueError before the first write if a mark is missing."""
+    found = {name: summarise(results, task) for name, task in tasks.items()}
+    started = {name: one for name, one in found.items() if any(a.runs for a in one.arms.values())}
     page = docs / "baselines.md"
     text = page.read_text(encoding="utf-8")
-    for name, task in results["tasks"].items():
-        text = put_between(text, name, render_task(task))
-    text = put_between(text, "variance", render_variances(results["tasks"]))
-    draw(results, docs / "baselines")
-    data = json.dumps(results, indent=None, separators=(",", ":"))
-    (docs / "baselines" / "results.json").write_text(data + "\n", encoding="utf-8")
+    for name, summary in started.items():
+        text = put_between(text, name, render_task(summary))
+    text = put_between(text, "costs", render_costs(results))
+    variances = read_variances(results)
+    if variances:
+        titles = {name: task.title for name, task in tasks.items()}
+        text = put_between(text, "variance", render_variances(variances, titles))
+    draw(started, variances, docs / "baselines")
     page.write_text(text, encoding="utf-8")
+
+
+def read_variances(results: Results) -> dict[str, dict[str, Any]]:
+    """The measured variances by task; empty if there are none."""
+    path = results.committed / "variance.json"
+    found: dict[str, dict[str, Any]] = (
+        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    )
+    return found
 
 
 def put_between(text: str, name: str, block: str) -> str:
@@ -46,29 +60,32 @@ def put_between(text: str, name: str, block: str) -> str:
     return pattern.sub(lambda _: f"{start}\n{block}\n{end}", text)
 
 
-def render_task(task: Mapping[str, Any]) -> str:
-    """Tables of the tuning, held-out figures in total and by seed, and the conclusions."""
-    parts = []
-    if task["arms"]:
-        seeds = ", ".join(map(str, task["seeds"]))
-        parts = [
-            f"{task['steps']} steps; seeds {seeds}. Learning rate: mean training reward of the "
-            "last fifth of the steps, one tuning seed; the highest is taken.",
-            _tuning_table(task),
-            "Held-out pass@1 in percent [95 % over prompts, of the mean over seeds]; KL in nats "
-            "per completion, and tokens per completion, at the end.",
-            _heldout_table(task),
-            "Each seed by itself, after training, in percent [95 % over prompts]:",
-            _seed_table(task),
-            f"Difference to {ARMS[REFERENCE_ARM].title} [95 % over runs, for the column as a "
-            "whole], in percentage points:",
-            _difference_table(task),
-            _verdict(task),
-        ]
-        versions = ", ".join(f"{name} {value}" for name, value in task["versions"].items())
-        parts.append(f"Versions: {versions}.")
-    parts += [f"- {ARMS[arm].title}: not measured ({why})" for arm, why in task["missing"].items()]
+def render_task(summary: Summary) -> str:
+    """The tables of a task: rates, the arms, curves, and the planned comparisons."""
+    task = summary.task
+    parts = [
+        f"{task.title}. Each run samples {summary.task.budget:,} completions. "
+        f"{_tell_mark(summary)}",
+        _arms_table(summary),
+        "Held-out pass@1 in percent at equal numbers of completions, mean over seeds:",
+        _curves_table(summary),
+    ]
+    for family, comparisons in summary.comparisons.items():
+        if comparisons:
+            parts += [f"{FAMILIES[family]}:", _comparison_table(comparisons)]
+            parts.append(_verdict(comparisons))
+    parts += ["Learning rates, mean held-out pass@1 over the budget on the tuning seeds:"]
+    parts.append(_tuning_table(summary))
     return "\n\n".join(parts)
+
+
+def _tell_mark(summary: Summary) -> str:
+    if summary.mark is None or summary.best is None:
+        return "No arm has all its seeds yet, so nothing is compared."
+    return (
+        f"The mark is a held-out pass@1 of {100 * summary.mark:.1f} %: the start plus 80 % of the "
+        f"gain of the best arm with all seeds ({ARMS[summary.best].title})."
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -76,112 +93,125 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def _tuning_table(task: Mapping[str, Any]) -> str:
-    rates = [f"{rate:g}" for rate in task["rates"]]
+def _arms_table(summary: Summary) -> str:
+    """The arms with at least one run. Marks are only for arms with all seeds."""
     rows = []
-    for arm in task["arms"].values():
-        chosen = f"{arm['rate']:g}"
-        cells = [
-            f"**{arm['tuning'][rate]:.3f}**" if rate == chosen else f"{arm['tuning'][rate]:.3f}"
-            for rate in rates
+    for name, arm in summary.arms.items():
+        if not arm.runs:
+            continue
+        seeds, planned = list(arm.runs), len(summary.task.seeds_of(name))
+        spread = _spread([100 * arm.last(seed) for seed in seeds])
+        edge = f", {arm.edge} of the grid" if arm.edge else ""
+        rate = "its default" if arm.rate is None else f"{arm.rate:g}{edge}"
+        if not summary.is_complete(name):
+            few = f"{len(seeds)} seeds of {planned}"
+            rows.append([ARMS[name].title, few, rate, spread, *([""] * len(AXES))])
+            continue
+        assert summary.mark is not None
+        cells = []
+        for axis in AXES:
+            reached = [arm.to_mark(seed, axis, summary.mark) for seed in seeds]
+            known = [place for place in reached if place is not None]
+            cells.append(
+                f"{fmean(known):.0f}"
+                if len(known) == planned
+                else f"{len(known)} of {planned} runs reach it"
+            )
+        rows.append([ARMS[name].title, f"{planned}", rate, spread, *cells])
+    head = ["", "seeds", "learning rate", "final pass@1, % (sd over seeds)"]
+    return _table([*head, *(f"{axis} to the mark" for axis in AXES.values())], rows)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{fmean(values):.1f}" + (f" ({stdev(values):.1f})" if len(values) > 1 else "")
+
+
+def _curves_table(summary: Summary) -> str:
+    places = [part * summary.task.budget for part in SHOWN]
+    rows = []
+    for name, arm in summary.arms.items():
+        if arm.runs:
+            title = ARMS[name].title
+            if not summary.is_complete(name):
+                title += f" ({len(arm.runs)} seeds of {len(summary.task.seeds_of(name))})"
+            curve = arm.mean_curve(places)
+            rows.append([title, *("-" if v is None else f"{100 * v:.1f}" for v in curve)])
+    return _table(["completions", *(f"{place:,.0f}" for place in places)], rows)
+
+
+def _tuning_table(summary: Summary) -> str:
+    rows = []
+    for name, arm in summary.arms.items():
+        if arm.scores:
+            cells = (
+                f"**{score:.3f}**" if rate == arm.rate else f"{score:.3f}"
+                for rate, score in arm.scores.items()
+            )
+            rows.append([ARMS[name].title, *cells])
+    return _table(["", *(f"{rate:g}" for rate in summary.task.rates)], rows)
+
+
+def _comparison_table(comparisons: Sequence[Comparison]) -> str:
+    rows = [
+        [
+            ARMS[one.arm].title,
+            ARMS[one.other].title,
+            _tell(one.last, "{:+.1f}", 100),
+            *(_tell(one.ratios[axis], "{:.2f}", 1, bound=one.bound) for axis in AXES),
         ]
-        edge = f", {arm['edge']} of the grid" if arm["edge"] else ""
-        rows.append([arm["title"], str(arm["size"]), *cells, f"{chosen}{edge}"])
-    return _table(["", "K", *rates, "chosen"], rows)
-
-
-def _heldout_table(task: Mapping[str, Any]) -> str:
-    graded = _is_graded(task)
-    head = ["", "before", "after", *(["mean reward after"] if graded else [])]
-    head += ["mean training reward, all steps", "KL", "tokens"]
-    rows = []
-    for arm in task["arms"].values():
-        runs = arm["runs"]
-
-        def mean(name: str, runs: Sequence[Mapping[str, float]] = runs) -> float:
-            return sum(run[name] for run in runs) / len(runs)
-
-        spread = [run["area"] for run in runs]
-        rows.append(
-            [
-                arm["title"],
-                _percent(arm["start"]),
-                _percent(arm["end"]),
-                *([_percent(arm["end_reward"])] if graded else []),
-                f"{mean('area'):.3f} ({min(spread):.3f}..{max(spread):.3f})",
-                f"{mean('kl'):.1f}",
-                f"{mean('length'):.1f}",
-            ]
-        )
-    return _table(head, rows)
-
-
-def _seed_table(task: Mapping[str, Any]) -> str:
-    rows = [
-        [arm["title"], *(_percent(run["end"]) for run in arm["runs"])]
-        for arm in task["arms"].values()
+        for one in comparisons
     ]
-    return _table(["", *(f"seed {seed}" for seed in task["seeds"])], rows)
+    head = ["", "against", "final pass@1, points"]
+    return _table([*head, *(f"{axis} to the mark, ratio" for axis in AXES.values())], rows)
 
 
-def _difference_table(task: Mapping[str, Any]) -> str:
-    measures = _measures(task)
-    rows = [
-        [ARMS[arm].title, *(_points(task["differences"][m][arm]) for m in measures)]
-        for arm in task["arms"]
-        if arm != REFERENCE_ARM and task["differences"]
-    ]
-    return _table(["", *(MEASURES[measure] for measure in measures)], rows)
+def _tell(found: Paired | str, form: str, scale: float, *, bound: bool = False) -> str:
+    """A figure with its interval and Holm's p, in bold if p is below LEVEL; or the reason why there
+    is none."""
+    if isinstance(found, str):
+        return found
+    mean, low, high = (form.format(scale * v) for v in (found.mean, found.low, found.high))
+    text = f"{'at most ' if bound else ''}{mean} [{low}, {high}]"
+    text = f"**{text}**" if found.p < LEVEL else text
+    return f"{text}, p {'< 0.001' if found.p < 0.001 else f'= {found.p:.3f}'}"
 
 
-def _verdict(task: Mapping[str, Any]) -> str:
-    """A sentence for each measure that names the differences whose intervals exclude 0."""
+def _verdict(comparisons: Sequence[Comparison]) -> str:
+    """What the family shows at LEVEL after Holm's correction."""
     lines = []
-    for measure in _measures(task):
-        differences = task["differences"].get(measure, {})
-        known = {arm: d for arm, d in differences.items() if d is not None}
-        higher = [ARMS[arm].title for arm, (_, low, _) in known.items() if low > 0]
-        lower = [ARMS[arm].title for arm, (_, _, high) in known.items() if high < 0]
-        rest = len(known) - len(higher) - len(lower)
-        found = [f"higher: {'; '.join(higher)}"] if higher else []
-        found += [f"lower: {'; '.join(lower)}"] if lower else []
-        found += [f"not told apart from it by these runs: {rest} of {len(known)} arms"]
-        lines.append(
-            f"- {MEASURES[measure]}, against {ARMS[REFERENCE_ARM].title}: " + ". ".join(found)
-        )
-    return "\n".join(lines)
+    for one in comparisons:
+        said = []
+        if one.last.p < LEVEL:
+            said.append("ends higher" if one.last.mean > 0 else "ends lower")
+        for axis, name in AXES.items():
+            ratio = one.ratios[axis]
+            if isinstance(ratio, Paired) and ratio.p < LEVEL and (ratio.mean < 1 or not one.bound):
+                said.append(f"needs {'fewer' if ratio.mean < 1 else 'more'} {name}")
+        if said:
+            titles = f"{ARMS[one.arm].title} against {ARMS[one.other].title}"
+            lines.append(f"- {titles}: {', '.join(said)}")
+    rest = len(comparisons) - len(lines)
+    return "\n".join([*lines, f"- Not distinguished: {rest} of {len(comparisons)} comparisons"])
 
 
-def _measures(task: Mapping[str, Any]) -> list[str]:
-    return [m for m in MEASURES if m != "reward" or _is_graded(task)]
+def render_costs(results: Results) -> str:
+    """The mean CPU seconds of a cell with its evaluations, by task and arm."""
+    costs = cell_costs(results)
+    tasks = sorted({task for task, _ in costs})
+    rows = []
+    for arm in ARMS:
+        if any((task, arm) in costs for task in tasks):
+            found = (costs.get((task, arm)) for task in tasks)
+            cells = ("-" if one is None else f"{one[1]:.0f} ({one[0]})" for one in found)
+            rows.append([ARMS[arm].title, *cells])
+    return _table(["CPU seconds of a cell (cells)", *tasks], rows)
 
 
-def _is_graded(task: Mapping[str, Any]) -> bool:
-    """Whether the mean reward differs from pass@1."""
-    return any(arm["end"] != arm["end_reward"] for arm in task["arms"].values())
-
-
-def _percent(values: Sequence[float]) -> str:
-    value, low, high = (100 * v for v in values)
-    return f"{value:.1f} [{low:.1f}, {high:.1f}]"
-
-
-def _points(values: Sequence[float] | None) -> str:
-    if values is None:
-        return "-"
-    value, low, high = (100 * v for v in values)
-    text = f"{value:+.1f} [{low:+.1f}, {high:+.1f}]"
-    return f"**{text}**" if low > 0 or high < 0 else text
-
-
-def render_variances(tasks: Mapping[str, Mapping[str, Any]]) -> str:
+def render_variances(variances: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     """The variance tables of all tasks with a measured variance."""
     parts = []
-    for name, task in tasks.items():
-        if task["variance"] is None:
-            parts.append(f"- {name}: not measured")
-        else:
-            parts += [f"{task['title']}:", _variance_table(task["variance"])]
+    for name, found in variances.items():
+        parts += [f"{titles[name]}:", _variance_table(found)]
     return "\n\n".join(parts)
 
 

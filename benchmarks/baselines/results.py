@@ -1,71 +1,119 @@
-"""The result files of finished jobs, and the choice of learning rates. A file is written atomically
-and has the job's options. Plain Python."""
+"""The results of finished cells: a file each in the folder of a run, and one line each in the
+committed file of a task. A file is written atomically. Plain Python."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.baselines.arms import TUNING_SEED, Job, Task, training_job
+from benchmarks.baselines.arms import Task
+from benchmarks.baselines.cells import Cell, tuning_cells
 
+COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "baselines" / "results"
 Result = Mapping[str, Any]
 
 
-def read_result(out: Path, job: Job) -> Result | None:
-    """The job's result. None if there is no result, if the file has other options than the job, or
-    if the file is incomplete."""
-    try:
-        record = json.loads((out / job.path).read_text(encoding="utf-8"))
-        same = record["job"] == json.loads(json.dumps(asdict(job)))
-    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
-        return None
-    return record["result"] if same else None
+class Results:
+    """Finished cells of the folder `out` and of the `committed` files `<task>.jsonl`."""
+
+    def __init__(self, out: Path, committed: Path = COMMITTED) -> None:
+        self.out, self.committed = out, committed
+        self._lines = {
+            _key(record["cell"]): record["result"]
+            for path in sorted(committed.glob("*.jsonl"))
+            for record in map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        }
+
+    def read(self, cell: Cell) -> Result | None:
+        """The cell's result. None if there is none with these options, or its file is
+        incomplete."""
+        key = _key(asdict(cell))
+        if key in self._lines:
+            return self._lines[key]
+        record = _read(self.out / cell.path)
+        return record["result"] if record and _key(record["cell"]) == key else None
+
+    def all_results(self) -> Iterator[tuple[dict[str, Any], Result]]:
+        """(cell, result) of every finished cell, whatever its options."""
+        records = {key: (json.loads(key), result) for key, result in self._lines.items()}
+        for path in sorted(self.out.glob("*/*/rate*.json")):
+            if record := _read(path):
+                records.setdefault(_key(record["cell"]), (record["cell"], record["result"]))
+        yield from records.values()
+
+    def collect(self) -> dict[str, int]:
+        """Write all finished cells to the committed files. Returns the number of lines by task."""
+        lines: dict[str, list[str]] = {}
+        for cell, result in self.all_results():
+            record = {"cell": cell, "result": result}
+            line = json.dumps(record, sort_keys=True, separators=(",", ":"))
+            lines.setdefault(cell["task"], []).append(line)
+        self.committed.mkdir(parents=True, exist_ok=True)
+        for task, some in lines.items():
+            _write(self.committed / f"{task}.jsonl", "\n".join(sorted(some)) + "\n")
+        return {task: len(some) for task, some in lines.items()}
 
 
-def write_result(out: Path, job: Job, result: Result) -> None:
+def write_result(out: Path, cell: Cell, result: Result) -> None:
     """Write the result atomically: the file is renamed when it is complete."""
-    path = out / job.path
+    path = out / cell.path
     path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, json.dumps({"cell": asdict(cell), "result": result}) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     part = path.with_suffix(f".part{os.getpid()}")
-    part.write_text(json.dumps({"job": asdict(job), "result": result}) + "\n", encoding="utf-8")
+    part.write_text(text, encoding="utf-8")
     part.replace(path)
 
 
-def last_fifth(rewards: Sequence[float]) -> float:
-    """The mean of the last fifth of a curve, which is at least one step."""
-    return fmean(rewards[-max(1, len(rewards) // 5) :])
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return record if {"cell", "result"} <= record.keys() else None
+    except (FileNotFoundError, json.JSONDecodeError, AttributeError):
+        return None
 
 
-def choose_rate(curves: Mapping[float, Sequence[float]]) -> float:
-    """The learning rate with the highest mean training reward in the last fifth of the steps. On a
-    tie, the smaller one. `curves` has only training rewards, by learning rate."""
-    return max(sorted(curves), key=lambda rate: last_fifth(curves[rate]))
+def _key(cell: Mapping[str, Any]) -> str:
+    return json.dumps(cell, sort_keys=True)
 
 
-def edge_of(rate: float, rates: Sequence[float]) -> str | None:
+def area(result: Result) -> float:
+    """The mean held-out pass@1 over the budget, by trapezoids: the criterion for learning rates."""
+    points = [(point["completions"], point["pass@1"]) for point in result["points"]]
+    pairs = pairwise(points)
+    total = sum((right - left) * (low + high) / 2 for (left, low), (right, high) in pairs)
+    return total / (points[-1][0] - points[0][0])
+
+
+def tuning_scores(
+    results: Results, task: Task, arm: str, budget: int | None = None
+) -> dict[float, float]:
+    """The mean criterion of the tuning seeds, by learning rate. Raises ValueError if a run is
+    missing: a smaller grid would not be the same budget."""
+    found: dict[float, list[float]] = {}
+    for cell in tuning_cells(task, arm, budget):
+        result = results.read(cell)
+        if result is None:
+            raise ValueError(f"the tuning run {cell.name} is missing; every arm has the same grid")
+        assert cell.rate is not None
+        found.setdefault(cell.rate, []).append(area(result))
+    return {rate: fmean(values) for rate, values in found.items()}
+
+
+def choose_rate(scores: Mapping[float, float]) -> float | None:
+    """The learning rate with the highest score; on a tie, the smaller one. None without a grid."""
+    return max(sorted(scores), key=lambda rate: scores[rate]) if scores else None
+
+
+def edge_of(rate: float | None, rates: Sequence[float]) -> str | None:
     """The edge of the grid at which `rate` is: "lowest", "highest" or None. At an edge, a better
     rate may be outside of the grid."""
-    return {min(rates): "lowest", max(rates): "highest"}.get(rate)
-
-
-def tuning_curves(
-    out: Path, task: Task, arm: str, steps: int | None = None
-) -> dict[float, list[float]]:
-    """Training rewards of the arm's tuning runs, by learning rate. Raises ValueError if a run is
-    missing: a smaller grid would not be the same budget."""
-    found = {}
-    for rate in task.rates:
-        job = training_job(task, arm, rate=rate, seed=TUNING_SEED, steps=steps)
-        result = read_result(out, job)
-        if result is None:
-            raise ValueError(
-                f"{task.name} {arm}: the tuning run at learning rate {rate:g} is missing; every "
-                "arm has the same grid (python -m benchmarks.baselines run)"
-            )
-        found[rate] = result["curves"]["reward"]
-    return found
+    return {min(rates): "lowest", max(rates): "highest"}.get(rate) if rate else None

@@ -1,169 +1,185 @@
-"""Summarises the finished runs of a task as plain data for tables, pictures and results.json."""
+"""Summarises the finished cells of a task as plain data for tables and pictures."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from benchmarks.baselines.arms import (
-    ARMS,
-    REFERENCE_ARM,
-    TUNING_SEED,
-    Task,
-    training_job,
-    variance_job,
+from benchmarks.baselines.arms import ARMS, FAMILIES, Task
+from benchmarks.baselines.cells import final_cells
+from benchmarks.baselines.comparisons import (
+    MARK,
+    Paired,
+    compare_paired,
+    compare_ratios,
+    correct_holm,
+    find_crossing,
+    value_at,
 )
-from benchmarks.baselines.intervals import difference_interval
-from benchmarks.baselines.results import (
-    Result,
-    choose_rate,
-    edge_of,
-    last_fifth,
-    read_result,
-    tuning_curves,
-)
-from rloo.trainer.evaluate import interval
+from benchmarks.baselines.results import Result, Results, choose_rate, edge_of, tuning_scores
 
-# The measures by which arms are compared, one number per run: name -> description.
-MEASURES = {
-    "passed": "held-out pass@1 after training",
-    "reward": "held-out mean reward after training",
-    "area": "mean training reward over all steps",
-}
+# The parts of the budget of the table of curves.
+SHOWN = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+# What a run spends, by the names of the points.
+AXES = {"completions": "completions", "cpu": "CPU seconds", "wall": "wall seconds"}
 
 
-def summarise(out: Path, task: Task, *, steps: int | None = None) -> dict[str, Any]:
-    """The summary of a task. `missing` has the unfinished arms with the reasons. Only
-    the seeds that all finished arms have are used."""
-    found: dict[str, tuple[dict[float, list[float]], float, dict[int, Result]]] = {}
-    missing: dict[str, str] = {}
-    for arm in ARMS:
-        try:
-            curves = tuning_curves(out, task, arm, steps)
-        except ValueError as error:
-            missing[arm] = str(error)
-            continue
-        rate = choose_rate(curves)
-        runs = finished_runs(out, task, arm, rate=rate, steps=steps)
-        if runs:
-            found[arm] = curves, rate, runs
+@dataclass
+class ArmSummary:
+    """`runs` are the finished reported runs by seed, `scores` the criterion of the tuning by
+    learning rate. `missing` is the reason why there are no runs, or empty."""
+
+    scores: Mapping[float, float] = field(default_factory=dict)
+    rate: float | None = None
+    edge: str | None = None
+    runs: Mapping[int, Result] = field(default_factory=dict)
+    missing: str = ""
+
+    def curve(self, seed: int, axis: str) -> tuple[list[float], list[float]]:
+        """The places on `axis`, a key of AXES, and held-out pass@1 there."""
+        points = self.runs[seed]["points"]
+        return [point[axis] for point in points], [point["pass@1"] for point in points]
+
+    def last(self, seed: int) -> float:
+        """Held-out pass@1 at the end of the budget."""
+        return float(self.runs[seed]["points"][-1]["pass@1"])
+
+    def to_mark(self, seed: int, axis: str, mark: float) -> float | None:
+        """Completions or seconds of a run to the mark; None if it does not reach the mark."""
+        return find_crossing(*self.curve(seed, axis), mark)
+
+    def mean_curve(self, places: Sequence[float]) -> list[float | None]:
+        """The mean over runs at numbers of completions. None where a run has no value."""
+        found = []
+        for place in places:
+            values = [value_at(*self.curve(seed, "completions"), place) for seed in self.runs]
+            known = [value for value in values if value is not None]
+            found.append(fmean(known) if known and len(known) == len(values) else None)
+        return found
+
+    @property
+    def cell_cpu(self) -> float:
+        """Mean CPU seconds of a cell."""
+        return fmean(float(run["cell_cpu"]) for run in self.runs.values())
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A planned comparison of an arm with another. `last` is the difference of final pass@1;
+    `ratios` are, by axis, those of the places at which the mark is reached, or the reason why there
+    is none. `bound` is whether a run of the other arm did not reach the mark: its budget stands for
+    it, so the true ratio is smaller. p values are Holm's, over the family."""
+
+    arm: str
+    other: str
+    last: Paired
+    ratios: Mapping[str, Paired | str]
+    bound: bool
+
+
+@dataclass
+class Summary:
+    """The summary of a task. `start`, `best` and `mark` are None while no arm has all seeds."""
+
+    task: Task
+    arms: dict[str, ArmSummary]
+    start: float | None = None
+    best: str | None = None
+    mark: float | None = None
+    comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
+
+    def is_complete(self, arm: str) -> bool:
+        """Whether the arm has all planned seeds."""
+        return list(self.arms[arm].runs) == list(self.task.seeds_of(arm))
+
+
+def summarise(results: Results, task: Task) -> Summary:
+    """The summary of a task from its finished cells, with the task's own budget and seeds."""
+    found = Summary(task, {arm: _summarise_arm(results, task, arm) for arm in ARMS})
+    whole = {name: arm for name, arm in found.arms.items() if found.is_complete(name)}
+    if not whole:
+        return found
+    ends = {name: fmean(map(arm.last, arm.runs)) for name, arm in whole.items()}
+    found.best = max(ends, key=lambda name: ends[name])
+    # All arms start with the same weights and the same noise.
+    first = whole[found.best]
+    found.start = fmean(float(run["points"][0]["pass@1"]) for run in first.runs.values())
+    found.mark = found.start + MARK * (ends[found.best] - found.start)
+    for family in FAMILIES:
+        pairs = [
+            (name, other)
+            for name in whole
+            if ARMS[name].family == family
+            for other in ARMS[name].against
+            if other in whole
+        ]
+        found.comparisons[family] = _compare(found, pairs)
+    return found
+
+
+def _summarise_arm(results: Results, task: Task, arm: str) -> ArmSummary:
+    try:
+        scores = tuning_scores(results, task, arm)
+    except ValueError as error:
+        return ArmSummary(missing=str(error))
+    rate = choose_rate(scores)
+    cells = final_cells(task, arm, rate, task.seeds_of(arm))
+    runs = {c.seed: run for c in cells if (run := results.read(c)) is not None}
+    return ArmSummary(scores, rate, edge_of(rate, task.rates), runs)
+
+
+def _compare(summary: Summary, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
+    found = [_compare_pair(summary, arm, other) for arm, other in pairs]
+    lasts = _corrected([c.last for c in found])
+    ratios = {axis: _corrected([c.ratios[axis] for c in found]) for axis in AXES}
+    return [
+        replace(c, last=lasts[n], ratios={axis: ratios[axis][n] for axis in AXES})
+        for n, c in enumerate(found)
+    ]
+
+
+def _corrected(family: Sequence[Any]) -> list[Any]:
+    """The comparisons of a family with Holm's p values. Reasons are returned unchanged."""
+    tested = {n: one.p for n, one in enumerate(family) if isinstance(one, Paired)}
+    values = correct_holm(tested)
+    return [replace(one, p=values[n]) if n in values else one for n, one in enumerate(family)]
+
+
+def _compare_pair(summary: Summary, arm: str, other: str) -> Comparison:
+    ours, theirs = summary.arms[arm], summary.arms[other]
+    seeds = [seed for seed in ours.runs if seed in theirs.runs]
+    assert summary.mark is not None
+    ratios: dict[str, Paired | str] = {}
+    bound = False
+    for axis in AXES:
+        reached = [ours.to_mark(seed, axis, summary.mark) for seed in seeds]
+        ends = [theirs.curve(seed, axis)[0][-1] for seed in seeds]
+        marks = [theirs.to_mark(seed, axis, summary.mark) for seed in seeds]
+        bound = any(place is None for place in marks)
+        count = sum(place is not None for place in reached)
+        if count < len(seeds):
+            ratios[axis] = f"{count} of {len(seeds)} runs reach the mark"
+        elif axis != "completions" and not _same_processor(ours, theirs):
+            ratios[axis] = "other processors"
         else:
-            missing[arm] = f"no run at its learning rate {rate:g} is finished"
-    shared = set.intersection(*(set(runs) for _, _, runs in found.values())) if found else set()
-    arms = {
-        arm: summarise_arm(arm, curves, rate, [(seed, runs[seed]) for seed in sorted(shared)])
-        for arm, (curves, rate, runs) in found.items()
-        if shared
-    }
-    first = next(iter(found.values()))[2] if found else {}
-    return {
-        "title": task.title,
-        "steps": steps or task.steps,
-        "rates": list(task.rates),
-        "seeds": sorted(shared),
-        "arms": arms,
-        "missing": missing,
-        "differences": compare(arms),
-        "variance": read_result(out, variance_job(task)),
-        "versions": first[min(first)]["versions"] if first else None,
-    }
+            known = [
+                end if place is None else place for place, end in zip(marks, ends, strict=True)
+            ]
+            ratios[axis] = compare_ratios([float(place or 0.0) for place in reached], known)
+    last = compare_paired(*([arm.last(seed) for seed in seeds] for arm in (ours, theirs)))
+    return Comparison(arm, other, last, ratios, bound)
 
 
-def finished_runs(
-    out: Path, task: Task, arm: str, *, rate: float, steps: int | None = None
-) -> dict[int, Result]:
-    """The finished runs by seed, without the tuning seed."""
-    runs = {}
-    for path in (out / task.name / arm).glob(f"rate{rate:g}_seed*.json"):
-        seed = int(re.findall(r"seed(\d+)", path.stem)[-1])
-        result = read_result(out, training_job(task, arm, rate=rate, seed=seed, steps=steps))
-        if seed != TUNING_SEED and result is not None:
-            runs[seed] = result
-    return runs
+def _same_processor(ours: ArmSummary, theirs: ArmSummary) -> bool:
+    both = [seed for seed in ours.runs if seed in theirs.runs]
+    return all(ours.runs[s]["processor"] == theirs.runs[s]["processor"] for s in both)
 
 
-def summarise_arm(
-    arm: str,
-    tuning: Mapping[float, Sequence[float]],
-    rate: float,
-    runs: Sequence[tuple[int, Result]],
-) -> dict[str, Any]:
-    """The summary of one arm at its chosen learning rate. Intervals are over prompts: in `runs` for
-    one run, in `start` and `end` for the mean over runs of each prompt."""
-    results = [result for _, result in runs]
-    curves = list(zip(*(result["curves"]["reward"] for result in results), strict=True))
-    return {
-        "title": ARMS[arm].title,
-        "size": ARMS[arm].size,
-        "tuning": {f"{r:g}": round(last_fifth(rewards), 4) for r, rewards in tuning.items()},
-        "rate": rate,
-        "edge": edge_of(rate, list(tuning)),
-        "runs": [summarise_run(seed, result) for seed, result in runs],
-        "start": pooled(results, "start", "passed"),
-        "end": pooled(results, "end", "passed"),
-        "start_reward": pooled(results, "start", "reward"),
-        "end_reward": pooled(results, "end", "reward"),
-        "curve": {
-            "mean": [round(fmean(step), 4) for step in curves],
-            "low": [round(min(step), 4) for step in curves],
-            "high": [round(max(step), 4) for step in curves],
-        },
-    }
-
-
-def summarise_run(seed: int, result: Result) -> dict[str, Any]:
-    curves, end = result["curves"], result["end"]
-    return {
-        "seed": seed,
-        "start": _with_interval(result["start"]["passed"]),
-        "end": _with_interval(end["passed"]),
-        "greedy": round(end["greedy"], 4),
-        "passed": round(fmean(end["passed"]), 5),
-        "reward": round(fmean(end["reward"]), 5),
-        "area": round(fmean(curves["reward"]), 5),
-        "length": round(end["length"], 2),
-        "kl": round(last_fifth(curves["kl"]), 3),
-    }
-
-
-def pooled(results: Sequence[Result], when: str, what: str) -> list[float]:
-    """[mean, low, high] over prompts. The value of a prompt is the mean over runs, since all runs
-    have the same prompts."""
-    by_prompt = zip(*(result[when][what] for result in results), strict=True)
-    return _with_interval([fmean(values) for values in by_prompt])
-
-
-def compare(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[float] | None]]:
-    """By measure and arm, the difference to the reference arm. The statistical unit is a run. The
-    intervals of a measure hold simultaneously with 95 % confidence."""
-    if REFERENCE_ARM not in arms:
-        return {}
-    others = [arm for arm in arms if arm != REFERENCE_ARM]
-
-    def values(arm: str, measure: str) -> list[float]:
-        return [run[measure] for run in arms[arm]["runs"]]
-
-    return {
-        measure: {
-            arm: _rounded(
-                difference_interval(
-                    values(arm, measure),
-                    values(REFERENCE_ARM, measure),
-                    comparisons=len(others),
-                )
-            )
-            for arm in others
-        }
-        for measure in MEASURES
-    }
-
-
-def _with_interval(values: Sequence[float]) -> list[float]:
-    return [round(value, 4) for value in (fmean(values), *interval(values))]
-
-
-def _rounded(values: Sequence[float] | None) -> list[float] | None:
-    return None if values is None else [round(value, 4) for value in values]
+def cell_costs(results: Results) -> dict[tuple[str, str], tuple[int, float]]:
+    """(number of finished cells, mean CPU seconds), by task and arm."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for cell, result in results.all_results():
+        found.setdefault((cell["task"], cell["arm"]), []).append(float(result["cell_cpu"]))
+    return {key: (len(values), fmean(values)) for key, values in found.items()}

@@ -13,6 +13,7 @@ baseline.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.baselines.arms import PLAIN, Task
+from benchmarks.baselines.arms import Task
+from benchmarks.baselines.cells import PLAIN
+from benchmarks.baselines.results import Results
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import compute_advantages
@@ -40,7 +43,19 @@ NUM_RESAMPLES = 1000
 # Completions sampled in one call of the engine.
 _AT_ONCE = 256
 # At the base model the KL is 0, so the gradient depends only on the rewards.
-OPTIONS: dict[str, Any] = {"preset": "paper", "beta": 0.0, "num_prompts": 1, **PLAIN}
+OPTIONS: dict[str, Any] = {
+    "preset": "paper",
+    "beta": 0.0,
+    "num_prompts": 1,
+    "num_threads": 1,
+    **PLAIN,
+}
+SETTINGS: dict[str, Any] = {
+    "num_prompts": 8,
+    "num_completions": 1024,
+    "num_coordinates": 4096,
+    "sizes": [2, 4, 8, 16],
+}
 NO_BASELINE = {"mean_level": "none"}
 ESTIMATORS: dict[str, dict[str, Any]] = {
     "rloo": {},
@@ -76,6 +91,15 @@ def resamples(n: int, generator: torch.Generator) -> Tensor:
     return torch.cat([torch.ones(1, n, dtype=torch.float64), counts])
 
 
+def write_variances(tasks: Sequence[Task], results: Results) -> None:
+    """Measure the tasks and write their figures to `variance.json` of the committed results."""
+    path = results.committed / "variance.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for task in tasks:
+        found[task.name] = measure(task, SETTINGS, out=results.out)
+        path.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
+
+
 def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]:
     """K times the variances, summed over prompts: measured, and predicted from other completions.
     Each is [value, low, high] with a 95 % bootstrap interval over the completions of these prompts.
@@ -84,8 +108,10 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
     allows a comparison of estimators with different scales.
     """
     with tempfile.TemporaryDirectory() as folder:
-        sampled = {"max_completion_length": options["max_tokens"], "num_generations": 2}
-        trainer = make_trainer(task, OPTIONS | sampled, out=out, folder=Path(folder) / "run")
+        sampled = {"max_completion_length": task.max_tokens, "num_generations": 2}
+        trainer = make_trainer(
+            task, OPTIONS | sampled, model=task.model(out), folder=Path(folder) / "run"
+        )
         parts, _ = trainer.make_parts()
         rollouts: Any = parts.rollouts
         prompts = rollouts.prompts.next(options["num_prompts"])
