@@ -126,7 +126,7 @@ GOES_ON = "goes on"
 MEASURED = "paper"
 # Of tasks and levels that reasoning-gym does not have: the rows are given.
 DRAWN = "drawn by a curriculum"
-WEIGHTED = "drawn by variance"
+WEIGHTED, PROBED = "drawn by variance", "drawn by a probe"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 CASES = {
@@ -168,6 +168,15 @@ CASES = {
             "prompt_sampling_kwargs": {"column": "number"},
         },
     ),
+    PROBED: (
+        mixed,
+        {
+            "prompt_sampling": "variance",
+            "prompt_sampling_kwargs": {"probe": True},
+            "num_prompts": 2,
+            "max_steps": 5,
+        },
+    ),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     TIED: (mixed, {"beta": 0.05}),
@@ -180,7 +189,7 @@ CASES = {
 # Which rows are drawn, what they are worth and how a loss adds them up: weights have no part in it.
 OF_ROWS = (
     "ranked in its group", "KL in the loss", "no signal on one", "dynamic sampling",
-    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED,
+    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED, PROBED,
     *environments.CASES,
     RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip
