@@ -126,7 +126,7 @@ GOES_ON = "goes on"
 MEASURED = "paper"
 # Of tasks and levels that reasoning-gym does not have: the rows are given.
 DRAWN = "drawn by a curriculum"
-WEIGHTED = "drawn by variance"
+WEIGHTED, PROBED = "drawn by variance", "drawn by a probe"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 OPTIMAL_TOKEN = {"estimator": "optimal_token", "importance_sampling_level": "token"}
@@ -175,6 +175,15 @@ CASES = {
             "prompt_sampling_kwargs": {"column": "number"},
         },
     ),
+    PROBED: (
+        mixed,
+        {
+            "prompt_sampling": "variance",
+            "prompt_sampling_kwargs": {"probe": True},
+            "num_prompts": 2,
+            "max_steps": 5,
+        },
+    ),
     PACKED: (mixed, {"packing": True}),
     "TRL": (missing, {"preset": "trl"}),
     TIED: (mixed, {"beta": 0.05}),
@@ -188,7 +197,7 @@ CASES = {
 OF_ROWS = (
     "ranked in its group", "shrinkage", "length-weighted", "KL in the loss", "exact KL",
     "no signal on one", "dynamic sampling",
-    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED,
+    "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED, PROBED,
     *environments.CASES,
     RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip

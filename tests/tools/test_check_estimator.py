@@ -135,6 +135,7 @@ def test_the_example_is_exact_in_every_case(capsys):
     ("arguments", "expected"),
     [
         (["composed"], "exact: the expected gradient is the exact one in all 8 cases"),
+        (["composed", "--prompt_sampling", "variance"], "exact: the weighted draws have the expe"),
         (["rloo", "--kl_placement", "loss", "--kl_estimator", "k3"], "one in all 4 cases"),
         (["{example}:opo"], "biased: cosine down to 0.9940, scale 0.4683 to 0.5478"),
         (["grpo"], "biased: cosine down to 0.9623"),
@@ -161,10 +162,14 @@ def test_the_verdict(mine, capsys, pairs, arguments, expected):
     assert expected in check(capsys, *given)[-1]
 
 
-@pytest.mark.usefixtures("pairs")
-def test_with_weighted_prompts_all_draws_are_enumerated(capsys):
-    lines = check(capsys, "composed", "--prompt_sampling", "variance")
-    assert "exact: the expected gradient is the exact one in all 8 cases" in lines
+def test_with_weighted_prompts_all_draws_are_enumerated():
+    estimator = load_estimator(RLOOConfig(estimator="rloo"))
+    found = measure(estimator, [bandit_of(0)], 2, 0.3) + measure(estimator, [bandit_of(2)], 2, 0.3)
+    cases = [
+        check_estimator.EstimatorComparison("graded", 0.3, 2, n, one, one)
+        for n, one in enumerate(found, start=1)
+    ]
+    lines = list(check_estimator.report_draws(cases, floor=0.25))
     assert lines[-1] == "exact: the weighted draws have the expected gradient of uniform drawing"
     rows = [line.split() for line in lines[-6:-2]]
     assert [row[:2] for row in rows] == [["1", "1"], ["1", "0"], ["0", "1"], ["0.9", "0.1"]]

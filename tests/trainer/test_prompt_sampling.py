@@ -3,9 +3,12 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from datasets import IterableDataset
+import torch
+from datasets import Dataset, IterableDataset
 
+from rloo.model.probe_state import NUM_FEATURES, read_prompts
 from support.models import make_model
 from support.training import (
     ROWS,
@@ -133,6 +136,69 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, options):
     resumed = make_trainer(config, for_long_prompts)
     resumed.train(resume_from_checkpoint=True)
     assert equal(weights(whole), weights(resumed))
+
+
+PROBE = {"prompt_sampling_kwargs": {"probe": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"packing": False}])
+def test_the_probe_reads_the_hidden_state_at_the_end_of_each_prompt(tmp_path, options):
+    trainer = make_trainer(make_config(tmp_path, **VARIANCE, **PROBE, **options))
+    source, policy = trainer.make_parts()[0].rollouts.prompts, trainer.policy
+    prompts = [source.token_ids(number) for number in range(12)]
+    found = read_prompts(policy, prompts, seed=3)
+    other = read_prompts(policy, prompts[::-1], seed=3)[::-1]
+    assert found == pytest.approx(other, abs=1e-5)
+    with torch.no_grad():
+        states = torch.stack(
+            [policy.model.model(torch.tensor([ids])).last_hidden_state[0, -1] for ids in prompts]
+        ).double()
+    states = states / states.square().mean(1, keepdim=True).sqrt()
+    # Signs of independent bits: distances are kept on average, and sums of products are linear.
+    assert found.shape == (12, NUM_FEATURES)
+    weights = np.linalg.lstsq(states.numpy(), found, rcond=None)[0]
+    assert states.numpy() @ weights == pytest.approx(found, abs=1e-4)
+    if states.shape[1] < 12:
+        signs = weights * states.shape[1] ** 0.5
+        assert np.abs(signs) == pytest.approx(np.ones_like(signs), abs=1e-2)
+
+
+@pytest.mark.slow
+def test_a_probe_predicts_rewards_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    rows = Dataset.from_dict({"prompt": [f"w{n % 7} w{2 + n} w{n % 2}" for n in range(60)]})
+    options = {
+        **VARIANCE,
+        **PROBE,
+        "max_steps": 9,
+        "save_steps": 4,
+        "num_prompts": 8,
+        "learning_rate": 1e-3,
+    }
+
+    def by_last_word(prompts, completions, **_):
+        pairs = zip(prompts, completions, strict=True)
+        return [float(len(text) % 2) * prompt.endswith("w1") for prompt, text in pairs]
+
+    whole = make_trainer(make_config(tmp_path, **options), by_last_word, rows)
+    whole.train()
+    found = metrics_of(whole.args)
+    assert "prompt_sampling/probe_explained" in found[-1] and found[-1]["time/probe"] > 0
+    assert found[-1]["prompt_sampling/probe_explained"] > 0.2
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-9", ignore_errors=True)
+    resumed = make_trainer(make_config(tmp_path, **options), by_last_word, rows)
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(whole), weights(resumed))
+
+
+def test_a_probe_needs_whole_weights_and_text(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"probe is true and parallel is fsdp2; each process reads"
+    ):
+        make_config(tmp_path, **VARIANCE, **PROBE, parallel="fsdp2")
+    with pytest.raises(ValueError, match="probe is True but has no effect without prompt_sampling"):
+        make_config(tmp_path, **PROBE)
 
 
 def run(folder: Path, **options):

@@ -351,7 +351,7 @@ class AsyncRolloutGenerator(RankRollout):
 
     def _stats(self) -> dict[str, float]:
         lost = {"scorers/lost": float(self.scorers.lost)} if self.scorers is not None else {}
-        return self.engine.stats() | self._async_metrics | lost
+        return SyncRolloutGenerator._stats(self) | self._async_metrics | lost
 
 
 class _Timings(NamedTuple):

@@ -113,7 +113,7 @@ class SyncRolloutGenerator:
 
     def _stats(self) -> dict[str, float]:
         """Metrics of sampling."""
-        return self.engine.stats()
+        return self.engine.stats() | self.prompts.stats()
 
     def _collect(self, num_prompts: int) -> tuple[list[Group], dict[str, float]]:
         """Take prompts, sample and score completions. Return groups and metrics of the rewards."""

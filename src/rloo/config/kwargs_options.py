@@ -83,6 +83,9 @@ class PromptSamplingKwargs:
         "variance`, because the policy changes.")
     max_resample_times: int = key(3,
         "Maximum number of times that `dynamic_sample` samples further prompts for a rollout.")
+    probe: bool = key(False,
+        "Predict rewards from the policy's hidden states at the prompts' ends, and draw among two "
+        "candidates per prompt (with `prompt_sampling variance`).")
 
 
 @dataclass(frozen=True, kw_only=True)

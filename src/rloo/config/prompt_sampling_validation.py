@@ -48,6 +48,7 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
         ("column", weighted, "prompt_sampling variance"),
         ("floor", weighted, "prompt_sampling variance"),
         ("half_life", weighted, "prompt_sampling variance"),
+        ("probe", weighted, "prompt_sampling variance"),
         ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
     )
     usual = preset_options(config.preset).get("prompt_sampling_kwargs") or {}
@@ -64,3 +65,16 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
         value = getattr(mappings[option], key) if dot else getattr(config, name)
         if value not in combined:
             yield refused_with_weights(name, value, why)
+    groups = config.parallel_options
+    if config.prompt_options.probe:
+        for name, value, needed in (
+            ("parallel", config.parallel, "replicate"),
+            ("sp_size", groups.sp_size, 1),
+            ("tp_size", groups.tp_size, 1),
+        ):
+            if value != needed:
+                yield (
+                    f"prompt_sampling_kwargs.probe is true and {name} is {value}; each process "
+                    "reads other candidates, and needs all weights for it (prompt_sampling_kwargs."
+                    f"probe, or {name} {needed})"
+                )

@@ -71,6 +71,10 @@ class IterablePromptDataset:
     def update(self, groups: Sequence[Group]) -> None:
         """Do nothing: the order of a stream does not depend on rewards."""
 
+    def stats(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor's position, as plain JSON values."""
         return {

@@ -146,7 +146,7 @@ class PromptDataset:
         self._rows, self._images = rows, images
         self._tokens = [ids[-max_prompt_length:] for ids in tokens]
         self._numbers = [i for i in range(len(rows)) if not (self.dropped and i in too_long)]
-        self._order: PromptSampler = EpochSampler(len(self._numbers), seed=seed, shuffle=shuffle)
+        self.sampler: PromptSampler = EpochSampler(len(self._numbers), seed=seed, shuffle=shuffle)
         self._identity = {
             "seed": seed,
             "shuffle": shuffle,
@@ -168,23 +168,32 @@ class PromptDataset:
     @property
     def epoch(self) -> float:
         """The number of passes over the dataset so far, with fractions."""
-        return self._order.drawn / len(self)
+        return self.sampler.drawn / len(self)
 
     def next(self, num: int) -> list[Prompt]:
         """Return the next `num` prompts. When an epoch ends, the next epoch starts. No row is left
         out, and a row can occur twice in one call."""
         return [
             self._prompt(self._numbers[i], turn, weight)
-            for i, turn, weight in self._order.next(num)
+            for i, turn, weight in self.sampler.next(num)
         ]
 
     def update(self, groups: Sequence[Group]) -> None:
         """Pass the rewards of this dataset's prompts to the sampler."""
-        self._order.update(groups)
+        self.sampler.update(groups)
+
+    def stats(self) -> dict[str, float]:
+        """Return the metrics of the sampler."""
+        return self.sampler.stats()
+
+    def token_ids(self, index: int) -> list[int]:
+        """Return the tokens of the prompt with this index, in the order of `values`."""
+        ids: list[int] = self._tokens[self._numbers[index]].tolist()
+        return ids
 
     def set_sampler(self, order: PromptSampler) -> None:
         """Use another sampler from now on. Its indices must be below the number of prompts."""
-        self._order = order
+        self.sampler = order
 
     @property
     def columns(self) -> list[str]:
@@ -212,7 +221,7 @@ class PromptDataset:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor's position and a fingerprint of its prompts, as plain JSON values."""
-        return {**self._order.state_dict(), **self._identity}
+        return {**self.sampler.state_dict(), **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved position. Raises ValueError if the position was saved for other data or
@@ -224,7 +233,7 @@ class PromptDataset:
                     f"checkpoint and {here} now; resume with the dataset, the seed and the prompt "
                     "settings of the run (resume_from_checkpoint)"
                 )
-        self._order.load_state_dict(state)
+        self.sampler.load_state_dict(state)
 
     def _prompt(self, number: int, epoch: int = 0, weight: float = 1.0) -> Prompt:
         columns = dict(self._rows[number])

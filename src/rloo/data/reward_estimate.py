@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+
+from rloo.data.numpy_text import array_of, text_of_array
 
 # The prior of a prompt counts as this number of completions at least and at most.
 PRIOR_STRENGTH = (0.25, 8.0)
@@ -16,11 +17,34 @@ POOL_STRENGTH = 8.0
 
 class RewardedPrompt(NamedTuple):
     """A prompt of a rollout: its number below N, the weight of its draw, and the rewards of the
-    scored completions."""
+    scored completions. `looked`: see `ProbeSampler.looked_at`."""
 
     number: int
     weight: float
     rewards: list[float]
+    looked: Sequence[float | None] = ()
+
+
+class Prior(NamedTuple):
+    """The mean and the second moment of a reward before any reward of its prompt is known. `within`
+    is the variance within a prompt, `between` the variance of the prompts' means."""
+
+    mean: np.ndarray
+    second: np.ndarray
+    within: np.ndarray
+    between: np.ndarray
+
+    @property
+    def strength(self) -> np.ndarray:
+        """The number of completions that the prior counts as: within / between, in bounds."""
+        lowest, highest = PRIOR_STRENGTH
+        varies = self.between > 0
+        ratio = self.within / np.where(varies, self.between, 1.0)
+        return np.where(varies, np.minimum(np.maximum(ratio, lowest), highest), highest)
+
+    def among(self, index_M: np.ndarray) -> Prior:
+        """Return the values at these indices."""
+        return Prior(*(values[index_M] for values in self))
 
 
 class RewardEstimate:
@@ -41,19 +65,19 @@ class RewardEstimate:
         # The same of each pool, degrees of freedom, and the sum of squares within groups.
         self._pooled_5C = np.zeros((5, len(numbers)))
 
-    def copy(self) -> RewardEstimate:
+    def copy(self) -> Self:
         """Return an estimate that can change independently."""
-        other = object.__new__(RewardEstimate)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._counts_3N, other._pooled_5C = self._counts_3N.copy(), self._pooled_5C.copy()
         return other
 
-    def add(self, rollout: Iterable[RewardedPrompt]) -> None:
+    def add(self, rollout: Sequence[RewardedPrompt]) -> None:
         """Decay all counts, then add the rewards of a rollout. In the pools, the weight of its draw
         multiplies a prompt's counts: pools describe uniformly drawn prompts."""
         self._counts_3N *= self._decay
         self._pooled_5C *= self._decay
-        for number, weight, rewards in rollout:
+        for number, weight, rewards, _ in rollout:
             values = np.array(rewards)
             if not len(values):
                 continue
@@ -64,50 +88,75 @@ class RewardEstimate:
                 [*counts, len(values) - 1, within]
             )
 
-    def deviations(self) -> np.ndarray:
-        """Return the estimated standard deviation of each prompt's reward, (N,); 1 for all prompts
-        if no reward is known.
+    def prior(self) -> Prior | None:
+        """Return the prior of each pool; None if no reward is known.
 
-        The mean and the second moment of a prompt are shrunk towards those of its pool. The prior
-        counts as W / B completions (Buehlmann's credibility; for rewards of 0 and 1 this is the
-        Beta prior with the moments of the pool): W is the variance within prompts, B the variance
-        of the prompts' means. With n completions, prior included, the variance of the predicted
-        reward contains the uncertainty of the mean; its share n / (n + 1) is the expected variance
-        within the prompt. Chances that are proportional to the root of a term's expected square
-        give a weighted sum its least variance.
+        The prior of a pool counts as W / B completions (Buehlmann's credibility; for rewards of 0
+        and 1 this is the Beta prior with the moments of the pool): W is the variance within
+        prompts, B the variance of the prompts' means.
         """
         whole_5 = self._pooled_5C.cumsum(1)[:, -1]
         if whole_5[0] == 0:
-            return np.ones(len(self._pool_N))
+            return None
         pooled_5C = self._pooled_5C + POOL_STRENGTH * (whole_5 / whole_5[0])[:, None]
         mean_C, second_C = pooled_5C[1] / pooled_5C[0], pooled_5C[2] / pooled_5C[0]
         total_C = np.maximum(second_C - mean_C**2, 0.0)
         freedom_C = pooled_5C[3]
         known_C = freedom_C > 0
         within_C = np.where(known_C, pooled_5C[4] / np.where(known_C, freedom_C, 1.0), total_C)
-        between_C = np.maximum(total_C - within_C, 0.0)
-        lowest, highest = PRIOR_STRENGTH
-        strength_C = np.maximum(within_C, lowest * between_C) / np.where(
-            between_C > 0, between_C, 1.0
-        )
-        strength_C = np.where(between_C > 0, np.minimum(strength_C, highest), highest)
-        prior_3C = strength_C * np.stack([np.ones_like(mean_C), mean_C, second_C])
-        number_N, sum_N, squares_N = self._counts_3N + prior_3C[:, self._pool_N]
-        variance_N = np.maximum(squares_N / number_N - (sum_N / number_N) ** 2, 0.0)
-        return np.sqrt(variance_N * (number_N / (number_N + 1.0)))
+        return Prior(mean_C, second_C, within_C, np.maximum(total_C - within_C, 0.0))
+
+    def deviations(self) -> np.ndarray:
+        """Return the estimated standard deviation of each prompt's reward, (N,); 1 for all prompts
+        if no reward is known."""
+        prior = self.prior()
+        if prior is None:
+            return np.ones(len(self._pool_N))
+        return self.posterior(np.arange(len(self._pool_N)), prior.among(self._pool_N))
+
+    def posterior(self, numbers_M: np.ndarray, prior: Prior) -> np.ndarray:
+        """Return the estimated standard deviation of the reward at the prompts `numbers_M`, (M,).
+        `prior` has a value for each of these prompts.
+
+        The mean and the second moment of a prompt are shrunk towards those of the prior. With n
+        completions, prior included, the variance of the predicted reward contains the uncertainty
+        of the mean; its share n / (n + 1) is the expected variance within the prompt. Chances that
+        are proportional to the root of a term's expected square give a weighted sum its least
+        variance.
+        """
+        strength_M = prior.strength
+        counts_3M = self._counts_3N[:, numbers_M]
+        number_M = counts_3M[0] + strength_M
+        mean_M = (counts_3M[1] + strength_M * prior.mean) / number_M
+        second_M = (counts_3M[2] + strength_M * prior.second) / number_M
+        variance_M = np.maximum(second_M - mean_M**2, 0.0)
+        return np.sqrt(variance_M * (number_M / (number_M + 1.0)))
+
+    def moments(self) -> tuple[float, float, float]:
+        """Return, over all prompts, the variance within prompts, the variance of the prompts'
+        means, and the number of scored completions of a group."""
+        number, total, squares, freedom, within = self._pooled_5C.cumsum(1)[:, -1].tolist()
+        variance = max(squares / number - (total / number) ** 2, 0.0)
+        inner = within / freedom if freedom > 0 else variance
+        groups = number - freedom
+        return inner, max(variance - inner, 0.0), number / groups if groups > 0 else 1.0
+
+    def pools(self, numbers_M: np.ndarray) -> np.ndarray:
+        """Return the number of the pool of each prompt."""
+        return self._pool_N[numbers_M]
 
     def state_dict(self) -> dict[str, Any]:
         """Return all counts as JSON values. Prompts without rewards take no space."""
         seen = np.flatnonzero(self._counts_3N[0])
         return {
-            "seen": _to_text(seen.astype("<i8")),
-            "counts": _to_text(self._counts_3N[:, seen]),
-            "pooled": _to_text(self._pooled_5C),
+            "seen": text_of_array(seen.astype("<i8")),
+            "counts": text_of_array(self._counts_3N[:, seen]),
+            "pooled": text_of_array(self._pooled_5C),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned. Raises ValueError if it has other pools."""
-        pooled = _of_text(state["pooled"], "<f8")
+        pooled = array_of(state["pooled"], "<f8")
         if pooled.size != self._pooled_5C.size:
             raise ValueError(
                 f"the saved position has {pooled.size // 5} values of the column, and the dataset "
@@ -115,15 +164,6 @@ class RewardEstimate:
                 "(prompt_sampling_kwargs.column, resume_from_checkpoint)"
             )
         self._pooled_5C = pooled.reshape(5, -1)
-        seen = _of_text(state["seen"], "<i8")
+        seen = array_of(state["seen"], "<i8")
         self._counts_3N[:] = 0.0
-        self._counts_3N[:, seen] = _of_text(state["counts"], "<f8").reshape(3, -1)
-
-
-def _to_text(values: np.ndarray) -> str:
-    little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
-    return base64.b64encode(little.tobytes()).decode()
-
-
-def _of_text(text: str, kind: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), dtype=kind).copy()
+        self._counts_3N[:, seen] = array_of(state["counts"], "<f8").reshape(3, -1)

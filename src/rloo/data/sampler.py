@@ -32,6 +32,9 @@ class PromptSampler(Protocol):
     def update(self, groups: Sequence[Group]) -> None:
         """Receive the rewards of sampled prompts."""
 
+    def stats(self) -> dict[str, float]:
+        """Return the sampler's metrics, by name."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position, as plain JSON values."""
 
@@ -56,6 +59,10 @@ class EpochSampler:
 
     def update(self, groups: Sequence[Group]) -> None:
         """Do nothing: the order does not depend on rewards."""
+
+    def stats(self) -> dict[str, float]:
+        """Return no metrics."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of prompts sampled."""

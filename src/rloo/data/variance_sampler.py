@@ -45,17 +45,18 @@ class VarianceSampler:
         lag: int = 0,
     ) -> None:
         self.drawn = 0
-        self._index = {row: index for index, row in enumerate(rows)}
-        # The rewards of all rollouts but the last `lag`, and these last ones.
-        self._estimate, self._recent = estimate, list[list[RewardedPrompt]]()
-        self._rewards_of, self._seed, self._floor, self._lag = rewards_of, seed, floor, lag
-        # The numbers of draws and of rollouts: with rewards, and still without.
+        self.size, self.seed, self.estimate = len(rows), seed, estimate
+        self._number = {row: number for number, row in enumerate(rows)}
+        # `estimate` has the rewards of all rollouts but the last `lag`; here are these.
+        self._recent: list[list[RewardedPrompt]] = []
+        self._rewards_of, self._floor, self._lag = rewards_of, floor, lag
+        # The number of draws with rewards, and of rollouts without.
         self._rewarded, self._ahead = 0, 0
 
     def next(self, num: int) -> list[Draw]:
         """Draw the `num` prompts of the next rollout, in random order."""
-        first, *others = random_bits(num + 1, self._seed, self.drawn)
-        chosen = draw_systematically(self.shares(), num, (int(first) >> 11) * 2.0**-53)
+        first, *others = random_bits(num + 1, self.seed, self.drawn)
+        chosen = self.choose(num, (int(first) >> 11) * 2.0**-53)
         # Neighbours in the dataset would otherwise be in the same optimizer step.
         order_P = np.argsort(others, kind="stable")
         draws = [
@@ -66,32 +67,55 @@ class VarianceSampler:
         self._ahead += 1
         return draws
 
+    def choose(self, num: int, uniform: float) -> list[tuple[int, float]]:
+        """Return the numbers of `num` prompts, with their weights."""
+        deviation_N = self.estimate_for_draw().deviations()
+        return self.draw_among(np.arange(self.size), deviation_N, num, uniform)
+
+    def draw_among(
+        self, number_M: np.ndarray, deviation_M: np.ndarray, num: int, uniform: float
+    ) -> list[tuple[int, float]]:
+        """Return `num` of the M prompts `number_M`, with their weights. See
+        `draw_systematically`."""
+        share_M = shares_of(deviation_M, self._floor)
+        drawn = draw_systematically(share_M, num, uniform)
+        return [(int(number_M[index]), weight) for index, weight in drawn]
+
+    def estimate_for_draw(self) -> RewardEstimate:
+        """Return the estimate with which the next rollout is drawn."""
+        usable = len(self._recent) - max(self._lag - self._ahead, 0)
+        if usable <= 0:
+            return self.estimate
+        estimate = self.estimate.copy()
+        for rollout in self._recent[:usable]:
+            estimate.add(rollout)
+        return estimate
+
     def shares(self) -> np.ndarray:
         """Return N q(x) for each prompt x and the next rollout, (N,)."""
-        estimate = self._estimate
-        usable = len(self._recent) - max(self._lag - self._ahead, 0)
-        if usable > 0:
-            estimate = estimate.copy()
-            for rollout in self._recent[:usable]:
-                estimate.add(rollout)
-        deviation_N = estimate.deviations()
-        mean = deviation_N.cumsum()[-1] / len(deviation_N)
-        if not mean > 0:
-            return np.ones(len(deviation_N))
-        return self._floor + (1.0 - self._floor) * (deviation_N / mean)
+        return shares_of(self.estimate_for_draw().deviations(), self._floor)
+
+    def looked_at(self, number: int) -> Sequence[float | None]:
+        """Return what is known of a prompt of the oldest rollout without rewards: nothing."""
+        return ()
+
+    def stats(self) -> dict[str, float]:
+        """Return metrics: none."""
+        return {}
 
     def update(self, groups: Sequence[Group]) -> None:
         """Receive the rewards of a rollout."""
+        numbered = [(self._number[group.prompt.id], group) for group in groups]
         self._recent.append(
             [
                 RewardedPrompt(
-                    self._index[group.prompt.id], group.prompt.weight, self._rewards_of(group)
+                    number, group.prompt.weight, self._rewards_of(group), self.looked_at(number)
                 )
-                for group in groups
+                for number, group in numbered
             ]
         )
         if len(self._recent) > self._lag:
-            self._estimate.add(self._recent.pop(0))
+            self.estimate.add(self._recent.pop(0))
         self._rewarded += len(groups)
         self._ahead = max(self._ahead - 1, 0)
 
@@ -100,7 +124,7 @@ class VarianceSampler:
         on resume."""
         return {
             "drawn": self._rewarded,
-            "estimate": self._estimate.state_dict(),
+            "estimate": self.estimate.state_dict(),
             "recent": [[list(prompt) for prompt in rollout] for rollout in self._recent],
         }
 
@@ -112,10 +136,19 @@ class VarianceSampler:
                 "resume with the prompt_sampling of the run (prompt_sampling, "
                 "resume_from_checkpoint)"
             )
-        self._estimate.load_state_dict(state["estimate"])
+        self.estimate.load_state_dict(state["estimate"])
         self._recent = [[RewardedPrompt(*p) for p in rollout] for rollout in state["recent"]]
         self.drawn = self._rewarded = state["drawn"]
         self._ahead = 0
+
+
+def shares_of(deviation_N: np.ndarray, floor: float) -> np.ndarray:
+    """Return N q(x) for N prompts with these deviations, (N,): 1 for all if all deviations are
+    0."""
+    mean = deviation_N.cumsum()[-1] / len(deviation_N)
+    if not mean > 0:
+        return np.ones(len(deviation_N))
+    return floor + (1.0 - floor) * (deviation_N / mean)
 
 
 def draw_systematically(share_N: np.ndarray, num: int, uniform: float) -> list[tuple[int, float]]:

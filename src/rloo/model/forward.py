@@ -114,6 +114,12 @@ class LogprobModel(nn.Module):
         return outputs, completion_outputs(outputs.last_hidden_state, batch), self.head
 
     @torch.no_grad()
+    def states(self, batch: MicroBatch) -> Tensor:
+        """The hidden states (T, D) that predict the completion tokens, without gradients: after the
+        last norm, or with `own_logits` the logits."""
+        return self._run(batch)[1]
+
+    @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """The log-probs (T,) of the completion tokens, without gradients and without entropies."""
         return self(batch, only="logprobs", temperature=temperature).logprobs

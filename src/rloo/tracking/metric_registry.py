@@ -167,6 +167,16 @@ ROLLOUT = (
         "prompts.", better="higher",
         note="`groups/signal` divided by this metric is the gain in groups with a signal. Only "
         "with `prompt_sampling variance`."),
+    Metric("prompt_sampling/probe_explained", "share",
+        "Share of the squared error of predicted mean rewards that the probe removes.",
+        better="higher",
+        note="Relative to the prior, on prompts whose rewards the probe had not seen. At most 1. "
+        "Not above 0: the probe knows nothing, and is not used. Only with "
+        "`prompt_sampling_kwargs.probe`."),
+    Metric("prompt_sampling/probe_slope", "ratio",
+        "Slope of the mean rewards over the probe's predictions, both relative to the prior.",
+        note="1: the predictions are calibrated; below 1: they are too extreme. Only with "
+        "`prompt_sampling_kwargs.probe`."),
     Metric("dynamic_sampling/drawn_share", "ratio", "Prompts drawn for each prompt used.",
         better="lower", note="Only with `dynamic_sample`."),
     Metric("staleness/mean", "rollouts",
@@ -280,6 +290,8 @@ UPDATE = (
     Metric("step_time", "s", "Seconds that the step took.", better="lower", ranks="main"),
     Metric("time/sample", "s", "Seconds spent sampling.", better="lower", ranks="main",
         note="In asynchronous runs: time of waiting for samples."),
+    Metric("time/probe", "s", "Seconds spent in forward passes of candidates.", better="lower",
+        ranks="main", note="Only with `prompt_sampling_kwargs.probe`."),
     Metric("time/reward", "s", "Seconds spent in reward functions.", better="lower", ranks="main"),
     Metric("time/credit", "s", "Seconds spent computing advantages.", better="lower", ranks="main"),
     Metric("time/update", "s", "Seconds spent in forward and backward passes and the optimizer.",

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.reward_shaping import shaped_rewards
 from rloo.config.config import RLOOConfig
 from rloo.config.prompt_sampling_validation import refused_with_weights
 from rloo.data.iterable_dataset import Prompts
+from rloo.data.probe_sampler import ProbedEstimate, ProbeSampler
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.reward_estimate import RewardEstimate
 from rloo.data.variance_sampler import VarianceSampler
 from rloo.model.policy import Policy
+from rloo.model.probe_state import NUM_FEATURES, read_prompts
+from rloo.tracking.profiler import PhaseTimer
 from rloo.types import Group
 
 
@@ -33,23 +40,45 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig) -> Prompts:
             f"prompt_sampling_kwargs.column is {options.column} and the dataset has no such "
             f"column; its columns are {', '.join(source.columns)} (prompt_sampling_kwargs.column)"
         )
+    if options.probe and any(prompt.pixels for prompt in source.all_prompts(1)):
+        raise ValueError(
+            "prompt_sampling_kwargs.probe is true and the prompts have images; the probe reads "
+            "prompts of text (prompt_sampling_kwargs.probe)"
+        )
     values = source.values(options.column or "prompt")
     pools = ["" if options.column is None else repr(value) for value in values.values()]
-    estimate = RewardEstimate(pools, half_life=options.half_life)
 
     def rewards_of(group: Group) -> list[float]:
         return shaped_rewards([group], config)
 
-    sampler = VarianceSampler(
-        list(values),
-        estimate,
-        rewards_of,
-        seed=config.seed if config.data_seed is None else config.data_seed,
-        floor=options.floor,
-        lag=config.max_staleness,
-    )
-    source.set_sampler(sampler)
+    how: dict[str, Any] = {
+        "seed": _seed(config), "floor": options.floor, "lag": config.max_staleness,
+    }  # fmt: skip
+    if options.probe:
+        probed = ProbedEstimate(pools, half_life=options.half_life, size=NUM_FEATURES)
+        source.set_sampler(ProbeSampler(list(values), probed, rewards_of, **how))
+    else:
+        estimate = RewardEstimate(pools, half_life=options.half_life)
+        source.set_sampler(VarianceSampler(list(values), estimate, rewards_of, **how))
     return source
+
+
+def connect_probe(source: Prompts, policy: Policy, clock: PhaseTimer) -> None:
+    """Let the sampler of `source` read prompts with `policy`, if it has a probe."""
+    if not isinstance(source, PromptDataset) or not isinstance(source.sampler, ProbeSampler):
+        return
+    rows = source
+
+    def look(number_M: np.ndarray) -> np.ndarray:
+        with clock.phase("probe"):
+            prompts = [rows.token_ids(number) for number in number_M.tolist()]
+            return read_prompts(policy, prompts, _seed(policy.config))
+
+    source.sampler.look = look
+
+
+def _seed(config: RLOOConfig) -> int:
+    return config.seed if config.data_seed is None else config.data_seed
 
 
 def check_estimator_of_weights(config: RLOOConfig) -> None:

@@ -42,7 +42,7 @@ from rloo.trainer.eval_rewards import EvalRewards
 from rloo.trainer.evaluate import Evaluator, Results, check_evaluation, flatten
 from rloo.trainer.heartbeat import heartbeat
 from rloo.trainer.multi_turn import Factories, RolloutFunc, multi_turn_setup
-from rloo.trainer.prompt_sampling import check_terms, with_prompt_sampling
+from rloo.trainer.prompt_sampling import check_terms, connect_probe, with_prompt_sampling
 from rloo.trainer.rank_checks import check_ranks_agree, ranks_in_sync
 from rloo.trainer.run_dir import AUTO, acquire_run_dir_on_main
 from rloo.trainer.schedule import unused_intervals
@@ -390,6 +390,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         if source is None:
             raise ValueError("`train_dataset` is required to train (train_dataset, dataset)")
         world, policy, events, clock = self.world, self.policy, self.events, PhaseTimer()
+        connect_probe(source, policy, clock)
         tokenizer, workload = policy.tokenizer, workload_of(source, args, batches)
         sampling = build.make_sampling(args, policy.stop_token_ids, tokenizer)
         policy.notes += build.bias_of(sampling)

@@ -126,6 +126,10 @@ class Curriculum:
                 passes = below.pass_rate >= OPENS_AT and below.scored >= OPENS_AFTER
                 cell.is_open = cell.is_open or passes
 
+    def stats(self) -> dict[str, float]:
+        """No metrics: `gym/<task>/share` shows the draws."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """The total number of draws; the numbers of draws and the pass counts by task and level."""
         cells = [

@@ -1,0 +1,154 @@
+"""Draws prompts by predicted rewards: a probe reads features of candidates from the policy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from rloo.data.reward_estimate import Prior, RewardedPrompt, RewardEstimate
+from rloo.data.reward_probe import RewardProbe
+from rloo.data.sampler import random_bits
+from rloo.data.variance_sampler import VarianceSampler
+
+# Candidates for each drawn prompt. The features of a candidate cost a forward pass of its prompt.
+CANDIDATES = 2
+# Candidates and draws use different random numbers. Seeds are below 2 ** 32.
+_CANDIDATE_SEED = 2**32
+
+
+class Predictions(NamedTuple):
+    """The estimated deviations of the rewards of M candidates, and the mean rewards that the probe
+    and the prior of the pools predict; None without a prediction."""
+
+    deviation_M: np.ndarray
+    probe_M: list[Any]
+    prior_M: list[Any]
+
+
+class ProbedEstimate(RewardEstimate):
+    """A `RewardEstimate` with a probe that predicts rewards from `size` features of a prompt."""
+
+    def __init__(self, pools: Sequence[Hashable], *, half_life: float, size: int) -> None:
+        super().__init__(pools, half_life=half_life)
+        self.probe = RewardProbe(size, half_life=half_life)
+
+    def copy(self) -> Self:
+        """Return an estimate that can change independently."""
+        other = super().copy()
+        other.probe = self.probe.copy()
+        return other
+
+    def add(self, rollout: Sequence[RewardedPrompt]) -> None:
+        """As `RewardEstimate.add`; the probe learns from the prompts whose features are known."""
+        super().add(rollout)
+        known = [prompt for prompt in rollout if prompt.looked]
+        self.probe.add([(p.looked[:-2], p.rewards, p.looked[-2], p.looked[-1]) for p in known])
+
+    def deviations_among(self, numbers_M: np.ndarray, features_MD: np.ndarray) -> Predictions:
+        """Return the estimated deviations of the reward at the prompts `numbers_M`, and the mean
+        rewards that the probe and the prior predict. While the probe predicts better than the prior
+        of the pools, its predictions are the prior."""
+        pools, size = self.prior(), len(numbers_M)
+        if pools is None:
+            return Predictions(np.ones(size), [None] * size, [None] * size)
+        usual = prior = pools.among(self.pools(numbers_M))
+        within, between, group_size = self.moments()
+        noise = within / group_size
+        predicted_2M = self.probe.predict(features_MD, noise / between if between > 0 else np.inf)
+        if predicted_2M is None:
+            return Predictions(self.posterior(numbers_M, usual), [None] * size, usual.mean.tolist())
+        if (error := self.probe.error) is not None:
+            left = np.full(size, max(error - noise, 0.0))
+            prior = Prior(predicted_2M[0], predicted_2M[1], usual.within, left)
+        deviation_M = self.posterior(numbers_M, prior)
+        return Predictions(deviation_M, predicted_2M[0].tolist(), usual.mean.tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `RewardEstimate.state_dict`, with the probe."""
+        return super().state_dict() | {"probe": self.probe.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `RewardEstimate.load_state_dict`. Raises ValueError if there is no probe."""
+        if "probe" not in state:
+            raise ValueError(
+                "prompt_sampling_kwargs.probe is true and the saved position has no probe; resume "
+                "with the options of the run (prompt_sampling_kwargs.probe, resume_from_checkpoint)"
+            )
+        super().load_state_dict(state)
+        self.probe.load_state_dict(state["probe"])
+
+
+class ProbeSampler(VarianceSampler):
+    """A `VarianceSampler` that draws the prompts of a rollout among candidates: `CANDIDATES` per
+    prompt, drawn uniformly without replacement, or all prompts if there are not more.
+
+    `look(numbers)` returns the features (M, D) of the candidates, from the policy as it is now. It
+    must be set before the first draw. A candidate x is drawn with probability q(x) among the M
+    candidates and has the weight 1 / (M q(x)). The expectation over candidates and draws is that of
+    uniform drawing, whatever the probe predicts.
+    """
+
+    look: Callable[[np.ndarray], np.ndarray]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # For each rollout without rewards: the features and predictions of its prompts.
+        self._looked: deque[dict[int, list[float | None]]] = deque()
+
+    def choose(self, num: int, uniform: float) -> list[tuple[int, float]]:
+        """Return `num` prompts among candidates, with their weights."""
+        number_M = self.candidates(num)
+        feature_MD = self.look(number_M)
+        estimate = self.estimate_for_draw()
+        assert isinstance(estimate, ProbedEstimate)
+        found = estimate.deviations_among(number_M, feature_MD)
+        chosen = self.draw_among(number_M, found.deviation_M, num, uniform)
+        place = {int(number): index for index, number in enumerate(number_M)}
+        self._looked.append(
+            {
+                number: [*feature_MD[i].tolist(), found.probe_M[i], found.prior_M[i]]
+                for number, i in ((number, place[number]) for number, _ in chosen)
+            }
+        )
+        return chosen
+
+    def candidates(self, num: int) -> np.ndarray:
+        """Return the numbers of the candidates for `num` draws, in rising order."""
+        size, wanted = self.size, CANDIDATES * num
+        if wanted >= size:
+            return np.arange(size)
+        if wanted * 4 >= size:
+            bits = random_bits(size, self.seed + _CANDIDATE_SEED, self.drawn)
+            return np.sort(np.argsort(bits, kind="stable")[:wanted])
+        # Few of many: twice as many numbers contain enough different ones.
+        bits = random_bits(2 * wanted, self.seed + _CANDIDATE_SEED, self.drawn)
+        different = list(dict.fromkeys((bits % np.uint64(size)).tolist()))
+        return np.sort(np.array(different[:wanted], dtype=np.int64))
+
+    def looked_at(self, number: int) -> list[float | None]:
+        """Return the features and predictions of a prompt of the oldest rollout without rewards."""
+        return self._looked[0].get(number, []) if self._looked else []
+
+    def update(self, groups: Any) -> None:
+        """Receive the rewards of a rollout."""
+        super().update(groups)
+        if self._looked:
+            self._looked.popleft()
+
+    def stats(self) -> dict[str, float]:
+        """Return the metrics of the probe, once they are known."""
+        estimate = self.estimate
+        assert isinstance(estimate, ProbedEstimate)
+        values = {
+            "prompt_sampling/probe_explained": estimate.probe.explained,
+            "prompt_sampling/probe_slope": estimate.probe.slope,
+        }
+        return {name: float(value) for name, value in values.items() if value == value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from `state`; see `VarianceSampler.load_state_dict`."""
+        super().load_state_dict(state)
+        self._looked.clear()
