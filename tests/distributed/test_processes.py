@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from support import environments
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
-from support.processes import BETWEEN, CASES, DIVERGES, DIVIDED, ENDS, RESUMED, run
+from support.processes import BETWEEN, CASES, DIVERGES, DIVIDED, ENDS, EXACT_KL, RESUMED, run
 
 pytestmark = pytest.mark.slow
 
@@ -28,16 +28,16 @@ SHARDS = {"parallel": "fsdp2"}
 KINDS = {kind: {"state_dict_type": kind} for kind in ("full", "sharded")}
 
 # Shards of a group, sums over groups: of adapters, with micro-batches that are recomputed.
-IN_GROUPS = (*HARDEST, "LoRA", "small micro-batches")
+IN_GROUPS = (*HARDEST, EXACT_KL, "LoRA", "small micro-batches")
 GROUPS = SHARDS | {"dp_shard_size": 2}
 
-OF_MATRICES = (*HARDEST, "exact KL", "KL in the reward", "small micro-batches")
+OF_MATRICES = (*HARDEST, EXACT_KL, "KL in the reward", "small micro-batches")
 WITHOUT_ADAPTER = [name for name in RESUMED if name != "adapter"]
 TENSOR = {"tp_size": 2}
 
 # One micro-batch and several, log-probs of a pass of their own, groups that are left out.
 OF_SLICES = ("KL in the reward", "missing", "small micro-batches")
-MORE_OF_SLICES = (*OF_SLICES, "KL in the loss", "exact KL", "several updates", "LoRA")
+MORE_OF_SLICES = (*OF_SLICES, "KL in the loss", EXACT_KL, "several updates", "LoRA")
 SEQUENCE = {"sp_size": 2}
 # In float64 from end to end.
 EXACT = {"packing": True, "exact": True}

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
@@ -36,10 +39,12 @@ class LogprobModel(nn.Module):
     module (FSDP2, DeepSpeed) therefore covers a complete forward pass, and its hooks enclose every
     use of the weights. `balanced` adds the balancing loss of a mixture of experts. With
     `own_logits` the model computes its logits itself, because its output head is not supported
-    here.
+    here. With `copies_head` the result of `states` has a copy of the head's weights, because they
+    are sharded, and gathered during a forward only.
     """
 
     own_logits = False
+    copies_head = False
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, balanced: bool = False
@@ -78,7 +83,7 @@ class LogprobModel(nn.Module):
         if only is not None:
             _, hidden, head = self._run(batch)
             if only == "states":
-                return ReferenceStates(hidden, head)
+                return ReferenceStates(hidden, self.head.copied() if self.copies_head else head)
             logprobs = score_tokens(head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         routing = {"output_router_logits": True} if self._balanced else {}
@@ -176,6 +181,13 @@ class OutputHead:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    def copied(self) -> OutputHead:
+        """This function with a copy of the weights as they are now."""
+        twin, bias = copy.copy(self), self._module.bias
+        weight, bias = self._module.weight.clone(), None if bias is None else bias.clone()
+        twin._call = partial(functional.linear, weight=weight, bias=bias)
+        return twin
 
     def matrix(self) -> Matrix | None:
         """See `HasMatrix`."""
