@@ -345,7 +345,7 @@ CONTRADICTIONS = [
         {"kl_estimator": "exact", "kl_placement": "loss", "use_bias_correction_kl": True},
         "the ratio would add noise only",
     ),
-    ({"kl_estimator": "exact", "parallel": "fsdp2"}, "sharded ones are gathered in turn"),
+    ({"kl_estimator": "exact", "parallel": "zero3"}, "DeepSpeed gathers the two models in turn"),
     ({"kl_estimator": "exact", "std_level": "group"}, "std_level group scales the penalty"),
     ({"kl_estimator": "exact", "normalize_advantages": True}, "normalize_advantages scales the"),
     ({"kl_estimator": "exact", "mean_leave1out": False}, "mean_leave1out false scales the"),
@@ -396,7 +396,7 @@ def test_what_a_preset_sets_for_another_case_may_stay_idle():
         {"preset": "grpo", "kl_estimator": "exact"},
         {"preset": "openrlhf", "kl_estimator": "exact"},
         {"std_level": "group", "kl_estimator": "exact", **composed(kl_in_baseline=False)},
-        {"std_level": "group", "kl_estimator": "exact", "beta": 0.0, "parallel": "fsdp2"},
+        {"std_level": "group", "kl_estimator": "exact", "beta": 0.0, "parallel": "zero3"},
         {"preset": "verl", "kl_placement": "loss", "kl_estimator": "k3"},
         {"preset": "trl"},
     ):

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from support import environments
 from support.launched import HARDEST, launch, require_equal, require_loaded_in_turn
-from support.processes import BETWEEN, CASES, DIVERGES, DIVIDED, ENDS, RESUMED, run
+from support.processes import BETWEEN, CASES, DIVERGES, DIVIDED, ENDS, EXACT_KL, RESUMED, run
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +28,13 @@ SHARDS = {"parallel": "fsdp2"}
 KINDS = {kind: {"state_dict_type": kind} for kind in ("full", "sharded")}
 
 # Shards of a group, sums over groups: of adapters, with micro-batches that are recomputed.
-IN_GROUPS = (*HARDEST, "LoRA", "small micro-batches")
+IN_GROUPS = (*HARDEST, EXACT_KL, "LoRA", "small micro-batches")
 GROUPS = SHARDS | {"dp_shard_size": 2}
 
 OF_MATRICES = (
     *HARDEST,
     "optimal token, by parts",
-    "exact KL",
+    EXACT_KL,
     "KL in the reward",
     "small micro-batches",
 )
@@ -46,7 +46,7 @@ OF_SLICES = ("KL in the reward", "missing", "small micro-batches")
 MORE_OF_SLICES = (
     *OF_SLICES,
     "KL in the loss",
-    "exact KL",
+    EXACT_KL,
     "several updates",
     "LoRA",
     "optimal token, by parts",

@@ -81,6 +81,28 @@ def test_inside_whole_the_model_computes_by_itself(make):
     assert all(map(is_sharded, policy.model.parameters()))
 
 
+def test_an_exact_kl_is_that_of_whole_models(make):
+    policy = make(beta=0.1, kl_estimator="exact", learning_rate=0.1)
+    alone = Policy(
+        make_model("qwen3"), make_tokenizer(), policy.config.with_values(parallel="replicate"),
+        world=make_world(use_cpu=True), num_training_steps=3,
+    )  # fmt: skip
+    found = []
+    for one in (policy, alone):
+        batch = one.batch(make_samples())
+        one.stepper.backward(one.logprobs(batch).logprobs.sum())
+        one.stepper.step()
+        scores = one.logprobs(batch, reference=True)
+        one.stepper.backward(scores.kl.sum())
+        one.stepper.step()
+        found.append((scores.kl, *map(full_tensor, one.model.parameters())))
+    assert found[0][0].min() > 1e-4
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+    adapted = wrap(make_model("qwen3"), make_lora(target_modules=["q_proj", "lm_head"]))
+    with pytest.raises(ValueError, match="an adapter changes the output head"):
+        make(adapted, beta=0.1, kl_estimator="exact")
+
+
 def test_a_whole_copy_is_another_one(make):
     policy = make()
     copied = whole_copy(policy.model.get_output_embeddings())

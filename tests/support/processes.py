@@ -115,6 +115,7 @@ class ChangesAShard(TrainerCallback):
 
 
 TIED = "tied embeddings"
+EXACT_KL = "exact KL"
 RUNS_OUT = "one process runs out of memory, and the step is repeated"
 STOPPED = "stopped by a callback of the main process"
 FAILS = "fails in one process, and is trained again"
@@ -135,7 +136,7 @@ CASES = {
     "ranked in its group": (ranked, {}),
     "KL in the reward": (mixed, {"beta": 0.05}),
     "KL in the loss": (mixed, {"beta": 0.05, "kl_placement": "loss", "kl_estimator": "k3"}),
-    "exact KL": (mixed, {"beta": 0.05, "kl_estimator": "exact", "num_iterations": 2}),
+    EXACT_KL: (mixed, {"beta": 0.05, "kl_estimator": "exact", "num_iterations": 2}),
     "one group over all": (mixed, {"num_prompts": 1, "num_generations": 3}),
     "no signal on one": (flat_for_some, {"num_prompts": 2, "num_generations": 2}),
     "missing": (missing, {"beta": 0.05}),
@@ -195,7 +196,7 @@ CASES = {
 }
 # Which rows are drawn, what they are worth and how a loss adds them up: weights have no part in it.
 OF_ROWS = (
-    "ranked in its group", "shrinkage", "length-weighted", "KL in the loss", "exact KL",
+    "ranked in its group", "shrinkage", "length-weighted", "KL in the loss",
     "no signal on one", "dynamic sampling",
     "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED, PROBED,
     *environments.CASES,

@@ -192,11 +192,11 @@ def _in_exact_kl(config: TrainingOptions) -> Iterator[str]:
             "use_bias_correction_kl is true and kl_estimator is exact, whose gradient does not "
             "depend on the sampled token; the ratio would add noise only (use_bias_correction_kl)"
         )
-    if config.parallel in ("fsdp2", "zero3"):
+    if config.parallel == "zero3":
         yield (
-            f"kl_estimator is exact and parallel is {config.parallel}; the KL needs the output "
-            "heads of policy and reference at the same time, and sharded ones are gathered in "
-            "turn (kl_estimator k1, or parallel replicate or zero2)"
+            "kl_estimator is exact and parallel is zero3; the KL needs the output heads of policy "
+            "and reference at the same time, and DeepSpeed gathers the two models in turn "
+            "(kl_estimator k1, or parallel fsdp2, zero2 or replicate)"
         )
     if config.kl_placement != "loss" and (scaling := _scaling_of_kl(config)) is not None:
         yield (

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rloo.config.config import RLOOConfig
@@ -37,10 +40,12 @@ class LogprobModel(nn.Module):
     module (FSDP2, DeepSpeed) therefore covers a complete forward pass, and its hooks enclose every
     use of the weights. `balanced` adds the balancing loss of a mixture of experts. With
     `own_logits` the model computes its logits itself, because its output head is not supported
-    here.
+    here. With `copies_head` the result of `states` has a copy of the head's weights, because they
+    are sharded, and gathered during a forward only.
     """
 
     own_logits = False
+    copies_head = False
 
     def __init__(
         self, model: PreTrainedModel, *, temperature: float, balanced: bool = False
@@ -80,7 +85,7 @@ class LogprobModel(nn.Module):
         if only is not None:
             _, hidden, head = self._run(batch)
             if only == "states":
-                return ReferenceStates(hidden, head)
+                return ReferenceStates(hidden, self.head.copied() if self.copies_head else head)
             logprobs = score_tokens(head, hidden, batch.target_T, **options)
             return TokenScores(logprobs, logprobs.new_empty(0), None)
         routing = {"output_router_logits": True} if self._balanced else {}
@@ -114,19 +119,14 @@ class LogprobModel(nn.Module):
         return outputs, completion_outputs(outputs.last_hidden_state, batch), self.head
 
     @torch.no_grad()
-    def states(self, batch: MicroBatch) -> Tensor:
-        """The hidden states (T, D) that predict the completion tokens, without gradients: after the
-        last norm, or with `own_logits` the logits."""
-        return self._run(batch)[1]
-
-    @torch.no_grad()
     def logprobs(self, batch: MicroBatch, temperature: float | None = None) -> Tensor:
         """The log-probs (T,) of the completion tokens, without gradients and without entropies."""
         return self(batch, only="logprobs", temperature=temperature).logprobs
 
     @torch.no_grad()
     def states(self, batch: MicroBatch) -> ReferenceStates:
-        """This model as the reference at the batch's states, without gradients."""
+        """The hidden states (T, D) that predict the completion tokens, without gradients: after the
+        last norm, or with `own_logits` the logits. And the head that maps them to logits."""
         return self(batch, only="states")
 
     @torch.no_grad()
@@ -189,6 +189,13 @@ class OutputHead:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    def copied(self) -> OutputHead:
+        """This function with a copy of the weights as they are now."""
+        twin, bias = copy.copy(self), self._module.bias
+        weight, bias = self._module.weight.clone(), None if bias is None else bias.clone()
+        twin._call = partial(functional.linear, weight=weight, bias=bias)
+        return twin
 
     def matrix(self) -> Matrix | None:
         """See `HasMatrix`."""

@@ -31,7 +31,7 @@ from rloo.model.parallel.deepspeed_optimizer import ZeroOptimizer
 from rloo.model.parallel.sequence_parallel import SequenceParallel
 from rloo.model.parallel.tensor_parallel import TensorParallel
 from rloo.model.quantization import count_parameters
-from rloo.model.reference import make_reference
+from rloo.model.reference import has_plain_head, make_reference
 from rloo.model.save_load import ModelFiles
 from rloo.model.training_state import WeightsVersion, digest
 from rloo.types import Engine, Sample
@@ -144,6 +144,13 @@ class Policy:
             self.tensor_parallel.shard(self.scorer)
             return
         fsdp2.check(self.model, config.parallel)
+        self.scorer.copies_head = True
+        if config.kl_estimator == "exact" and not has_plain_head(self.model):
+            raise ValueError(
+                f"kl_estimator is exact, {sharding_named(config)} and an adapter changes the "
+                "output head, of which the reference needs a whole copy; leave it out of the "
+                "adapter, or use kl_estimator k1 (kl_estimator, parallel, peft_config)"
+            )
         few_bits = any(not p.is_floating_point() for p in self.model.parameters())
         if few_bits and config.parallel == "fsdp2":
             self.notes.append(

@@ -47,7 +47,7 @@ def _features(policy: Policy, samples: list[Sample], seed: int) -> Tensor:
     dtype = reduced_precision(policy.config)
     on = torch.autocast(policy.device.type, dtype=dtype) if dtype else nullcontext()
     with on:
-        states = policy.scorer.states(policy.batch(samples))
+        states = policy.scorer.states(policy.batch(samples)).hidden
     values = states.cpu().double()
     size = values.shape[1]
     values = values / (values.square().mean(1, keepdim=True).sqrt() + 1e-12)

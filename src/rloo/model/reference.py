@@ -88,7 +88,7 @@ class AdapterDisabledReference(ReferenceModel):
         """See `ReferenceModel`."""
         with self._adapter.as_reference():
             hidden, head = self._scorer.states(batch)
-        if isinstance(self._scorer.model.get_output_embeddings(), nn.Linear):
+        if has_plain_head(self._scorer.model):
             return ReferenceStates(hidden, head)
 
         def original(hidden: Tensor) -> Tensor:
@@ -121,6 +121,7 @@ class FrozenCopy(ReferenceModel):
     def states(self, batch: MicroBatch) -> ReferenceStates:
         """See `ReferenceModel`."""
         self._scorer.own_logits = self._policy.own_logits
+        self._scorer.copies_head = self._policy.copies_head
         return self._scorer.states(batch)
 
     @torch.no_grad()
@@ -154,6 +155,12 @@ class FrozenCopy(ReferenceModel):
         folder = Path(checkpoint, FOLDER)
         if folder.is_dir():
             load_weights(self._scorer.model, folder)
+
+
+def has_plain_head(model: PreTrainedModel) -> bool:
+    """Whether the output head is a linear layer in floating point without an adapter."""
+    head = model.get_output_embeddings()
+    return isinstance(head, nn.Linear) and head.weight.is_floating_point()
 
 
 def frozen_copy(model: PreTrainedModel, precision: torch.dtype | None = None) -> PreTrainedModel:
