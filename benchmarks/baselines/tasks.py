@@ -157,10 +157,10 @@ TASKS = {
             rows=smollm2_rows,
             reward=smollm2_reward,
             model=_smollm2_model,
-            rates=(2.5e-6, 5e-6, 1e-5, 2e-5),
+            rates=(5e-6, 1e-5, 2e-5),
             max_tokens=16,
             budget=1536,
-            completions_per_step=32,
+            samples=1,
             seeds=5,
         ),
         Task(
