@@ -80,7 +80,8 @@ def variances(steps: int, prompts: int, groups: int) -> dict[str, Any]:
     high]."""
     with tempfile.TemporaryDirectory() as folder:
         options = TRAINING | {"max_steps": max(steps, 1), "seed": 1}
-        trainer = make_trainer(TASKS["countdown"], options, out=Path(folder), folder=Path(folder))
+        task, place = TASKS["countdown"], Path(folder)
+        trainer = make_trainer(task, options, model=task.model(place), folder=place)
         if steps:
             trainer.train()
         parts, _ = trainer.make_parts()
@@ -168,7 +169,8 @@ def countdown_costs(rounds: int) -> dict[str, Any]:
     """The costs on Countdown, with the share of sampling in a step."""
     with tempfile.TemporaryDirectory() as folder:
         options = TRAINING | {"max_steps": 1}
-        trainer = make_trainer(TASKS["countdown"], options, out=Path(folder), folder=Path(folder))
+        task, place = TASKS["countdown"], Path(folder)
+        trainer = make_trainer(task, options, model=task.model(place), folder=place)
         parts, _ = trainer.make_parts()
         rollouts: Any = parts.rollouts
         trainer.engine.load(trainer.policy.weights, trainer.policy.version)

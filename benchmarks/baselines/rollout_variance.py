@@ -52,7 +52,10 @@ def measure(task: Task, options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         sampled = {"max_completion_length": task.max_tokens, "num_generations": 2}
         trainer = make_trainer(
-            task, OPTIONS | sampled, out=options.out, folder=Path(folder) / "run"
+            task,
+            OPTIONS | sampled,
+            model=task.model(options.out),
+            folder=Path(folder) / "run",
         )
         parts, _ = trainer.make_parts()
         rollouts: Any = parts.rollouts
