@@ -146,7 +146,7 @@ def test_prompts_are_drawn_by_it_where_that_is_asked_for():
     )
     drawn = prompts.next(9)
     found = [(p.id, p.epoch, p.weight) for p in drawn]
-        assert found == [tuple(place) for place in order.next(9)]
+    assert found == [tuple(place) for place in order.next(9)]
     assert prompts.epoch == 3.0
     failed = [group(TaskLevel("gcd", None), *[0.0] * 50)]
     prompts.update(failed)
