@@ -8,7 +8,10 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
+from rloo.algorithm.reward_scoring import begun_prompts
 from rloo.model.probe_state import NUM_FEATURES, read_prompts
+from rloo.trainer.resume import changed_options
+from rloo.types import Completion, Episode, Prompt
 from support.models import make_model
 from support.training import (
     ROWS,
@@ -136,6 +139,21 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, options):
     resumed = make_trainer(config, for_long_prompts)
     resumed.train(resume_from_checkpoint=True)
     assert equal(weights(whole), weights(resumed))
+
+
+def test_a_resumed_run_names_a_changed_setting(tmp_path):
+    before = make_config(tmp_path, **VARIANCE).to_dict()
+    now = make_config(tmp_path, **VARIANCE, prompt_sampling_kwargs={"floor": 0.5})
+    assert changed_options(before, now) == ["prompt_sampling_kwargs.floor 0.25 -> 0.5"]
+
+
+def test_the_prompt_of_an_episode_has_the_weight_of_its_draw():
+    """Also where an environment extended it in a process that does not know the weight."""
+    begun = Prompt(3, [7, 8], "longer")
+    told = Episode(None, 1, 0, 0, 0.0, prompt=begun)
+    completion = Completion([5], "stop", [0.0], [0.0], episode=told)
+    (found,) = begun_prompts([Prompt(3, [7], "x", weight=2.5)], [[completion]])
+    assert (found.token_ids, found.weight) == ([7, 8], 2.5)
 
 
 PROBE = {"prompt_sampling_kwargs": {"probe": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -123,7 +124,8 @@ def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
     """The prompt with which the episodes of `prompt` started. An environment may extend a prompt,
     equally in all of its episodes that did not fail."""
     begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
-    return next(begun, prompt)
+    # Engines in other processes do not receive the weight.
+    return replace(next(begun, prompt), weight=prompt.weight)
 
 
 def begun_prompts(

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 
 from rloo.config.estimator_config import EstimatorConfig
 from rloo.config.fields import ConfigErrors, coerce, default_of
-from rloo.config.kwargs_options import KWARGS, flattened, without_defaults
+from rloo.config.kwargs_options import KWARGS, flattened, keys_of, without_defaults
 
 # old name -> option.key
 _KEYS = {
@@ -299,4 +299,6 @@ def by_entry(options: Mapping[str, Any]) -> dict[str, Any]:
             flat[f"{old.option}.{old.key}"] = old.default
         elif old.option == "offload":
             flat[f"offload.{old.key}"] = old.key in (options.get("offload") or [])
+    for name, part in keys_of("prompt_sampling_kwargs").items():
+        flat[f"prompt_sampling_kwargs.{name}"] = default_of(part)
     return flat | dict(flattened(options))
