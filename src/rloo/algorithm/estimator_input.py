@@ -28,12 +28,13 @@ class EstimatorInput:
 
     Completions are concatenated, group by group. Rewards and penalties are float64, without
     gradients. `reward_N` are the rewards after clipping and scaling, without KL penalty; no reward
-    is missing. `penalty_T` is the KL penalty of each token, beta times its KL estimate in nats: 0
-    if the KL is not in the reward. `sequence_T` is the index of each token's completion. `group_N`
-    is the number of each completion's group (on a GPU, groups are numbered from 0). `truncated_N`
-    is true for completions that reached the length limit. `score_norm_T` is None, unless the
-    estimator is marked by `reads_score_norms`: the squared norm of the gradient of each token's
-    log-prob by the logits over the temperature, 1 - 2 p(token) + sum of p(v)^2 over the vocabulary.
+    is missing. `penalty_T` is the KL penalty of each token, beta times its KL in nats (see
+    `token_kl.token_penalty`): 0 if the KL is not in the reward. `sequence_T` is the index of each
+    token's completion. `group_N` is the number of each completion's group (on a GPU, groups are
+    numbered from 0). `truncated_N` is true for completions that reached the length limit.
+    `score_norm_T` is None, unless the estimator is marked by `reads_score_norms`: the squared norm
+    of the gradient of each token's log-prob by the logits over the temperature, 1 - 2 p(token) +
+    sum of p(v)^2 over the vocabulary.
     """
 
     reward_N: Tensor
