@@ -19,6 +19,7 @@ from rloo.distributed import World
 from rloo.distributed.sharded_tensor import is_sharded, shape_of
 from rloo.kernels.bf16_rounding import reduced_precision
 from rloo.model import prepare_model
+from rloo.model.exact_kl import ReferenceStates
 from rloo.model.forward import LogprobModel, balancing_coefficient
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.micro_batch import MicroBatch, make_sample, pack, pad, shortened, split
@@ -240,8 +241,7 @@ class Policy:
         exact = reference and self.config.kl_estimator == "exact"
 
         def score(batch: MicroBatch) -> TokenScores:
-            with self._autocast(keeps=False):
-                states = self.reference.states(batch) if exact else None
+            states = self._reference_states(batch) if exact else None
             with self._autocast(), self._offloading():
                 return self.scorer(
                     batch, chunk_elements=chunk_elements, reference=states, collision=collision
@@ -266,6 +266,10 @@ class Policy:
         # The policy cannot use casts made without gradients (see `autocast_cache`).
         with self._autocast(keeps=False):
             return self._in_slices(self.reference.logprobs, batch)
+
+    def _reference_states(self, batch: MicroBatch) -> ReferenceStates:
+        with self._autocast(keeps=False):
+            return self.reference.states(batch)
 
     def _in_slices(self, compute: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> Tensor:
         sliced = self.sequence_parallel
