@@ -20,7 +20,7 @@ class Arm:
     differs. `family` is the question that the arm belongs to, and `against` are the arms that it is
     compared with: the planned comparisons. `trainer` is `rloo`, or a class of TRL. With `defaults`
     the arm has the trainer's own defaults, its learning rate included. `most_seeds` bounds the
-    number of reported seeds."""
+    number of reported seeds. With `by_level` the arm reads the column `level` of the rows."""
 
     title: str
     family: str
@@ -30,12 +30,14 @@ class Arm:
     trainer: str = "rloo"
     defaults: bool = False
     most_seeds: int = 10
+    by_level: bool = False
 
 
 # The heading of each family of comparisons. Holm's correction is over one family.
 FAMILIES = {
     "methods": "Methods",
     "prompts": "Choice of prompts",
+    "baselines": "Baselines",
     "sizes": "Completions per prompt (K)",
     "staleness": "Stale weights",
     "trl": "TRL's trainers",
@@ -51,6 +53,17 @@ def _stale(most: int, mode: str) -> Arm:
     return Arm(f"max_staleness {most}, {mode}", "staleness", {**_PAPER, **options, **unit})
 
 
+def _drawn(title: str, **choices: Any) -> Arm:
+    """Prompts that are drawn with weights. `choices`: `prompt_sampling_kwargs`."""
+    options = {"prompt_sampling": "variance", "prompt_sampling_kwargs": choices or None}
+    by_level = "column" in choices
+    return Arm(title, "prompts", {**_PAPER, **options}, by_level=by_level)
+
+
+def _baseline(title: str, **options: Any) -> Arm:
+    return Arm(title, "baselines", {**_PAPER, **options})
+
+
 def _trl(trainer: str, *against: str, defaults: bool = False) -> Arm:
     title = f"TRL's {trainer}, {'defaults' if defaults else 'tuned'}"
     how: dict[str, Any] = {"against": against, "trainer": trainer, "defaults": defaults}
@@ -63,6 +76,13 @@ ARMS: dict[str, Arm] = {
     "dr_grpo": Arm("Dr. GRPO", "methods", {"preset": "dr_grpo"}),
     "reinforce_pp": Arm("REINFORCE++", "methods", {"preset": "reinforce_pp"}, size=1),
     "dynamic_sample": Arm("dynamic_sample", "prompts", {**_PAPER, "dynamic_sample": True}),
+    "variance": _drawn("prompt_sampling variance"),
+    "variance_column": _drawn("variance, column", column="level"),
+    "probe": _drawn("variance, probe", probe=True),
+    "probe_column": _drawn("variance, column and probe", column="level", probe=True),
+    "shrinkage": _baseline("Shrinkage", estimator="shrinkage"),
+    "length_weighted": _baseline("Length-weighted", estimator="length_weighted"),
+    "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
     "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),
     "rloo_k16": Arm("RLOO, K = 16", "sizes", _PAPER, size=16),
@@ -79,7 +99,8 @@ class Task:
     """`rows` returns the rows of a split: "train", "tuning" (held-out rows that decide on learning
     rates) or "heldout" (those of the reported figures). `reward` is the reward function. `model`
     returns the folder of the base model, which it makes in the folder that is its argument if it is
-    missing. `budget` is in sampled completions; `seeds` is the number of reported seeds."""
+    missing. `budget` is in sampled completions; `seeds` is the number of reported seeds. With
+    `has_levels` the rows have a column `level` that tells how hard they are."""
 
     name: str
     title: str
@@ -92,6 +113,11 @@ class Task:
     completions_per_step: int = 32
     samples: int = 2
     seeds: int = 10
+    has_levels: bool = False
+
+    def takes(self, arm: str) -> bool:
+        """Whether the rows have what an arm reads."""
+        return self.has_levels or not ARMS[arm].by_level
 
     def seeds_of(self, arm: str) -> Sequence[int]:
         """The planned seeds of an arm."""

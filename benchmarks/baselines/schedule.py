@@ -42,7 +42,7 @@ class Plan:
         found: list[Cell] = []
         for task in self.tasks:
             finals: list[Cell] = []
-            for arm in self.arms:
+            for arm in filter(task.takes, self.arms):
                 found += tuning_cells(task, arm, self.budget)
                 if self.only_tuning:
                     continue
@@ -133,7 +133,7 @@ def list_left(plan: Plan, results: Results) -> list[str]:
         done[key] = done.get(key, 0) + (results.read(cell) is not None)
     lines, total, unknown = [], 0.0, 0
     for task in plan.tasks:
-        for arm in plan.arms:
+        for arm in filter(task.takes, plan.arms):
             left = plan.num_cells(task, arm) - done.get((task.name, arm), 0)
             known = seconds.get(f"{task.name}/{arm}") or seconds.get(task.name)
             if not left:

@@ -97,7 +97,9 @@ class Summary:
 
 def summarise(results: Results, task: Task) -> Summary:
     """The summary of a task from its finished cells, with the task's own budget and seeds."""
-    found = Summary(task, {arm: _summarise_arm(results, task, arm) for arm in ARMS})
+    found = Summary(
+        task, {arm: _summarise_arm(results, task, arm) for arm in filter(task.takes, ARMS)}
+    )
     whole = {name: arm for name, arm in found.arms.items() if found.is_complete(name)}
     if not whole:
         return found

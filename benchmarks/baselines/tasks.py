@@ -132,6 +132,7 @@ TASKS = {
             rows=mixture_rows,
             reward=mixture_reward,
             model=_countdown_model,
+            has_levels=True,
         ),
         Task(
             name="countdown",
@@ -150,6 +151,7 @@ TASKS = {
             budget=16384,
             completions_per_step=64,
             samples=8,
+            has_levels=True,
         ),
         Task(
             name="smollm2",
