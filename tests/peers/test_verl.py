@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from rloo.algorithm.estimator_input import EstimatorInput
+from rloo.algorithm.group_baselines import length_weighted
 from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.token_baselines import optimal_token
 from rloo.config.config import RLOOConfig
 from support.fixed_logprobs import (
     MAX_LENGTH,
@@ -201,3 +204,39 @@ def test_the_adaptive_kl_coefficient_is_its_controllers():
         seen.append(past.beta)
         assert math.isclose(past.beta, controller.value, rel_tol=1e-9)
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize("lengths", RAGGED)
+def test_baselines_with_the_completion_itself_are_its_opo_and_optimal_token(lengths):
+    """Two groups, of these lengths and in reverse."""
+    from verl.trainer.ppo.core_algos import (
+        compute_opo_outcome_advantage,
+        compute_optimal_token_baseline_advantage,
+    )
+
+    lengths = [*lengths, *reversed(lengths)]
+    torch.manual_seed(len(lengths))
+    size, longest = len(lengths), max(lengths)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).double()
+    scores = torch.zeros(size, longest, dtype=torch.float64)
+    rewards = torch.randn(size, dtype=torch.float64)
+    scores[torch.arange(size), mask.sum(1).long() - 1] = rewards
+    every = (2 * torch.randn(size, longest, 7, dtype=torch.float64)).log_softmax(-1)
+    logprobs, collision = every[..., 0], every.exp().square().sum(-1)
+    group_N = torch.arange(2).repeat_interleave(size // 2)
+    returns = EstimatorInput(
+        rewards,
+        torch.zeros(sum(lengths), dtype=torch.float64),
+        torch.arange(size).repeat_interleave(torch.tensor(lengths)),
+        group_N,
+        torch.zeros(size, dtype=torch.bool),
+        (1 - 2 * logprobs.exp() + collision)[mask.bool()],
+    )
+    theirs, _ = compute_optimal_token_baseline_advantage(
+        scores, mask, group_N.numpy(), logprobs, collision
+    )
+    found = optimal_token(returns, leave1out=False)
+    assert (found - theirs[mask.bool()]).abs().max() < 1e-6
+    theirs, _ = compute_opo_outcome_advantage(scores, mask, group_N.numpy())
+    found = length_weighted(returns, leave1out=False)[returns.sequence_T]
+    assert (found - theirs[mask.bool()]).abs().max() < 1e-6

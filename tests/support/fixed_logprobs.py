@@ -130,7 +130,8 @@ class GivenPolicy:
     def reference_logprobs(self, batch):
         return self._of(self.rollout.reference, batch)
 
-    def logprobs(self, batch, *, reference=False):
+    def logprobs(self, batch, *, reference=False, collision=False):
+        assert not collision, "there are no probabilities of other tokens"
         values = self._of(self.current, batch)
         theirs = self.reference_logprobs(batch) if reference else None
         return TokenScores(values, torch.zeros_like(values), None, theirs)
