@@ -86,7 +86,7 @@ class Task:
     rows: Callable[[str], list[dict[str, Any]]]
     reward: Callable[..., list[float]]
     model: Callable[[Path], str]
-    rates: tuple[float, ...] = (5e-5, 1e-4, 2e-4, 4e-4)
+    rates: tuple[float, ...] = (5e-5, 1e-4, 2e-4, 4e-4, 8e-4)
     max_tokens: int = 60
     budget: int = 4096
     completions_per_step: int = 32
