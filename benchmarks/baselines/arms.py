@@ -41,6 +41,7 @@ FAMILIES = {
     "trl": "TRL's trainers",
 }
 _PAPER = {"preset": "paper"}
+_SIZED = {"prompt_sampling": "variance", "prompt_sampling_kwargs": {"max_generations": 16}}
 _CORRECTIONS = ("sequence_truncate", "sequence_mask", "token_truncate", "token_mask")
 
 
@@ -63,6 +64,7 @@ ARMS: dict[str, Arm] = {
     "dr_grpo": Arm("Dr. GRPO", "methods", {"preset": "dr_grpo"}),
     "reinforce_pp": Arm("REINFORCE++", "methods", {"preset": "reinforce_pp"}, size=1),
     "dynamic_sample": Arm("dynamic_sample", "prompts", {**_PAPER, "dynamic_sample": True}),
+    "k_by_prompt": Arm("K by prompt", "prompts", {**_PAPER, **_SIZED}),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
     "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),
     "rloo_k16": Arm("RLOO, K = 16", "sizes", _PAPER, size=16),
