@@ -32,8 +32,9 @@ class Prompt:
     columns. `pixels()` computes the tensors that a forward pass needs for the prompt's images, by
     argument name; it is None for a prompt without images. The last `offset` tokens are the start of
     a completion that is continued: they count in the length of the completion and in the positions
-    of its tokens. `weight` multiplies the loss of the prompt's completions: 1 / (N q) for a prompt
-    that was drawn from N prompts with probability q, so 1 if prompts are drawn uniformly.
+    of its tokens. `weight` multiplies the loss of the prompt: 1 / (N q) for a prompt that was drawn
+    from N prompts with probability q, so 1 if prompts are drawn uniformly. `num_completions` is the
+    number of completions to sample; None: `num_generations`, as for all other prompts.
     """
 
     id: int
@@ -44,11 +45,19 @@ class Prompt:
     pixels: Callable[[], dict[str, Any]] | None = None
     offset: int = 0
     weight: float = 1.0
+    num_completions: int | None = None
 
     @property
     def noise_id(self) -> int:
         """A number that is unique to the prompt and the epoch."""
         return self.id + (self.epoch << 40)
+
+    def completion_weight(self, num_generations: int) -> float:
+        """Return the factor of each completion's loss: `weight`, and num_generations /
+        `num_completions`, so that the number of completions does not weight the prompt."""
+        if self.num_completions is None:
+            return self.weight
+        return self.weight * (num_generations / self.num_completions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +178,7 @@ class Sample:
     `place` is the index among all completions of the rollout, scored or not, and determines the
     optimizer step. `trained` is True for each token that the policy trains on, and False for input
     tokens (tool output, user turns). None: it trains on all tokens. `weight_versions` and the
-    conversion of lists are as in `Completion`. `weight` is the prompt's (`Prompt.weight`).
+    conversion of lists are as in `Completion`. `weight`: see `Prompt.completion_weight`.
     """
 
     key: tuple[int, int]

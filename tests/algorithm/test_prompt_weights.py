@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from rloo.config.config import RLOOConfig
+from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import TabularPolicy, all_draws, logits_table
+from rloo.types import Prompt
 from support.bandits import BanditGroup, TokenTables, rollout_loss
 from support.production import GRADED, Production
 
@@ -48,15 +50,30 @@ class Tables:
             for b, n in zip(BANDITS, lengths, strict=True)
         ]
 
-    def expected(self, draws, config) -> torch.Tensor:
-        """The expected loss of a rollout with these (prompt, weight)."""
-        size, total = config.num_generations, torch.zeros((), dtype=torch.float64)
-        every = [itertools.product(range(len(BANDITS[n].sequences)), repeat=size) for n, _ in draws]
+    def expected(self, draws, config, sizes=None) -> torch.Tensor:
+        """The expected loss of a rollout with these (prompt, weight), and with the numbers `sizes`
+        of completions."""
+        total = torch.zeros((), dtype=torch.float64)
+        numbers = sizes or [None] * len(draws)
+        prompts = [
+            Prompt(n, [1], "x", weight=w, num_completions=k)
+            for (n, w), k in zip(draws, numbers, strict=True)
+        ]
+        every = [
+            itertools.product(
+                range(len(BANDITS[p.id].sequences)),
+                repeat=p.num_completions or config.num_generations,
+            )
+            for p in prompts
+        ]
         for parts in itertools.product(*every):
             groups = [
-                BanditGroup(self.logprobs[n], self.tables[n], BANDITS[n].reward_S, members, weight)
-                for (n, weight), members in zip(draws, parts, strict=True)
-            ]
+                BanditGroup(
+                    self.logprobs[p.id], self.tables[p.id], BANDITS[p.id].reward_S, members,
+                    p.completion_weight(config.num_generations),
+                )
+                for p, members in zip(prompts, parts, strict=True)
+            ]  # fmt: skip
             chance = sum(g.logprobs[m].sum().item() for g in groups for m in g.members)
             total = total + np.exp(chance) * rollout_loss(groups, config)
         return total
@@ -124,6 +141,78 @@ def test_weights_reach_the_optimizer_from_the_prompt(options):
         for part, groups in case.rollouts_of(drawn)
     ]
     assert len({tuple(g.prompt.id for g in groups) for _, groups in rollouts}) == 2
+    assert (case.expected(rollouts) - uniform).norm() < 1e-6 * uniform.norm()
+    if not options:
+        assert (uniform - case.exact(0.3)).norm() < 1e-6 * uniform.norm()
+
+
+# Spreads, by prompt, that decide on numbers of completions: the others than are right, too.
+SPREADS = ([0.0, 5.0, 1.0], [3.0, 1.0, 0.0], [1.0, 0.0, 40.0])
+SIZES = GroupBudget(num_generations=3, max_generations=4, num_prompts=2)
+SIZED = ("KL in the reward", "no KL", "KL in the loss", "entropy", "by token", "mean of tokens")
+
+
+def sizes_of(drawn, spread) -> list[int]:
+    return SIZES.sizes(np.array([spread[n] for n, _ in drawn]))
+
+
+def test_each_prompt_has_its_weight_whatever_the_number_of_its_completions():
+    """One rollout, of 2 and 4 completions: its parts are those of 3 each."""
+    config, tables = form(num_generations=3), Tables()
+    usual = tables.expected([(0, 2.5)], config) + tables.expected([(2, 0.4)], config)
+    found = tables.expected([(0, 2.5), (2, 0.4)], config, [2, 4])
+    usual, found = tables.gradient(usual) / 2, tables.gradient(found)
+    assert (found - usual).abs().max() < 1e-12 < 1e-2 < usual.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "spread"), [(n, s) for n in SIZED for s in SPREADS if s == SPREADS[0] or n in FAST[:1]]
+)
+def test_with_other_numbers_of_completions_the_expected_gradient_is_the_same(name, spread):
+    config, tables = form(num_generations=3, **FORMS[name]), Tables()
+    uniform = tables.gradient(sum(tables.expected([(n, 1.0)], config) for n in range(3)) / 3)
+    total, seen = 0.0, set()
+    for chance, drawn in all_draws(SHARES["right"], 2):
+        sizes = sizes_of(drawn, spread)
+        seen |= {*sizes}
+        total = total + chance * tables.expected(drawn, config, sizes)
+    assert seen == {2, 3, 4}
+    assert (tables.gradient(total) - uniform).abs().max() < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "weighted"), [("no KL", False), ("GRPO", True)])
+def test_numbers_of_completions_without_their_weight_would_be_found(name, weighted):
+    """The oracle. And an estimator whose deviation is that of the group has another gradient: it is
+    refused."""
+    config, tables = form(num_generations=3, **FORMS[name]), Tables()
+    uniform = tables.gradient(sum(tables.expected([(n, 1.0)], config) for n in range(3)) / 3)
+    total = 0.0
+    for chance, drawn in all_draws(SHARES["right"], 2):
+        sizes = sizes_of(drawn, SPREADS[0])
+        factors = [1.0 if weighted else size / 3 for size in sizes]
+        draws = [(n, w * f) for (n, w), f in zip(drawn, factors, strict=True)]
+        total = total + chance * tables.expected(draws, config, sizes)
+    assert (tables.gradient(total) - uniform).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"kl_placement": "loss", "kl_estimator": "k3"}])
+def test_numbers_of_completions_reach_the_optimizer_from_the_prompt(options):
+    config = RLOOConfig(
+        bf16=False, use_cpu=True, gradient_checkpointing=False, num_generations=3, num_prompts=2,
+        max_completion_length=1, beta=0.3, prompt_sampling="variance",
+        prompt_sampling_kwargs={"max_generations": 4}, **options,
+    )  # fmt: skip
+    case = Production(config, rewards=GRADED, longest=1, seed=9)
+    uniform = case.expected()
+    rollouts, seen = [], set()
+    for chance, drawn in all_draws([0.4, 1.6], 2):
+        draws = [(*d, k) for d, k in zip(drawn, sizes_of(drawn, [1.0, 5.0]), strict=True)]
+        seen |= {size for *_, size in draws}
+        rollouts += [(chance * part, groups) for part, groups in case.rollouts_of(draws)]
+    assert seen == {2, 3, 4}
     assert (case.expected(rollouts) - uniform).norm() < 1e-6 * uniform.norm()
     if not options:
         assert (uniform - case.exact(0.3)).norm() < 1e-6 * uniform.norm()

@@ -1,5 +1,7 @@
 """Every process has every completion, wherever it was sampled, and what was seen of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,37 @@ def test_every_process_has_every_completion_to_the_last_token(size, central):
             needed = (4 - own) * LONG * 8
             received = worlds[rank].collectives.received
             assert needed < received < 1.1 * needed + 2000 * size
+
+
+@pytest.mark.parametrize("whole", (False, True))
+@pytest.mark.parametrize("size", (2, 3))
+def test_prompts_may_have_different_numbers_of_completions(size, whole):
+    """Each completion is sampled by one process, and a group by one process where it must be."""
+    prompts, numbers = [Prompt(i, [i], "a") for i in range(4)], [range(k) for k in (2, 5, 3, 2)]
+    parts: dict[int, list[list[int]]] = {}
+
+    def work(rank):
+        engine = Engine()
+        engine.capabilities = replace(engine.capabilities, whole_groups=whole)
+        inner = engine.sample
+
+        def sample(prompts, some, sampling, noise):
+            parts[rank] = [
+                [100 * p.id + n for n in own] for p, own in zip(prompts, some, strict=True)
+            ]
+            return inner(prompts, some, sampling, noise)
+
+        engine.sample = sample
+        return generate_on_ranks(engine, prompts, numbers, Sampling(LONG, (0,)), 0, worlds[rank])
+
+    with gloo_worlds(size) as (_, worlds):
+        found = of_each(size, work)
+    expected = [[100 * i + n for n in own] for i, own in enumerate(numbers)]
+    for groups in found:
+        assert [[c.token_ids[0] for c in group] for group in groups] == expected
+    in_order = [ids for rank in range(size) for ids in parts[rank]]
+    assert [n for ids in in_order for n in ids] == [n for ids in expected for n in ids]
+    assert (in_order == expected) == whole
 
 
 def test_every_process_scores_its_groups_and_has_the_texts_and_rewards_of_all():

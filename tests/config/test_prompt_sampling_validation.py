@@ -54,6 +54,68 @@ def test_what_does_not_combine_is_refused(options, expected):
         RLOOConfig(**options)
 
 
+SIZED = {
+    **VARIANCE,
+    "num_generations": 4,
+    "num_prompts": 2,
+    "prompt_sampling_kwargs": {"max_generations": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"prompt_sampling": "uniform"}, "max_generations is 8 but has no effect without prompt_"),
+        ({"num_generations": 2}, "num_generations is 2; each prompt has at least 2 completions"),
+        ({"num_generations": 8}, "num_generations is 8, the mean number of completions; the larg"),
+        ({"estimator": "grpo"}, "estimator is grpo and prompt_sampling_kwargs.max_generations is"),
+        ({"preset": "dr_grpo"}, "mean_leave1out is False and prompt_sampling_kwargs.max_generati"),
+        ({"std_level": "group"}, "std_level is group and prompt_sampling_kwargs.max_generations "),
+        (
+            {"estimator": "length_weighted", "estimator_kwargs": {"leave1out": False}},
+            "estimator_kwargs.leave1out is False and prompt_sampling_kwargs.max_generations is 8",
+        ),
+        (
+            {"estimator_kwargs": {"mean_over": "tokens"}, "importance_sampling_level": "token"},
+            "estimator_kwargs.mean_over is tokens and prompt_sampling_kwargs.max_generations is 8",
+        ),
+        (
+            {"estimator_kwargs": {"advantage_clip_range": [-1.0, 1.0]}},
+            r"advantage_clip_range is .* which clips advantages, whose distribution depends on",
+        ),
+    ],
+)
+def test_objectives_that_depend_on_the_number_of_completions_are_refused(options, expected):
+    RLOOConfig(**SIZED)
+    with pytest.raises(ValueError, match=expected):
+        RLOOConfig(**SIZED | options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mean_level": "none"},
+        {"preset": "trl"},
+        {"preset": "ms_swift"},
+        {"estimator": "length_weighted"},
+        {"estimator": "optimal_token", "importance_sampling_level": "token"},
+    ],
+)
+def test_objectives_that_do_not_depend_on_it_combine(options):
+    assert RLOOConfig(**SIZED | options).prompt_options.max_generations == 8
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [{"num_prompts": 1}, {"per_device_train_batch_size": 6, "steps_per_generation": 2}],
+)
+def test_a_step_of_one_prompt_or_of_parts_of_prompts_is_refused(batch):
+    options = {**SIZED, "num_prompts": None, **batch}
+    with pytest.raises(ValueError, match="completions among two or more whole prompts"):
+        RLOOConfig(**options)
+    assert RLOOConfig(**options | {"prompt_sampling_kwargs": None}).num_generations == 4
+
+
 @pytest.mark.parametrize("preset", ["paper", "trl", "ms_swift", "grpo", "dr_grpo", "areal_page"])
 def test_objectives_of_single_groups_combine(preset):
     assert RLOOConfig(**VARIANCE, preset=preset).prompt_options.floor == 0.25

@@ -137,7 +137,7 @@ def test_the_expected_sum_over_candidates_and_draws_is_the_mean_over_all_prompts
         share = 0.25 + 0.75 * found.deviation_M / found.deviation_M.mean()
         edges = np.concatenate([[0.0], share.cumsum() / share.sum()])
         for low, high in itertools.pairwise(edges):
-            ((number, weight),) = sampler.draw_among(
+            ((number, weight, _),) = sampler.draw_among(
                 numbers, found.deviation_M, 1, (low + high) / 2
             )
             total += (high - low) * weight * values[number] / len(sets)

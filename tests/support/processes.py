@@ -128,6 +128,7 @@ MEASURED = "paper"
 # Of tasks and levels that reasoning-gym does not have: the rows are given.
 DRAWN = "drawn by a curriculum"
 WEIGHTED, PROBED = "drawn by variance", "drawn by a probe"
+SIZED = "numbers of completions by variance"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 OPTIMAL_TOKEN = {"estimator": "optimal_token", "importance_sampling_level": "token"}
@@ -176,6 +177,16 @@ CASES = {
             "prompt_sampling_kwargs": {"column": "number"},
         },
     ),
+    SIZED: (
+        flat_for_some,
+        {
+            "beta": 0.05,
+            "prompt_sampling": "variance",
+            "prompt_sampling_kwargs": {"column": "number", "max_generations": 7, "floor": 1.0},
+            "steps_per_generation": 2,
+            "max_steps": 6,
+        },
+    ),
     PROBED: (
         mixed,
         {
@@ -199,6 +210,7 @@ OF_ROWS = (
     "ranked in its group", "shrinkage", "length-weighted", "KL in the loss",
     "no signal on one", "dynamic sampling",
     "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED, PROBED,
+    SIZED,
     *environments.CASES,
     RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import transformers
@@ -104,11 +105,14 @@ class Production:
             result.append((members, [values.sum().exp().item() for values in drawn]))
         return result
 
-    def groups(self, prompt: int, weight: float = 1.0) -> Iterator[Weighted]:
+    def groups(
+        self, prompt: int, weight: float = 1.0, num_completions: int | None = None
+    ) -> Iterator[Weighted]:
         """All groups of a prompt, with their probabilities. Their order changes nothing, so that
         one of them stands for all orders of the same completions."""
         members, chances = self.prompts[prompt]
-        size = self.config.num_generations
+        size = num_completions or self.config.num_generations
+        drawn = Prompt(prompt, PROMPTS[prompt], "x", weight=weight, num_completions=num_completions)
         for chosen in itertools.combinations_with_replacement(range(len(members)), size):
             chance = float(math.factorial(size))
             for s, times in Counter(chosen).items():
@@ -117,7 +121,7 @@ class Production:
             yield (
                 chance,
                 Group(
-                    Prompt(prompt, PROMPTS[prompt], "x", weight=weight),
+                    drawn,
                     [members[s] for s in chosen],
                     ["x"] * size,
                     rewards,
@@ -128,10 +132,9 @@ class Production:
         """All rollouts of one group for each prompt."""
         return self.rollouts_of([(prompt, 1.0) for prompt in range(len(self.prompts))])
 
-    def rollouts_of(
-        self, drawn: Sequence[tuple[int, float]]
-    ) -> Iterator[tuple[float, list[Group]]]:
-        """All rollouts of these prompts, which were drawn with these weights."""
+    def rollouts_of(self, drawn: Sequence[tuple[Any, ...]]) -> Iterator[tuple[float, list[Group]]]:
+        """All rollouts of these prompts, which were drawn with these weights, and perhaps with
+        these numbers of completions."""
         for parts in itertools.product(*(list(self.groups(*draw)) for draw in drawn)):
             chance = 1.0
             for part, _ in parts:

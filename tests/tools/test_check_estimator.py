@@ -176,6 +176,29 @@ def test_with_weighted_prompts_all_draws_are_enumerated():
     assert all(float(error) < 1e-12 for *_, error in rows)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "verdict"),
+    [
+        ("rloo", "exact: the numbers of completions do not change the expected gradient"),
+        ("grpo", "biased: the expected gradient depends on the numbers of completions, by up to"),
+    ],
+)
+def test_numbers_of_completions_are_enumerated(estimator, verdict):
+    loaded, cases = load_estimator(RLOOConfig(estimator=estimator)), []
+    for size in (2, 3, 4):
+        found = [measure(loaded, [bandit_of(n, 2)], size, 0.3)[0] for n in (0, 2)]
+        cases += [
+            check_estimator.EstimatorComparison("graded", 0.3, size, n, one, one)
+            for n, one in enumerate(found, start=1)
+        ]
+    lines = list(check_estimator.report_sizes(cases, floor=0.25))
+    assert lines[-1].startswith(verdict)
+    errors = [float(line.split()[-1]) for line in lines[-6:-2]]
+    # Equal deviations give equal numbers, which no estimator is biased by.
+    assert errors[0] < 1e-12
+    assert max(errors) < 1e-12 if estimator == "rloo" else min(errors[1:]) > 1e-3
+
+
 def test_draws_without_their_weights_would_be_biased():
     """By hand: of two prompts with gradients 1 and 2 the first has 3/4 of the draws."""
     gradients = [torch.tensor([1.0]).double(), torch.tensor([2.0]).double()]

@@ -9,6 +9,8 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from rloo.algorithm.reward_scoring import begun_prompts
+from rloo.algorithm.reward_shaping import make_training_samples
+from rloo.algorithm.state import minibatches
 from rloo.model.probe_state import NUM_FEATURES, read_prompts
 from rloo.trainer.resume import changed_options
 from rloo.types import Completion, Episode, Prompt
@@ -152,8 +154,9 @@ def test_the_prompt_of_an_episode_has_the_weight_of_its_draw():
     begun = Prompt(3, [7, 8], "longer")
     told = Episode(None, 1, 0, 0, 0.0, prompt=begun)
     completion = Completion([5], "stop", [0.0], [0.0], episode=told)
-    (found,) = begun_prompts([Prompt(3, [7], "x", weight=2.5)], [[completion]])
-    assert (found.token_ids, found.weight) == ([7, 8], 2.5)
+    drawn = Prompt(3, [7], "x", weight=2.5, num_completions=6)
+    (found,) = begun_prompts([drawn], [[completion]])
+    assert (found.token_ids, found.weight, found.num_completions) == ([7, 8], 2.5, 6)
 
 
 PROBE = {"prompt_sampling_kwargs": {"probe": True}}
@@ -208,6 +211,75 @@ def test_a_probe_predicts_rewards_and_a_resumed_run_ends_with_the_same_bits(tmp_
     resumed = make_trainer(make_config(tmp_path, **options), by_last_word, rows)
     resumed.train(resume_from_checkpoint=True)
     assert equal(weights(whole), weights(resumed))
+
+
+SIZED = {"prompt_sampling_kwargs": {"max_generations": 7, "column": "level", "floor": 1.0}}
+
+
+def test_completions_go_to_the_prompts_that_pay(tmp_path):
+    """In each optimizer step as many as without; weights keep each prompt's part of the loss."""
+    config = make_config(
+        tmp_path, **VARIANCE, **SIZED, steps_per_generation=2, gradient_accumulation_steps=1,
+    )  # fmt: skip
+    parts, _ = make_trainer(config, by_level, LEVELS).make_parts()
+    first, second = parts.rollouts.next(), parts.rollouts.next()
+    assert {len(group.completions) for group in first.groups} == {4}
+    assert first.metrics["prompt_sampling/largest_group"] == 4.0
+    sizes = [len(group.completions) for group in second.groups]
+    assert [sum(sizes[:3]), sum(sizes[3:])] == [12, 12]
+    assert second.metrics["prompt_sampling/largest_group"] == max(sizes) > 4
+    mixed = [n for n, group in enumerate(second.groups) if group.prompt.columns["level"] == 2]
+    flat = [n for n, group in enumerate(second.groups) if group.prompt.columns["level"] != 2]
+    assert min(sizes[n] for n in mixed) >= max(sizes[n] for n in flat)
+    samples = make_training_samples(second, config)
+    for number, size in enumerate(sizes):
+        own = [sample.weight for sample in samples if sample.key[0] == number]
+        assert own == [4 / size] * size and second.groups[number].prompt.weight == 1.0
+    steps = [{s.key[0] for s in step} for step in minibatches(samples, parts.batches)]
+    assert steps == [{0, 1, 2}, {3, 4, 5}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_iterations": 2},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 1},
+        {"rollout_engine": "hf"},
+        {"sampler_processes": 1},
+    ],
+    ids=["one step", "several passes", "several parts", "hf", "another process"],
+)
+def test_a_resumed_run_has_the_same_numbers_of_completions(tmp_path, options):
+    """Two runs and a resumed one end with the same bits."""
+    options = {**VARIANCE, **SIZED, "max_steps": 8, "save_steps": 3, "logging_steps": 1, **options}
+    folders, ends = [tmp_path / "whole", tmp_path / "parts"], []
+    for folder in folders:
+        trainer = make_trainer(make_config(folder, **options), REWARD, LEVELS)
+        trainer.train()
+        ends.append(weights(trainer))
+    name = "prompt_sampling/largest_group"
+    sizes = [row[name] for row in metrics_of(trainer.args) if name in row]  # one for each rollout
+    assert sizes[0] == 4.0 and max(sizes) > 4.0
+    saved = sorted((folders[1] / "run").glob("checkpoint-*"))
+    assert saved[0].name != "checkpoint-8"
+    for path in saved[1:]:
+        shutil.rmtree(path)
+    resumed = make_trainer(make_config(folders[1], **options), REWARD, LEVELS)
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(*ends)
+    assert equal(ends[0], weights(resumed))
+
+
+@pytest.mark.slow
+def test_with_stale_rollouts_numbers_of_completions_follow_the_rewards_that_are_known(tmp_path):
+    """Those of the first three rollouts are drawn before any."""
+    options = {**VARIANCE, **SIZED, "max_steps": 8, "logging_steps": 1, "max_staleness": 2}
+    trainer = make_trainer(make_config(tmp_path, **options), REWARD, LEVELS)
+    trainer.train()
+    sizes = [row["prompt_sampling/largest_group"] for row in metrics_of(trainer.args)]
+    assert sizes[:3] == [4.0] * 3 and max(sizes[3:]) > 4.0
 
 
 def test_a_probe_needs_whole_weights_and_text(tmp_path):

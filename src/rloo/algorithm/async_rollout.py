@@ -38,6 +38,7 @@ from rloo.distributed.platform_info import num_processors
 from rloo.distributed.worker_pool import chain_future, wait_result
 from rloo.engines.async_engine import AsyncEngine, HoldsEnvironments
 from rloo.engines.counter_rng import noise_key
+from rloo.engines.sampling import requested_samples
 from rloo.rewards.reward_workers import RewardWorkerPool, unavailable_reason, written
 from rloo.types import Completion, Group, Prompt, Rollout
 
@@ -197,8 +198,8 @@ class AsyncRolloutGenerator(RankRollout):
         came = time.monotonic()
         with self.clock.phase("sample"):
             drawn = [wait_result(each.sampled) for each in chunk if each.sampled is not None]
-            count = self.config.num_generations
-            sampled = all_gather_completions(drawn, prompts, count, self.world)
+            samples = requested_samples(prompts, self.config.num_generations)
+            sampled = all_gather_completions(drawn, prompts, samples, self.world)
         with self.clock.phase("reward"):
             called = None
             if self.why_here is None:
@@ -248,8 +249,9 @@ class AsyncRolloutGenerator(RankRollout):
                 self._submit(noise, list(some))
 
     def _submit(self, noise: int, begun: Sequence[_PendingGroup]) -> None:
-        prompts, count = [group.prompt for group in begun], self.config.num_generations
-        futures = self._beside.submit(prompts, count, self.sampling, noise)
+        prompts = [group.prompt for group in begun]
+        samples = requested_samples(prompts, self.config.num_generations)
+        futures = self._beside.submit(prompts, samples, self.sampling, noise)
         for group, future in zip(begun, futures, strict=True):
             group.sampled = future
         if self.scorers is not None:

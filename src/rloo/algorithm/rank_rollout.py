@@ -23,6 +23,7 @@ from rloo.algorithm.reward_scoring import (
 from rloo.algorithm.rollout import SyncRolloutGenerator
 from rloo.distributed import World
 from rloo.engines.counter_rng import noise_key
+from rloo.engines.sampling import requested_samples, sample_indices
 from rloo.engines.serialization import pack, unpack
 from rloo.episodes.consistency import beginnings_of, require_alike, with_prompt
 from rloo.rewards import RewardSet
@@ -34,6 +35,7 @@ from rloo.types import (
     Engine,
     EngineCapabilities,
     Group,
+    NumSamples,
     Prompt,
     Sampling,
 )
@@ -44,7 +46,7 @@ Key = tuple[int, int]
 def generate_on_ranks(
     engine: Engine,
     prompts: Sequence[Prompt],
-    count: int,
+    samples: NumSamples,
     sampling: Sampling,
     noise: int,
     world: World,
@@ -52,31 +54,35 @@ def generate_on_ranks(
     """Return the completions of all prompts, as `engine.sample`. Each engine samples an equal part.
     If there are more engines than prompts, several engines sample one group."""
     if world.collectives is None:
-        return engine.sample(prompts, count, sampling, noise)
-    mine = _part(engine.capabilities, len(prompts), count, world)
+        return engine.sample(prompts, samples, sampling, noise)
+    wanted = sample_indices(samples, prompts)
+    begin = [0, *accumulate(map(len, wanted))]
+    mine = _part(engine.capabilities, begin, world)
     _reseed(noise, prompts, world)  # tools may use random numbers
     numbers = [
-        range(max(mine.start - first, 0), min(mine.stop - first, count))
-        for first in range(0, len(prompts) * count, count)
+        some[max(mine.start - first, 0) : max(mine.stop - first, 0)]
+        for some, first in zip(wanted, begin, strict=False)
     ]
     here = [index for index, some in enumerate(numbers) if some]
     drawn = engine.sample(
         [prompts[index] for index in here], [numbers[index] for index in here], sampling, noise
     )
-    return all_gather_completions(drawn, prompts, count, world)
+    return all_gather_completions(drawn, prompts, samples, world)
 
 
-def _part(capabilities: EngineCapabilities, prompts: int, count: int, world: World) -> range:
+def _part(capabilities: EngineCapabilities, begin: Sequence[int], world: World) -> range:
     """The indices of the completions that this rank samples: the share of all ranks that have the
-    same engine, if this rank is the first of them. Otherwise no completions."""
+    same engine, if this rank is the first of them. Otherwise no completions. `begin` has the index
+    of each prompt's first completion, and the number of all completions."""
     ranks = world.size if capabilities.central else capabilities.ranks_per_engine
     if world.rank % ranks:
         return range(0)
     # Whole groups, unless there are more engines than prompts.
-    unit = count if capabilities.whole_groups and prompts * ranks >= world.size else 1
-    units = prompts * count // unit
+    prompts, each = len(begin) - 1, range(begin[-1] + 1)
+    bounds = begin if capabilities.whole_groups and prompts * ranks >= world.size else each
+    units = len(bounds) - 1
     first, last = world.share(units), world.share(units, world.rank + ranks - 1)
-    return range(first.start * unit, last.stop * unit)
+    return range(bounds[first.start], bounds[last.stop])
 
 
 def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
@@ -88,9 +94,9 @@ def _reseed(noise: int, prompts: Sequence[Prompt], world: World) -> None:
 
 
 def all_gather_completions(
-    drawn: list[list[Completion]], prompts: Sequence[Prompt], count: int, world: World
+    drawn: list[list[Completion]], prompts: Sequence[Prompt], samples: NumSamples, world: World
 ) -> list[list[Completion]]:
-    """Return the `count` completions of each prompt, in order, from the parts that the ranks
+    """Return the completions `samples` of each prompt, in order, from the parts that the ranks
     sampled. Raises ValueError if the ranks sampled for different prompts, or if the episodes of a
     prompt started differently."""
     if world.collectives is None:
@@ -113,8 +119,8 @@ def all_gather_completions(
         by_rank = [[_of_rank(c, rank) for c in some] for rank, some in enumerate(by_rank)]
     flat = iter([completion for some in by_rank for completion in some])
     return [
-        [with_prompt(next(flat), begun.get(prompt.noise_id)) for _ in range(count)]
-        for prompt in prompts
+        [with_prompt(next(flat), begun.get(prompt.noise_id)) for _ in some]
+        for prompt, some in zip(prompts, sample_indices(samples, prompts), strict=True)
     ]
 
 
@@ -146,8 +152,8 @@ class RankRollout(SyncRolloutGenerator):
 
     def generate(self, prompts: Sequence[Prompt], noise: int) -> list[list[Completion]]:
         """As `SyncRolloutGenerator.generate`; each rank samples a part."""
-        count = self.config.num_generations
-        return generate_on_ranks(self.engine, prompts, count, self.sampling, noise, self.world)
+        samples = requested_samples(prompts, self.config.num_generations)
+        return generate_on_ranks(self.engine, prompts, samples, self.sampling, noise, self.world)
 
     def score(
         self, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], noise: int

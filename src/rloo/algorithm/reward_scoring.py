@@ -124,8 +124,9 @@ def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
     """The prompt with which the episodes of `prompt` started. An environment may extend a prompt,
     equally in all of its episodes that did not fail."""
     begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
-    # Engines in other processes do not receive the weight.
-    return replace(next(begun, prompt), weight=prompt.weight)
+    # Engines in other processes do not receive what the draw determined.
+    found = next(begun, prompt)
+    return replace(found, weight=prompt.weight, num_completions=prompt.num_completions)
 
 
 def begun_prompts(

@@ -28,7 +28,8 @@ def make_training_samples(
     begin = 0
     for number, group in enumerate(rollout.groups):
         enough = sum(reward is not None for reward in group.rewards) >= smallest
-        for sample, completion in _samples(group, number, begin, rollout.version):
+        weight = group.prompt.completion_weight(config.num_generations)
+        for sample, completion in _samples(group, number, begin, rollout.version, weight):
             if not math.isnan(sample.reward) and enough:
                 found.append((sample, completion))
             elif config.loss_form.all_completions and sample.num_trained:  # else it has no loss
@@ -45,7 +46,7 @@ def make_training_samples(
 
 
 def _samples(
-    group: Group, number: int, begin: int, version: int
+    group: Group, number: int, begin: int, version: int, weight: float
 ) -> Iterator[tuple[Sample, Completion]]:
     """Yield the completions of group `number`; its first completion has index `begin`."""
     both = zip(group.completions, group.rewards, strict=True)
@@ -62,7 +63,7 @@ def _samples(
             behavior_logprobs=completion.behavior_logprobs,
             pixels=group.prompt.pixels,
             trained=completion.trained,
-            weight=group.prompt.weight,
+            weight=weight,
         )
         yield sample, completion
 

@@ -14,6 +14,7 @@ from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.data.iterable_dataset import IterablePromptDataset, Prompts
 from rloo.engines.counter_rng import noise_key
+from rloo.engines.sampling import requested_samples
 from rloo.rewards import RewardSet
 from rloo.tracking.metrics import (
     mean_of_parts,
@@ -128,7 +129,8 @@ class SyncRolloutGenerator:
 
     def generate(self, prompts: Sequence[Prompt], noise: int) -> list[list[Completion]]:
         """Return the completions of each prompt."""
-        return self.engine.sample(prompts, self.config.num_generations, self.sampling, noise)
+        samples = requested_samples(prompts, self.config.num_generations)
+        return self.engine.sample(prompts, samples, self.sampling, noise)
 
     def score(
         self, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Completion]], noise: int

@@ -37,6 +37,13 @@ def batches_of(options: TrainingOptions, world_size: int) -> BatchSizes:
     optimizer step. (In TRL, a step may begin in one pass over the rollout and end in the next
     pass.)"""
     step = _completions_per_step(options, world_size)
+    most = options.prompt_options.max_generations
+    if most and (step % options.num_generations or step == options.num_generations):
+        raise ValueError(
+            f"an optimizer step has {step} completions, num_generations is "
+            f"{options.num_generations} and prompt_sampling_kwargs.max_generations is {most}; a "
+            "step divides its completions among two or more whole prompts (num_prompts)"
+        )
     rollout = _completions_per_rollout(options, step)
     if rollout % options.num_generations:
         raise ValueError(

@@ -81,6 +81,10 @@ class PromptSamplingKwargs:
     half_life: float = key(100.0,
         "Number of rollouts after which a reward counts half in the estimates of `prompt_sampling "
         "variance`, because the policy changes.")
+    max_generations: int | None = key(None,
+        "Most completions of a prompt: prompts with the larger estimated deviation of rewards get "
+        "more of a step's completions, others fewer, at least 2 (with `prompt_sampling variance`); "
+        "null: all have `num_generations`.")
     max_resample_times: int = key(3,
         "Maximum number of times that `dynamic_sample` samples further prompts for a rollout.")
     probe: bool = key(False,

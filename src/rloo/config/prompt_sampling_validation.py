@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rloo.config.estimator_config import estimator_config_of
 from rloo.config.loss_validation import without_effect
 from rloo.config.options import TrainingOptions
 from rloo.config.presets import preset_options
@@ -49,6 +50,7 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
         ("floor", weighted, "prompt_sampling variance"),
         ("half_life", weighted, "prompt_sampling variance"),
         ("probe", weighted, "prompt_sampling variance"),
+        ("max_generations", weighted, "prompt_sampling variance"),
         ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
     )
     usual = preset_options(config.preset).get("prompt_sampling_kwargs") or {}
@@ -65,6 +67,8 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
         value = getattr(mappings[option], key) if dot else getattr(config, name)
         if value not in combined:
             yield refused_with_weights(name, value, why)
+    if config.prompt_options.max_generations is not None:
+        yield from _group_faults(config, config.prompt_options.max_generations)
     groups = config.parallel_options
     if config.prompt_options.probe:
         for name, value, needed in (
@@ -78,3 +82,49 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
                     "reads other candidates, and needs all weights for it (prompt_sampling_kwargs."
                     f"probe, or {name} {needed})"
                 )
+
+
+def _group_faults(config: TrainingOptions, most: int) -> Iterator[str]:
+    """Faults of `max_generations`: numbers that leave no choice, and objectives whose expected
+    gradient depends on the number of completions."""
+    size, name = config.num_generations, f"prompt_sampling_kwargs.max_generations is {most}"
+    if size < 3:
+        yield (
+            f"{name} and num_generations is {size}; each prompt has at least 2 completions, so "
+            "none is left for another prompt (num_generations at least 3)"
+        )
+    if most <= size:
+        yield (
+            f"{name} and num_generations is {size}, the mean number of completions; the largest "
+            "number is above the mean (prompt_sampling_kwargs.max_generations)"
+        )
+    for option, value, why in _depends_on_size(config):
+        yield (
+            f"{option} is {value} and {name}, {why}; with other numbers of completions the "
+            f"expected gradient would not be that of num_generations ({option}, or "
+            "prompt_sampling_kwargs.max_generations null)"
+        )
+
+
+def _depends_on_size(config: TrainingOptions) -> Iterator[tuple[str, object, str]]:
+    """Options (name, value, reason) with which a group's expected gradient depends on its size."""
+    given = config.estimator_kwargs or {}
+    left_in = "whose baseline includes the completion itself"
+    if config.estimator == "grpo":
+        yield "estimator", "grpo", left_in
+    if given.get("leave1out", True) is not True:
+        yield "estimator_kwargs.leave1out", given["leave1out"], left_in
+    if config.estimator != "composed":
+        return
+    form = estimator_config_of(config)
+    if form.std_level == "group":
+        yield "std_level", "group", "whose deviation is over the completions of the group"
+    if form.mean_level != "group":
+        return
+    if not form.mean_leave1out:
+        yield "mean_leave1out", False, left_in
+    if form.mean_over == "tokens":
+        yield "estimator_kwargs.mean_over", "tokens", left_in
+    if form.advantage_clip_range is not None:
+        clipped = "which clips advantages, whose distribution depends on the size of the group"
+        yield "estimator_kwargs.advantage_clip_range", form.advantage_clip_range, clipped

@@ -11,7 +11,7 @@ import numpy as np
 from rloo.data.reward_estimate import Prior, RewardedPrompt, RewardEstimate
 from rloo.data.reward_probe import RewardProbe
 from rloo.data.sampler import random_bits
-from rloo.data.variance_sampler import VarianceSampler
+from rloo.data.variance_sampler import Chosen, VarianceSampler
 
 # Candidates for each drawn prompt. The features of a candidate cost a forward pass of its prompt.
 CANDIDATES = 2
@@ -98,8 +98,8 @@ class ProbeSampler(VarianceSampler):
         # For each rollout without rewards: the features and predictions of its prompts.
         self._looked: deque[dict[int, list[float | None]]] = deque()
 
-    def choose(self, num: int, uniform: float) -> list[tuple[int, float]]:
-        """Return `num` prompts among candidates, with their weights."""
+    def choose(self, num: int, uniform: float) -> list[Chosen]:
+        """Return `num` prompts among candidates."""
         number_M = self.candidates(num)
         feature_MD = self.look(number_M)
         estimate = self.estimate_for_draw()
@@ -110,7 +110,7 @@ class ProbeSampler(VarianceSampler):
         self._looked.append(
             {
                 number: [*feature_MD[i].tolist(), found.probe_M[i], found.prior_M[i]]
-                for number, i in ((number, place[number]) for number, _ in chosen)
+                for number, i in ((number, place[number]) for number, *_ in chosen)
             }
         )
         return chosen

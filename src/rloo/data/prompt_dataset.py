@@ -18,10 +18,12 @@ from transformers import ProcessorMixin
 
 from rloo.data.dataset_formats import example_template, holds_messages, with_column
 from rloo.data.images import ImageReader, image_columns
-from rloo.data.sampler import EpochSampler, PromptSampler
+from rloo.data.sampler import Draw, EpochSampler, PromptSampler
 from rloo.data.tokenization import Encode, ProcessingClass, apply_chat_template, check_message
 from rloo.distributed.standard_streams import HAS, counted
 from rloo.types import Group, Message, Prompt, Text
+
+_FIRST_PASS = Draw(0, 0)
 
 
 def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset:
@@ -173,10 +175,7 @@ class PromptDataset:
     def next(self, num: int) -> list[Prompt]:
         """Return the next `num` prompts. When an epoch ends, the next epoch starts. No row is left
         out, and a row can occur twice in one call."""
-        return [
-            self._prompt(self._numbers[i], turn, weight)
-            for i, turn, weight in self.sampler.next(num)
-        ]
+        return [self._prompt(self._numbers[draw.number], draw) for draw in self.sampler.next(num)]
 
     def update(self, groups: Sequence[Group]) -> None:
         """Pass the rewards of this dataset's prompts to the sampler."""
@@ -235,7 +234,7 @@ class PromptDataset:
                 )
         self.sampler.load_state_dict(state)
 
-    def _prompt(self, number: int, epoch: int = 0, weight: float = 1.0) -> Prompt:
+    def _prompt(self, number: int, draw: Draw = _FIRST_PASS) -> Prompt:
         columns = dict(self._rows[number])
         content = self._images.content(columns)
         del columns["prompt"]
@@ -244,9 +243,10 @@ class PromptDataset:
             token_ids=self._tokens[number].tolist(),
             content=content,
             columns=columns,
-            epoch=epoch,
+            epoch=draw.turn,
             pixels=self._images.pixels(content),
-            weight=weight,
+            weight=draw.weight,
+            num_completions=draw.num_completions,
         )
 
 

@@ -13,11 +13,12 @@ from rloo.types import Group
 class Draw(NamedTuple):
     """The index of a prompt, and the number of the pass over the prompts. A pass has each prompt
     once. With replacement, `turn` is a number that differs between draws of the same prompt.
-    `weight`: see `Prompt.weight`."""
+    `weight` and `num_completions`: see `Prompt`."""
 
     number: int
     turn: int
     weight: float = 1.0
+    num_completions: int | None = None
 
 
 class PromptSampler(Protocol):

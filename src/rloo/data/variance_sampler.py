@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rloo.data.group_budget import GroupBudget
 from rloo.data.reward_estimate import RewardedPrompt, RewardEstimate
 from rloo.data.sampler import Draw, random_bits
 from rloo.types import Group
@@ -15,6 +16,8 @@ from rloo.types import Group
 # A prompt that is drawn several times gets other noise each time. The numbers of draws repeat after
 # so many draws, since engines combine them with the prompt's id to 64 bits.
 TURNS = 2**22
+# The number of a drawn prompt, its weight, and the estimated deviation of its reward.
+Chosen = tuple[int, float, float]
 
 
 class VarianceSampler:
@@ -32,7 +35,12 @@ class VarianceSampler:
     rollouts are drawn before the rewards of up to `lag` earlier rollouts are known, draws do not
     depend on the time at which rewards arrive. Each call of `next` is a rollout, and each call of
     `update` has the rewards of the oldest rollout without rewards.
+
+    `budget` divides the completions among the prompts by the same estimates; None: all prompts have
+    the same number.
     """
+
+    budget: GroupBudget | None = None
 
     def __init__(
         self,
@@ -58,28 +66,30 @@ class VarianceSampler:
         first, *others = random_bits(num + 1, self.seed, self.drawn)
         chosen = self.choose(num, (int(first) >> 11) * 2.0**-53)
         # Neighbours in the dataset would otherwise be in the same optimizer step.
-        order_P = np.argsort(others, kind="stable")
+        drawn = [chosen[old] for old in np.argsort(others, kind="stable")]
+        sizes: list[int | None] = [None] * num
+        if self.budget is not None:
+            sizes = [*self.budget.sizes(np.array([weight * s for _, weight, s in drawn]))]
         draws = [
-            Draw(chosen[old][0], (self.drawn + place) % TURNS, chosen[old][1])
-            for place, old in enumerate(order_P)
+            Draw(number, (self.drawn + place) % TURNS, weight, size)
+            for place, ((number, weight, _), size) in enumerate(zip(drawn, sizes, strict=True))
         ]
         self.drawn += num
         self._ahead += 1
         return draws
 
-    def choose(self, num: int, uniform: float) -> list[tuple[int, float]]:
-        """Return the numbers of `num` prompts, with their weights."""
+    def choose(self, num: int, uniform: float) -> list[Chosen]:
+        """Return `num` prompts."""
         deviation_N = self.estimate_for_draw().deviations()
         return self.draw_among(np.arange(self.size), deviation_N, num, uniform)
 
     def draw_among(
         self, number_M: np.ndarray, deviation_M: np.ndarray, num: int, uniform: float
-    ) -> list[tuple[int, float]]:
-        """Return `num` of the M prompts `number_M`, with their weights. See
-        `draw_systematically`."""
+    ) -> list[Chosen]:
+        """Return `num` of the M prompts `number_M`. See `draw_systematically`."""
         share_M = shares_of(deviation_M, self._floor)
         drawn = draw_systematically(share_M, num, uniform)
-        return [(int(number_M[index]), weight) for index, weight in drawn]
+        return [(int(number_M[i]), weight, float(deviation_M[i])) for i, weight in drawn]
 
     def estimate_for_draw(self) -> RewardEstimate:
         """Return the estimate with which the next rollout is drawn."""
@@ -105,15 +115,13 @@ class VarianceSampler:
 
     def update(self, groups: Sequence[Group]) -> None:
         """Receive the rewards of a rollout."""
-        numbered = [(self._number[group.prompt.id], group) for group in groups]
-        self._recent.append(
-            [
-                RewardedPrompt(
-                    number, group.prompt.weight, self._rewards_of(group), self.looked_at(number)
-                )
-                for number, group in numbered
-            ]
-        )
+        usual = 1 if self.budget is None else self.budget.num_generations
+        rollout = []
+        for group in groups:
+            number, weight = self._number[group.prompt.id], group.prompt.completion_weight(usual)
+            looked = self.looked_at(number)
+            rollout.append(RewardedPrompt(number, weight, self._rewards_of(group), looked))
+        self._recent.append(rollout)
         if len(self._recent) > self._lag:
             self.estimate.add(self._recent.pop(0))
         self._rewarded += len(groups)

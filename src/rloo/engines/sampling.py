@@ -153,6 +153,13 @@ def sample_indices(samples: NumSamples, prompts: Sequence[Prompt]) -> Sequence[r
     return [range(samples)] * len(prompts) if isinstance(samples, int) else samples
 
 
+def requested_samples(prompts: Sequence[Prompt], usual: int) -> NumSamples:
+    """Return the completions to sample for each prompt: `Prompt.num_completions`, or `usual`."""
+    if all(prompt.num_completions is None for prompt in prompts):
+        return usual
+    return [range(prompt.num_completions or usual) for prompt in prompts]
+
+
 def refuse_images(prompts: Sequence[Prompt], fact: str) -> None:
     """Raise ValueError for prompts with images; `fact` is the reason and the option to change."""
     for prompt in prompts:

@@ -44,8 +44,8 @@ TOKEN_BYTES = 2 * 8 + 28 + 24
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The largest possible optimizer step: its prompt and completion lengths in tokens, and its
-    numbers of completions and groups."""
+    """The largest possible optimizer step: its prompt and completion lengths in tokens, the most
+    completions of a prompt, and the number of groups if all have so many."""
 
     longest_prompt: int
     shortest_prompt: int
@@ -72,7 +72,8 @@ def workload_of(prompts: Prompts, config: RLOOConfig, batches: BatchSizes) -> Wo
             f"{config.max_completion_length:,} tokens takes {gigabytes(held)}, and this machine "
             f"has {gigabytes(whole)} (num_prompts, num_generations, max_completion_length)"
         )
-    lengths, size = prompts.lengths, config.num_generations
+    lengths = prompts.lengths
+    size = config.prompt_options.max_generations or config.num_generations
     num_groups = -(-batches.completions_per_step // size)
     return Workload(max(lengths), min(lengths), config.max_completion_length, size, num_groups)
 

@@ -16,11 +16,14 @@ from rloo.tools.exact_gradient import (
     draw_error,
     logits_table,
     measure,
+    size_error,
 )
 from rloo.trainer.prompt_sampling import check_estimator_of_weights
 
 SIZES = (2, 3, 4)
 KL_WEIGHT = 0.3
+# Assumed deviations of the rewards of two prompts.
+DEVIATIONS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.9, 0.1))
 # The largest error, relative to the norm of the exact gradient, that counts as exact. An estimator
 # may compute in float32.
 EXACT = 1e-6
@@ -65,6 +68,8 @@ def report(config: RLOOConfig) -> Iterator[str]:
     yield verdict(cases)
     if config.prompt_sampling == "variance":
         yield from report_draws(cases, config.prompt_options.floor)
+    if config.prompt_options.max_generations is not None:
+        yield from report_sizes(cases, config.prompt_options.floor)
 
 
 def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str]:
@@ -77,9 +82,8 @@ def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str
     yield ""
     yield "first prompt  second prompt  largest error"
     largest = 0.0
-    for first, second in ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.9, 0.1)):
-        mean = (first + second) / 2
-        shares = [floor + (1.0 - floor) * value / mean for value in (first, second)]
+    for first, second in DEVIATIONS:
+        shares = _shares(first, second, floor)
         errors = [
             draw_error(shares, [one.found.gradient, other.found.gradient], num)
             for one, other in zip(cases[::2], cases[1::2], strict=True)
@@ -94,6 +98,43 @@ def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str
         if exact
         else f"biased: the weighted draws differ from uniform drawing by up to {largest:.2g}"
     )
+
+
+def report_sizes(cases: list[EstimatorComparison], floor: float) -> Iterator[str]:
+    """Yield the lines about `prompt_sampling_kwargs.max_generations`: as `report_draws`, with
+    numbers of completions that follow the assumed deviations."""
+    by_case: dict[tuple[str, float], dict[int, list[torch.Tensor]]] = {}
+    for case in cases:
+        sized = by_case.setdefault((case.rewards, case.beta), {})
+        sized.setdefault(case.size, []).append(case.found.gradient)
+    yield ""
+    yield "prompt_sampling_kwargs.max_generations: the same draws of 2 or 3 prompts, with"
+    yield f"{min(SIZES)} to {max(SIZES)} completions, on average {SIZES[1]}."
+    yield ""
+    yield "first prompt  second prompt  largest error"
+    largest = 0.0
+    for first, second in DEVIATIONS:
+        shares = _shares(first, second, floor)
+        errors = [
+            size_error(shares, (first, second), sized, num)
+            for sized in by_case.values()
+            for num in (2, 3)
+        ]
+        largest = max(largest, *errors)
+        yield f"{first:<12g}  {second:<13g}  {max(errors):.2g}"
+    yield ""
+    yield (
+        "exact: the numbers of completions do not change the expected gradient"
+        if largest < EXACT
+        else "biased: the expected gradient depends on the numbers of completions, by up to "
+        f"{largest:.2g}"
+    )
+
+
+def _shares(first: float, second: float, floor: float) -> list[float]:
+    """N q of two prompts with these deviations."""
+    mean = (first + second) / 2
+    return [floor + (1.0 - floor) * value / mean for value in (first, second)]
 
 
 def enumerate_cases(

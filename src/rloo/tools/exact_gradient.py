@@ -6,7 +6,7 @@ probabilities.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator
 from rloo.algorithm.ragged import sum_by
 from rloo.algorithm.token_kl import following
+from rloo.data.group_budget import GroupBudget
 from rloo.data.variance_sampler import draw_systematically
 
 
@@ -204,17 +205,45 @@ def draw_error(share_N: Sequence[float], gradients: Sequence[Tensor], num: int) 
     """Return the error of the expected gradient if `num` prompts are drawn with the shares N q(x)
     and weighted: the distance from the expected gradient of uniform drawing, divided by the norm of
     the latter. `gradients` are the expected gradients at the prompts, each of its own logits."""
-    gradient_NND = torch.stack(
-        [
-            g * unit[:, None]
-            for g, unit in zip(
-                gradients, torch.eye(len(gradients), dtype=torch.float64), strict=True
-            )
-        ]
-    )
-    uniform = gradient_NND.mean(0)
-    mean = torch.zeros_like(uniform)
+    gradient_NND = _apart(gradients)
+    drawn = all_draws(share_N, num)
+    each = [(c, [(weight, gradient_NND[n]) for n, weight in draws]) for c, draws in drawn]
+    return _error(each, gradient_NND.mean(0))
+
+
+def size_error(
+    share_N: Sequence[float],
+    deviation_N: Sequence[float],
+    gradients: Mapping[int, Sequence[Tensor]],
+    num: int,
+) -> float:
+    """Return the error as `draw_error` does, if the drawn prompts have different numbers of
+    completions by `GroupBudget`, with these deviations. `gradients` has the expected gradients at
+    the prompts for each number of completions: 2, the mean number, ..., the largest number. Uniform
+    drawing has the mean number."""
+    (_, usual, *_), most = sorted(gradients), max(gradients)
+    by_size = {size: _apart(some) for size, some in gradients.items()}
+    budget, each = GroupBudget(usual, most, num), []
     for chance, draws in all_draws(share_N, num):
-        for index, weight in draws:
-            mean += chance * weight / num * gradient_NND[index]
+        sizes = budget.sizes(np.array([weight * deviation_N[n] for n, weight in draws]))
+        parts = zip(draws, sizes, strict=True)
+        each.append((chance, [(weight, by_size[size][n]) for (n, weight), size in parts]))
+    return _error(each, by_size[usual].mean(0))
+
+
+def _apart(gradients: Sequence[Tensor]) -> Tensor:
+    """The gradients (N, D) of N prompts by the logits of all of them, (N, N, D)."""
+    unit_NN = torch.eye(len(gradients), dtype=torch.float64)
+    return torch.stack([g * unit[:, None] for g, unit in zip(gradients, unit_NN, strict=True)])
+
+
+def _error(
+    outcomes: Sequence[tuple[float, Sequence[tuple[float, Tensor]]]], uniform: Tensor
+) -> float:
+    """The distance of the mean over `outcomes`, each a probability and the weights and gradients of
+    its draws, from `uniform`, divided by the norm of `uniform`."""
+    mean = torch.zeros_like(uniform)
+    for chance, draws in outcomes:
+        for weight, gradient in draws:
+            mean += chance * weight / len(draws) * gradient
     return ((mean - uniform).norm() / uniform.norm()).item()

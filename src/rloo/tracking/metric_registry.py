@@ -167,6 +167,10 @@ ROLLOUT = (
         "prompts.", better="higher",
         note="`groups/signal` divided by this metric is the gain in groups with a signal. Only "
         "with `prompt_sampling variance`."),
+    Metric("prompt_sampling/largest_group", "completions",
+        "The largest number of completions of a prompt.",
+        note="Equal to `num_generations`: the estimates do not distinguish the prompts. Only with "
+        "`prompt_sampling_kwargs.max_generations`."),
     Metric("prompt_sampling/probe_explained", "share",
         "Share of the squared error of predicted mean rewards that the probe removes.",
         better="higher",

@@ -88,7 +88,9 @@ def _weighted_metrics(
     both = list(zip(weights, rewards, strict=True))
     scored = [(weight, fmean(some)) for weight, some in both if some]
     signal = [(weight, float(max(some) != min(some))) for weight, some in both if len(some) >= 2]
-    return {
+    sizes = [group.prompt.num_completions for group in groups]
+    largest = {"prompt_sampling/largest_group": float(max(size or 0 for size in sizes))}
+    return (largest if any(sizes) else {}) | {
         "prompt_sampling/effective_share": math.fsum(weights) ** 2 / (len(groups) * squares),
         "prompt_sampling/uniform_reward": _weighted_mean(scored),
         "prompt_sampling/uniform_signal": _weighted_mean(signal),

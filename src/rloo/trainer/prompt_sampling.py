@@ -8,8 +8,10 @@ import numpy as np
 
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.reward_shaping import shaped_rewards
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.config.prompt_sampling_validation import refused_with_weights
+from rloo.data.group_budget import GroupBudget
 from rloo.data.iterable_dataset import Prompts
 from rloo.data.probe_sampler import ProbedEstimate, ProbeSampler
 from rloo.data.prompt_dataset import PromptDataset
@@ -21,7 +23,7 @@ from rloo.tracking.profiler import PhaseTimer
 from rloo.types import Group
 
 
-def with_prompt_sampling(source: Prompts, config: RLOOConfig) -> Prompts:
+def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSizes) -> Prompts:
     """Return the prompts of `source`, drawn as `prompt_sampling` states. Raises ValueError for a
     stream, an unknown column, and an estimator over the rollout, if `prompt_sampling` is
     variance."""
@@ -54,12 +56,18 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig) -> Prompts:
     how: dict[str, Any] = {
         "seed": _seed(config), "floor": options.floor, "lag": config.max_staleness,
     }  # fmt: skip
+    sampler: VarianceSampler
     if options.probe:
         probed = ProbedEstimate(pools, half_life=options.half_life, size=NUM_FEATURES)
-        source.set_sampler(ProbeSampler(list(values), probed, rewards_of, **how))
+        sampler = ProbeSampler(list(values), probed, rewards_of, **how)
     else:
         estimate = RewardEstimate(pools, half_life=options.half_life)
-        source.set_sampler(VarianceSampler(list(values), estimate, rewards_of, **how))
+        sampler = VarianceSampler(list(values), estimate, rewards_of, **how)
+    if options.max_generations is not None:
+        size = config.num_generations
+        prompts_per_step = batches.completions_per_step // size
+        sampler.budget = GroupBudget(size, options.max_generations, prompts_per_step)
+    source.set_sampler(sampler)
     return source
 
 

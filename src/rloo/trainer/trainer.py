@@ -280,7 +280,8 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         trains = self.train_dataset is not None
         if trains:
             source = self._prompts(self.train_dataset, self.args.dataset_split)
-            self._source = with_prompt_sampling(build.arrange(source, self.args), self.args)
+            arranged = build.arrange(source, self.args)
+            self._source = with_prompt_sampling(arranged, self.args, self.batches)
             stream = isinstance(self._source, IterablePromptDataset)
             if stream:
                 self.args = trl_attributes.with_stream(self.args)

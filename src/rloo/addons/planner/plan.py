@@ -105,7 +105,8 @@ def make_plan(config: RLOOConfig) -> Plan:
     _check_forward(parts, state, prompts)
     start = time.perf_counter() - began
     workload = parts.workload
-    longest, groups = workload.longest_prompt, workload.num_groups
+    longest = workload.longest_prompt
+    groups = -(-parts.batches.completions_per_step // config.num_generations)
     largest = largest_micro_batch(policy, workload, policy.max_tokens)
     held = lasting | _peaks(parts, largest, processes)
     if policy.divides:
