@@ -43,6 +43,56 @@ FAMILIES = {
     "trl": "TRL's trainers",
 }
 _PAPER = {"preset": "paper"}
+_CORRECTIONS = ("sequence_truncate", "sequence_mask", "token_truncate", "token_mask")
+
+
+def _stale(most: int, mode: str) -> Arm:
+    """The unit of the correction, a sequence or a token, is the unit of the ratio."""
+    options = {"max_staleness": most, "rollout_importance_sampling_mode": mode}
+    unit = {"importance_sampling_level": mode.split("_")[0]}
+    return Arm(f"max_staleness {most}, {mode}", "staleness", {**_PAPER, **options, **unit})
+
+
+def _drawn(title: str, **choices: Any) -> Arm:
+    """Prompts that are drawn with weights. `choices`: `prompt_sampling_kwargs`."""
+    options = {"prompt_sampling": "variance", "prompt_sampling_kwargs": choices or None}
+    by_level = "column" in choices
+    return Arm(title, "prompts", {**_PAPER, **options}, by_level=by_level)
+
+
+def _baseline(title: str, **options: Any) -> Arm:
+    return Arm(title, "baselines", {**_PAPER, **options})
+
+
+def _trl(trainer: str, *against: str, defaults: bool = False) -> Arm:
+    title = f"TRL's {trainer}, {'defaults' if defaults else 'tuned'}"
+    how: dict[str, Any] = {"against": against, "trainer": trainer, "defaults": defaults}
+    return Arm(title, "trl", most_seeds=5, **how)
+
+
+ARMS: dict[str, Arm] = {
+    "rloo": Arm("RLOO", "methods", _PAPER, against=()),
+    "grpo": Arm("GRPO", "methods", {"preset": "grpo"}),
+    "dr_grpo": Arm("Dr. GRPO", "methods", {"preset": "dr_grpo"}),
+    "reinforce_pp": Arm("REINFORCE++", "methods", {"preset": "reinforce_pp"}, size=1),
+    "dynamic_sample": Arm("dynamic_sample", "prompts", {**_PAPER, "dynamic_sample": True}),
+    "variance": _drawn("prompt_sampling variance"),
+    "variance_column": _drawn("variance, column", column="level"),
+    "probe": _drawn("variance, probe", probe=True),
+    "probe_column": _drawn("variance, column and probe", column="level", probe=True),
+    "k_by_prompt": _drawn("variance, K by prompt", max_generations=16),
+    "shrinkage": _baseline("Shrinkage", estimator="shrinkage"),
+    "length_weighted": _baseline("Length-weighted", estimator="length_weighted"),
+    "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
+    "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
+    "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),
+    "rloo_k16": Arm("RLOO, K = 16", "sizes", _PAPER, size=16),
+    "trl_rloo": _trl("RLOO", "rloo"),
+    "trl_grpo": _trl("GRPO", "rloo", "grpo"),
+    "trl_rloo_defaults": _trl("RLOO", "rloo", defaults=True),
+    "trl_grpo_defaults": _trl("GRPO", "rloo", "grpo", defaults=True),
+    **{f"stale{n}_{mode}": _stale(n, mode) for n in (1, 4, 8) for mode in _CORRECTIONS},
+}
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""The probability ratio and the KL estimate of each token, from two log-probs."""
+"""The probability ratio and the KL estimate of each token, from two log-probs, and whether the loss
+has a KL term."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from rloo.config.config import RLOOConfig
 
 # exp(20) is 5e8, far outside every clipping range and well within float32. Without a bound a ratio
 # could overflow to infinity, and infinity times an advantage of 0 is NaN.
@@ -35,3 +38,8 @@ def kl_estimate(
     elif estimator != "k1":
         raise ValueError(f"kl_estimator is {estimator!r}; it must be k1, k2 or k3")
     return estimate if clip is None else estimate.clamp(-clip, clip)
+
+
+def has_kl_term(config: RLOOConfig, beta: float) -> bool:
+    """Return whether the loss has a KL term: for a KL in the loss, and for any exact KL."""
+    return beta != 0 and (config.kl_placement == "loss" or config.kl_estimator == "exact")

@@ -19,32 +19,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rloo.algorithm.kl_estimate import ratio_of
+from rloo.algorithm.kl_estimate import has_kl_term, ratio_of
+from rloo.algorithm.loss_input import LossInputs
 from rloo.algorithm.ragged import Completions, sum_by
-from rloo.algorithm.token_kl import has_kl_term, kl_term
+from rloo.algorithm.token_kl import kl_term
 from rloo.config.config import RLOOConfig
 
 RatioLevel = Literal["sequence", "sequence_mean", "token"]
 Aggregation = Literal["sequence", "sequence_token_mean", "token_mean", "constant"]
 WeightMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
-
-class LossInputs(NamedTuple):
-    """The inputs of a micro-batch's loss. `logprobs` and `entropy` (T,) have gradients.
-    `advantages` are (N,) or (T,). `old` is `old_T` of `policy_loss`. `behavior` (T,) are the
-    log-probs under the distribution that the tokens were sampled from. `weight_N` multiplies all
-    terms of a completion (`Prompt.weight`). `kl`: see `trained_kl`."""
-
-    logprobs: Tensor
-    entropy: Tensor
-    advantages: Tensor
-    old: Tensor
-    behavior: Tensor
-    reference: Tensor | None
-    truncated_N: Tensor
-    weight_N: Tensor
-    completions: Completions
-    kl: Tensor | None = None
 
 
 def loss(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
-from rloo.algorithm.token_kl import has_kl_term
+from rloo.algorithm.kl_estimate import has_kl_term
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 

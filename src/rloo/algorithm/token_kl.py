@@ -7,24 +7,15 @@ penalty in the rewards (`token_penalty`), the second one a term of the loss (`kl
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from rloo.algorithm.kl_estimate import kl_estimate, ratio_of
+from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.loss_input import LossInputs
 from rloo.config.config import RLOOConfig
 from rloo.model.logprobs import TokenScores
 from rloo.model.micro_batch import MicroBatch
-
-if TYPE_CHECKING:
-    from rloo.algorithm.loss import LossInputs
-    from rloo.algorithm.loss_context import LossContext
-
-
-def has_kl_term(config: RLOOConfig, beta: float) -> bool:
-    """Return whether the loss has a KL term: for a KL in the loss, and for any exact KL."""
-    return beta != 0 and (config.kl_placement == "loss" or config.kl_estimator == "exact")
 
 
 def measured_kl(scores: TokenScores | LossInputs) -> Tensor | None:

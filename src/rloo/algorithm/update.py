@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rloo.algorithm.advantages import Advantages, batch_advantages
-from rloo.algorithm.loss import LossInputs, has_other_terms, loss, loss_denominator
+from rloo.algorithm.loss import has_other_terms, loss, loss_denominator
 from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.loss_input import LossInputs
 from rloo.algorithm.ragged import Completions
 from rloo.algorithm.token_kl import trained_kl
 from rloo.algorithm.token_values import score_first

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rloo.algorithm.loss import LossInputs
+from rloo.algorithm.loss_input import LossInputs
 from rloo.algorithm.token_kl import measured_kl
 from rloo.config.config import RLOOConfig
 from rloo.model.micro_batch import MicroBatch, count_input_tokens

@@ -64,7 +64,7 @@ class VarianceSampler:
     def next(self, num: int) -> list[Draw]:
         """Draw the `num` prompts of the next rollout, in random order."""
         first, *others = random_bits(num + 1, self.seed, self.drawn)
-        chosen = self.choose(num, (int(first) >> 11) * 2.0**-53)
+        chosen = self.choose(num, (int(first) >> 11) / 2**53)
         # Neighbours in the dataset would otherwise be in the same optimizer step.
         drawn = [chosen[old] for old in np.argsort(others, kind="stable")]
         sizes: list[int | None] = [None] * num
