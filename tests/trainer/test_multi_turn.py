@@ -99,6 +99,25 @@ def words_of(trainer) -> list:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}], ids=["here", "in the background"])
+def test_prompts_may_have_different_numbers_of_episodes(tmp_path, options):
+    def for_odd_rows(completions, n, **_):
+        both = zip(reward_of(completions, n), n, strict=True)
+        return [value * (row % 2) for value, row in both]
+
+    kwargs = {"max_generations": 7, "floor": 1.0, "column": "n"}
+    trainer = make_trainer(
+        tmp_path, reward=for_odd_rows, prompt_sampling="variance", prompt_sampling_kwargs=kwargs,
+        max_steps=10, num_prompts=4, learning_rate=1e-4, logging_steps=1, **options,
+    )  # fmt: skip
+    trainer.train()
+    rows = metrics_of(trainer.args)
+    assert max(row["prompt_sampling/largest_group"] for row in rows) > 4
+    if not options:
+        assert all(row["mismatch/max"] < 1e-4 for row in rows)
+
+
+@pytest.mark.slow
 def test_in_the_background_at_staleness_0_the_episodes_are_those_of_one_process(tmp_path):
     options = {"log_completions": True, "logging_steps": 1, "max_steps": 3}
     here = make_trainer(tmp_path / "here", **options)

@@ -1,6 +1,7 @@
 """Rollouts made by a function of the user's: what it gets, what it returns, what is trained."""
 
 import json
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,38 @@ def test_prompts_come_once_for_each_completion(tmp_path):
     assert len(prompts) == 12
     assert all(prompts[k] == prompts[k - k % 4] for k in range(12))
     assert set(prompts) <= set(ROWS["prompt"])
+
+
+SIZED = {
+    "prompt_sampling": "variance",
+    "prompt_sampling_kwargs": {"max_generations": 7, "floor": 1.0, "column": "prompt"},
+    "max_steps": 12,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}], ids=["here", "in the background"])
+def test_prompts_come_as_often_as_they_are_sampled(tmp_path, options):
+    """With max_generations, by the estimates."""
+    seen = []
+
+    def watch(prompts, trainer):
+        seen.append([len([*some]) for _, some in groupby(prompts)])
+        return two_turns(prompts, trainer)
+
+    def for_odd_rows(prompts, first, **_):
+        both = zip(prompts, first, strict=True)
+        return [float(n % 2) * (ROWS["prompt"].index(text) % 2) for text, n in both]
+
+    trainer = make(tmp_path, watch, for_odd_rows, logging_steps=1, **SIZED, **options)
+    trainer.train()
+    rows = metrics_of(trainer.args)
+    assert max(row["prompt_sampling/largest_group"] for row in rows) > 4
+    assert all(row["episodes/turns"] == 2.0 for row in rows)
+    assert sum(map(sum, seen)) >= 12 * 12
+    if not options:
+        assert [sum(sizes) for sizes in seen] == [12] * 12
+        assert all(row["mismatch/max"] < 1e-4 for row in rows)
 
 
 def test_rows_are_what_the_prompts_are_of(tmp_path):
