@@ -66,6 +66,10 @@ SIZED = {
     ("options", "expected"),
     [
         ({"prompt_sampling": "uniform"}, "max_generations is 8 but has no effect without prompt_"),
+        (
+            {"prompt_sampling_kwargs": {"max_generations": 2000}},
+            "prompt_sampling_kwargs.max_generations is 2000; it must be at most 1,024",
+        ),
         ({"num_generations": 2}, "num_generations is 2; each prompt has at least 2 completions"),
         ({"num_generations": 8}, "num_generations is 8, the mean number of completions; the larg"),
         ({"estimator": "grpo"}, "estimator is grpo and prompt_sampling_kwargs.max_generations is"),
