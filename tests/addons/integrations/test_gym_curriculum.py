@@ -145,7 +145,7 @@ def test_prompts_are_drawn_by_it_where_that_is_asked_for():
         [TaskLevel(t, None) for t in columns["task"]], {"gcd": 1.0, "lcm": 1.0}, seed=4
     )
     drawn = prompts.next(9)
-    found = [(p.id, p.epoch, p.weight) for p in drawn]
+    found = [(p.id, p.epoch, p.weight, p.num_completions) for p in drawn]
     assert found == [tuple(place) for place in order.next(9)]
     assert prompts.epoch == 3.0
     failed = [group(TaskLevel("gcd", None), *[0.0] * 50)]
