@@ -177,7 +177,7 @@ def _tell(found: Paired | str, form: str, scale: float, *, bound: bool = False) 
 
 
 def _verdict(comparisons: Sequence[Comparison]) -> str:
-    """What the family shows at LEVEL after Holm's correction."""
+    """The significant differences of a family at LEVEL, after Holm's correction."""
     lines = []
     for one in comparisons:
         said = []

@@ -27,7 +27,7 @@ Work = Callable[[Path, Cell], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run: `seeds` None means the number of each task, `budget` None the task's."""
+    """The cells to run: `seeds` None means the number of each task, `budget` None the task's."""
 
     tasks: Sequence[Task]
     arms: Sequence[str]

@@ -22,7 +22,7 @@ from benchmarks.baselines.results import Result, Results, choose_rate, edge_of, 
 
 # The parts of the budget of the table of curves.
 SHOWN = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-# What a run spends, by the names of the points.
+# The costs of a run, by the names of the points.
 AXES = {"completions": "completions", "cpu": "CPU seconds", "wall": "wall seconds"}
 
 

@@ -3,7 +3,7 @@ rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -79,23 +79,19 @@ def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str
     yield "prompt_sampling variance: every outcome of 1 to 3 weighted draws of the two prompts."
     yield "Deviations that are assumed, whatever the rewards are; expected gradient beside that of"
     yield "uniform drawing."
-    yield ""
-    yield "first prompt  second prompt  largest error"
-    largest = 0.0
-    for first, second in DEVIATIONS:
-        shares = _shares(first, second, floor)
-        errors = [
+
+    def error(deviations: tuple[float, float]) -> float:
+        shares = _shares(*deviations, floor)
+        return max(
             draw_error(shares, [one.found.gradient, other.found.gradient], num)
             for one, other in zip(cases[::2], cases[1::2], strict=True)
             for num in (1, 2, 3)
-        ]
-        largest = max(largest, *errors)
-        yield f"{first:<12g}  {second:<13g}  {max(errors):.2g}"
-    exact = largest < EXACT
-    yield ""
+        )
+
+    largest = yield from _errors_by_deviations(error)
     yield (
         "exact: the weighted draws have the expected gradient of uniform drawing"
-        if exact
+        if largest < EXACT
         else f"biased: the weighted draws differ from uniform drawing by up to {largest:.2g}"
     )
 
@@ -110,25 +106,35 @@ def report_sizes(cases: list[EstimatorComparison], floor: float) -> Iterator[str
     yield ""
     yield "prompt_sampling_kwargs.max_generations: the same draws of 2 or 3 prompts, with"
     yield f"{min(SIZES)} to {max(SIZES)} completions, on average {SIZES[1]}."
-    yield ""
-    yield "first prompt  second prompt  largest error"
-    largest = 0.0
-    for first, second in DEVIATIONS:
-        shares = _shares(first, second, floor)
-        errors = [
-            size_error(shares, (first, second), sized, num)
+
+    def error(deviations: tuple[float, float]) -> float:
+        shares = _shares(*deviations, floor)
+        return max(
+            size_error(shares, deviations, sized, num)
             for sized in by_case.values()
             for num in (2, 3)
-        ]
-        largest = max(largest, *errors)
-        yield f"{first:<12g}  {second:<13g}  {max(errors):.2g}"
-    yield ""
+        )
+
+    largest = yield from _errors_by_deviations(error)
     yield (
         "exact: the numbers of completions do not change the expected gradient"
         if largest < EXACT
         else "biased: the expected gradient depends on the numbers of completions, by up to "
         f"{largest:.2g}"
     )
+
+
+def _errors_by_deviations(
+    error: Callable[[tuple[float, float]], float],
+) -> Generator[str, None, float]:
+    """Yield a table of the error for each pair of `DEVIATIONS`, and return the largest error."""
+    yield ""
+    yield "first prompt  second prompt  largest error"
+    errors = [error(deviations) for deviations in DEVIATIONS]
+    for (first, second), found in zip(DEVIATIONS, errors, strict=True):
+        yield f"{first:<12g}  {second:<13g}  {found:.2g}"
+    yield ""
+    return max(errors)
 
 
 def _shares(first: float, second: float, floor: float) -> list[float]:
