@@ -24,7 +24,8 @@ if "fail" in sys.argv:
 time.sleep(600)
 """
 # A program of ours: it ends when its lifeline or channel does, whose number is its last argument.
-READER = "import os, sys; print('up', flush=True); os.read(int(sys.argv[-1]), 1)"
+WAITER = "import os, sys; os.read(int(sys.argv[-1]), 1)"
+READER = f"print('up', flush=True); {WAITER}"
 
 
 def is_alive(pid):
@@ -156,7 +157,7 @@ time.sleep(600)
 def test_a_child_dies_with_its_parent_however_that_dies(tie):
     """Also if the thread that started it has ended before, but for the signal, which is sent then.
     `elsewhere` is a system without that signal."""
-    code = READER if tie == "lifeline" else "import time; time.sleep(600)"
+    code = WAITER if tie == "lifeline" else "import time; time.sleep(600)"
     paths = os.pathsep.join(sys.path)
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, tie, code],
@@ -165,7 +166,7 @@ def test_a_child_dies_with_its_parent_however_that_dies(tie):
         text=True,
     )
     try:
-        pid = int(read_number(parent))
+        pid = int(parent.stdout.readline())
         pids = [pid, *below(pid)]
         time.sleep(0.5)
         assert all(map(is_alive, pids)), "it lives as long as its parent"
@@ -174,11 +175,6 @@ def test_a_child_dies_with_its_parent_however_that_dies(tie):
         parent.wait()
         parent.stdout.close()
     wait_for(lambda: not any(map(is_alive, pids)))
-
-
-def read_number(parent):
-    """The line with a number: the child, which prints too, may be first."""
-    return next(line for line in parent.stdout if line.strip().isdigit())
 
 
 def below(pid):
