@@ -292,9 +292,9 @@ def measure_writing(trainer: RLOOTrainer, folder: Path) -> None:
     (folder / "written").mkdir(exist_ok=True)
     place = folder / "written" if trainer.world.is_main else None
     source = exported(trainer.policy)
-    # The least of several: what the processes' other threads say meanwhile is counted as well.
+    # The least of many: on a loaded machine gloo's thread often releases a layer late.
     peak = min(
-        phase_peaks(trainer.world.device, lambda _: source.write(place))[0] for _ in range(8)
+        phase_peaks(trainer.world.device, lambda _: source.write(place))[0] for _ in range(24)
     )
     layers: dict[str, int] = {}
     for name, p in trainer.policy.model.named_parameters():
