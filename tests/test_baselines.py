@@ -215,8 +215,9 @@ def test_every_arm_has_a_family_and_is_compared_with_known_arms():
 # -- tasks ---------------------------------------------------------------------------------------
 
 
-def test_a_third_of_the_mixture_has_no_solution_and_a_third_needs_none():
-    rows, heldout = TASKS["mixture"].rows("train"), TASKS["mixture"].rows("heldout")
+@pytest.mark.parametrize("name", ["mixture", "hidden"])
+def test_a_third_of_a_mixture_has_no_solution_and_a_third_needs_none(name):
+    rows, heldout = TASKS[name].rows("train"), TASKS[name].rows("heldout")
     assert Counter(row["level"] for row in rows) == {"open": 200, "none": 200, "any": 200}
     reachable = {"open": 0, "none": 0}
     for row in rows:
@@ -225,15 +226,20 @@ def test_a_third_of_the_mixture_has_no_solution_and_a_third_needs_none():
         assert row["prompt"] == f"{' '.join(map(str, row['numbers']))} -> {row['target']} :"
         if row["level"] != "any":
             reachable[row["level"]] += row["target"] in values
+        told = {"open": 1 <= row["target"] <= max(values), "any": row["target"] == 0,
+                "none": row["target"] > max(values)}  # fmt: skip
+        assert name == "hidden" or told[row["level"]]
     assert reachable == {"open": 200, "none": 0}
-    splits = [{row["prompt"] for row in TASKS["mixture"].rows(s)} for s in ("tuning", "heldout")]
+    if name == "hidden":  # targets of all kinds are alike
+        assert all(1 <= row["target"] <= 380 for row in rows)
+    splits = [{row["prompt"] for row in TASKS[name].rows(s)} for s in ("tuning", "heldout")]
     assert not splits[0] & splits[1] and not (splits[0] | splits[1]) & {r["prompt"] for r in rows}
     assert len(heldout) == 256
 
     row = {"numbers": [[2, 3, 4]] * 3, "target": [6] * 3}
     said = ["nonsense", "nonsense", "2 * 3 = 6"]
-    assert TASKS["mixture"].reward(said, level=["any", "open", "open"], **row) == [1.0, 0.0, 1.0]
-    assert TASKS["mixture"].reward(said, **row) == [0.0, 0.0, 1.0]
+    assert TASKS[name].reward(said, level=["any", "open", "open"], **row) == [1.0, 0.0, 1.0]
+    assert TASKS[name].reward(said, **row) == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Learning curves against completions and seconds, and gradient variance as a function of K.
 
-    PYTHONPATH=src python -m benchmarks.baselines run [--tasks mixture,countdown,gym]
+    PYTHONPATH=src python -m benchmarks.baselines run [--tasks mixture,hidden,countdown,gym]
         [--arms rloo,grpo] [--seeds 0,1,2] [--jobs 2] [--budget N] [--out runs/baselines]
         [--only-tuning] [--list]
     PYTHONPATH=src python -m benchmarks.baselines collect [--out runs/baselines]
@@ -30,7 +30,7 @@ from benchmarks.baselines.results import COMMITTED, Results
 from benchmarks.baselines.schedule import ROOT, Plan, do_cell, list_left, run_plan
 from benchmarks.baselines.tasks import TASKS
 
-DEFAULT_TASKS = ("mixture", "countdown", "gym")
+DEFAULT_TASKS = ("mixture", "hidden", "countdown", "gym")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

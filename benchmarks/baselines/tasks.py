@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 import runpy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,23 +36,51 @@ def countdown_rows(split: str) -> list[dict[str, Any]]:
 
 @cache
 def mixture_rows(split: str) -> list[dict[str, Any]]:
-    """Countdown as a mixture. The column `level` tells the kind of a training prompt, a third each:
-    "open" (a usual problem), "none" (no attempt reaches the target) and "any" (every completion is
-    rewarded). Held-out rows are usual problems: the others measure nothing."""
+    """Countdown as a mixture whose difficulty the text tells. The column `level` tells the kind of
+    a training prompt, a third each: "open" (a usual problem), "none" (the target is larger than any
+    product of two of the numbers) and "any" (the target is 0, which stands for any answer).
+    Held-out rows are usual problems: the others measure nothing."""
+    return _mixed(split, _told_target)
+
+
+@cache
+def hidden_rows(split: str) -> list[dict[str, Any]]:
+    """As `mixture_rows`, but the text tells nothing: the target of "none" is any number that no
+    attempt reaches, and a problem of "any" looks as a usual one."""
+    return _mixed(split, _hidden_target)
+
+
+def _mixed(
+    split: str, target_of: Callable[[dict[str, Any], random.Random], int]
+) -> list[dict[str, Any]]:
     rows = countdown_rows(split)
     if split != "train":
         return rows
     rng = random.Random(0)
-    mixed = [dict(row, level=level) for row, level in zip(rows, _levels(), strict=False)]
+    small = [row for row in rows if _largest(row) < _LARGEST_TARGET]
+    mixed = [dict(row, level=level) for row, level in zip(small, _levels(), strict=False)]
     for row in mixed:
-        if row["level"] == "none":
-            reached = {attempt.value for attempt in list_attempts(row["numbers"])}
-            missed = [n for n in range(1, _LARGEST_TARGET + 1) if n not in reached]
-            row["target"] = rng.choice(missed)
+        if row["level"] != "open":
+            row["target"] = target_of(row, rng)
             numbers = " ".join(map(str, row["numbers"]))
             row["prompt"] = f"{numbers} -> {row['target']} :"
     rng.shuffle(mixed)
     return mixed
+
+
+def _told_target(row: dict[str, Any], rng: random.Random) -> int:
+    return 0 if row["level"] == "any" else rng.randint(_largest(row) + 1, _LARGEST_TARGET)
+
+
+def _hidden_target(row: dict[str, Any], rng: random.Random) -> int:
+    if row["level"] == "any":
+        return int(row["target"])
+    reached = {attempt.value for attempt in list_attempts(row["numbers"])}
+    return rng.choice([n for n in range(1, _LARGEST_TARGET + 1) if n not in reached])
+
+
+def _largest(row: dict[str, Any]) -> int:
+    return max(attempt.value for attempt in list_attempts(row["numbers"]))
 
 
 def _levels() -> list[str]:
@@ -123,6 +151,9 @@ def smollm2_reward(completions: Sequence[Any], answer: Sequence[int], **_: Any) 
     return found
 
 
+# A small step: learning is limited by the number of prompts that pay.
+_MIXED: dict[str, Any] = {"budget": 2048, "completions_per_step": 16}
+
 TASKS = {
     task.name: task
     for task in (
@@ -133,6 +164,15 @@ TASKS = {
             reward=mixture_reward,
             model=_countdown_model,
             has_levels=True,
+            **_MIXED,
+        ),
+        Task(
+            name="hidden",
+            title="The same, but the text does not tell which",
+            rows=hidden_rows,
+            reward=mixture_reward,
+            model=_countdown_model,
+            **_MIXED,
         ),
         Task(
             name="countdown",
