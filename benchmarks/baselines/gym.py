@@ -4,8 +4,9 @@ The embedded Countdown model cannot read a problem of reasoning-gym: its tokeniz
 each number and operation, and for no letter. The base model is therefore trained here, with the
 functions of examples/gym_model.py. It is shown correct answers to the problems of the levels `easy`
 and `middle`. Then half of the answers of level `middle` have errors, so that the model has more
-skill than its samples show. At the level `hard` it sees only answers of other problems: their form,
-not their content. No problem of a training or held-out split is in these lessons.
+skill than its samples show, and most lessons are of level `easy`, so that these errors do not
+spread to it. At the level `hard` the model sees only answers of other problems: their form, not
+their content. No problem of a training or held-out split is in these lessons.
 
     PYTHONPATH=src python -m benchmarks.baselines.gym     # writes the folder gym_base again
 """
@@ -41,10 +42,12 @@ LEVELS: Mapping[str, Sequence[tuple[str, dict[str, int]]]] = {
 }
 NUM_ROWS = {"heldout": 300, "tuning": 300, "train": 1200}
 _LESSON_ROWS, _BATCH_SIZE = 18_000, 64
-# Stages of the lessons: (steps, maximum learning rate, share of errors at level `middle`).
-_STAGES = ((2600, 2e-3, 0.0), (100, 5e-4, 0.5))
-# The share of each level in the lessons.
-_SHARES = {"easy": 0.3, "middle": 0.6, "hard": 0.1}
+# Stages of the lessons: steps, maximum learning rate, share of errors at level `middle`, and share
+# of each level.
+_STAGES = (
+    (2600, 2e-3, 0.0, {"easy": 0.3, "middle": 0.6, "hard": 0.1}),
+    (800, 5e-4, 0.5, {"easy": 0.6, "middle": 0.35, "hard": 0.05}),
+)
 
 
 @cache
@@ -91,22 +94,26 @@ def gym_reward(completions: Sequence[str], answer: Sequence[str], **_: Any) -> l
 
 
 def _lessons(
-    rows: Sequence[dict[str, Any]], share: float, end: str, careless: Any
+    rows: Sequence[dict[str, Any]],
+    error_share: float,
+    level_shares: Mapping[str, float],
+    end: str,
+    careless: Any,
 ) -> Iterator[list[tuple[str, str]]]:
-    """Endless batches of (prompt, answer), with a `share` of errors at level `middle`."""
-    rng = random.Random(share)
+    """Endless batches of (prompt, answer), with a share of errors at level `middle`."""
+    rng = random.Random(error_share)
     alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         alike.setdefault((row["level"], row["task"]), []).append(row)
     while True:
         batch = []
-        for level in rng.choices(list(_SHARES), list(_SHARES.values()), k=_BATCH_SIZE):
+        for level in rng.choices(list(level_shares), list(level_shares.values()), k=_BATCH_SIZE):
             same = rng.choice([some for key, some in alike.items() if key[0] == level])
             row = rng.choice(same)
             said = row["answer"]
             if row["level"] == "hard":
                 said = rng.choice(same)["answer"]
-            elif row["level"] == "middle" and rng.random() < share:
+            elif row["level"] == "middle" and rng.random() < error_share:
                 said = careless(row, same, rng)
             batch.append((row["prompt"], said + end))
         yield batch
@@ -122,8 +129,8 @@ def make_base(folder: Path) -> None:
     rows = make_rows("lessons")
     tokenizer = example["tokenizer_of"](rows)
     model = small["make_model"](tokenizer)
-    for steps, rate, share in _STAGES:
-        batches = _lessons(rows, share, example["EOS"], example["careless"])
+    for steps, rate, error_share, level_shares in _STAGES:
+        batches = _lessons(rows, error_share, level_shares, example["EOS"], example["careless"])
         small["teach"](model, tokenizer, batches, steps=steps, learning_rate=rate)
     small["save"](model.to(torch.bfloat16), tokenizer, folder)
 
