@@ -242,7 +242,7 @@ def _variance_table(found: Mapping[str, Any]) -> str:
 def render_drawing(figures: Mapping[str, Any]) -> str:
     """The tables of `benchmarks.baselines.drawing`: second moments, and rewards by level."""
     moments, levels = [], []
-    for name, found in figures.items():
+    for name, found in sorted(figures.items()):
         for when in ("start", "middle"):
             one = found[when]
             cells = (one["relative"].get(q) for q in ("gradient", "deviation", "column"))
@@ -252,7 +252,7 @@ def render_drawing(figures: Mapping[str, Any]) -> str:
                 signal = one["signals"][level]
                 row = [name, when, level or "all", f"{100 * passed:.0f}", f"{100 * signal:.0f}"]
                 levels.append(row)
-    rates = ", ".join(f"{name} {found['rate']:g}" for name, found in figures.items())
+    rates = ", ".join(f"{name} {found['rate']:g}" for name, found in sorted(figures.items()))
     head = ["task", "weights", "signal, %", "best", "deviation", "column"]
     level_head = ["task", "weights", "level", "pass rate, %", "groups with a signal, %"]
     return "\n\n".join(
