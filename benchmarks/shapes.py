@@ -44,11 +44,12 @@ SHAPES = {
     "qwen3-1.7b": _shape(28, 2048, 6144, 16, 8, 128, 151936),
     "qwen3-4b": _shape(36, 2560, 9728, 32, 8, 128, 151936),
     "qwen3-150m": _shape(24, 512, 1536, 8, 4, 64, 151936),
-    # One model size with three vocabularies, and four model sizes with one vocabulary.
+    # One model size with three vocabularies, and five model sizes with one vocabulary.
     "3m-8k": _shape(4, 192, 512, 6, 2, 32, 8192),
     "3m-32k": _shape(4, 192, 512, 6, 2, 32, 32768),
     "3m-152k": _shape(4, 192, 512, 6, 2, 32, 151936),
     "17m-8k": _shape(8, 384, 1152, 12, 4, 32, 8192),
+    "29m-8k": _shape(8, 512, 1536, 8, 4, 64, 8192),
     "47m-8k": _shape(12, 576, 1536, 9, 3, 64, 8192),
     "148m-8k": _shape(20, 768, 2304, 12, 6, 64, 8192),
     "1m": _shape(4, 128, 384, 4, 2, 32, _NUM_WORDS + _NUM_SPECIAL),

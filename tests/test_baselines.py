@@ -7,9 +7,12 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, stdev
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy import stats
 from transformers import AutoTokenizer, TrainerControl, TrainerState
 
@@ -25,6 +28,10 @@ from benchmarks.baselines.comparisons import (
     find_crossing,
     value_at,
 )
+from benchmarks.baselines.drawing import Drawn, Moments
+from benchmarks.baselines.drawing import measure as measure_drawing
+from benchmarks.baselines.middle import middle_model, rate_of
+from benchmarks.baselines.report import put_measured, render_drawing
 from benchmarks.baselines.results import (
     COMMITTED,
     Results,
@@ -349,11 +356,91 @@ def test_estimators_are_compared_on_the_same_rollouts():
 @pytest.mark.slow
 def test_variance_is_measured_for_each_size_and_estimator(tmp_path):
     settings = {"num_prompts": 2, "num_completions": 8, "num_coordinates": 50, "sizes": [2, 4]}
-    result = measure(COUNTDOWN, settings, out=tmp_path)
+    result = measure(COUNTDOWN, settings, model=COUNTDOWN.model(tmp_path))
     rows = [(row["estimator"], row["size"]) for row in result["measured"]]
     assert rows == [("rloo", 2), ("rloo", 4), ("std", 2), ("std", 4), ("none", 4)]
     assert list(result["predicted"]) == ["2", "4"]
     assert len(result["mean_rewards"]) == 2
+
+
+def test_drawing_leaves_less_of_the_second_moment_where_estimates_know_the_prompt():
+    # Two groups of two completions at three prompts: the first has gradients, the third only in
+    # its first group. Halves are one group each.
+    squares = np.array([[4.0, 4.0], [0.0, 0.0], [1.0, 0.0]])
+    rewards = np.array([[[0, 1], [0, 1]], [[0, 0], [0, 0]], [[1, 0], [1, 1]]], dtype=float)
+    drawn = Drawn(squares, rewards, ["a", "b", "b"])
+    # N q is 0.25 + 0.75 of an estimate divided by its mean.
+    best = [2.0, 0.0, 0.5**0.5]
+    share = [0.25 + 0.75 * value / fmean(best) for value in best]
+    uniform, (same, other) = 4.5 / 3, drawn.relative("gradient")
+    assert same == pytest.approx((4 / share[0] + 0.5 / share[2]) / 3 / uniform)
+    # The first group estimates 2, 0, 1 and the second 2, 0, 0; the other one has the moment.
+    first, second = (4 / 1.75) / 3, (4 / (0.25 + 0.75 * 3) + 1 / 0.25) / 3
+    assert other == pytest.approx((first + second) / 2 / uniform)
+    # The deviations within the prompts pooled by level: 1/3 for "a", (0 + 1/4) / 2 for "b".
+    by_column = [(1 / 3) ** 0.5, 0.125**0.5, 0.125**0.5]
+    assert drawn.estimate("column", slice(None)) == pytest.approx(by_column)
+    assert drawn.estimate("deviation", slice(None)) == pytest.approx([(1 / 3) ** 0.5, 0, 0.5])
+    assert drawn.by_level(np.array([1.0, 2.0, 4.0])) == {"a": 1.0, "b": 3.0}
+
+
+class Vectors:
+    """Gradients of groups that are known; remembers the rewards that it was asked for."""
+
+    def __init__(self, *vectors):
+        self.vectors, self.asked = torch.tensor(vectors, dtype=torch.float64), []
+
+    def of_groups(self, samples, size, estimator):
+        self.asked += [sample.reward for sample in samples]
+        return self.vectors[: len(samples) // size]
+
+
+def test_moments_of_groups_with_equal_rewards_are_zero_and_the_signal_is_unbiased():
+    gradients, moments = Vectors([2.0, 0.0], [1.0, 1.0]), Moments(2)
+
+    def add(rewards, level):
+        moments.add([SimpleNamespace(reward=r) for r in rewards], gradients, level)
+
+    add([0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0], None)
+    add([1.0] * 8, None)
+    assert gradients.asked == [0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+    found = moments.summary()
+    # Squares 4 and 2 of four groups. The product of the two groups, 2, is unbiased for the squared
+    # norm of the first prompt's mean, of which the mean over both prompts has a fourth.
+    assert found["second_moment"] == 1.5
+    assert found["signal"] == pytest.approx(2 / 4 / 1.5, rel=1e-4)
+    assert found["pass_rates"] == {"": 0.75} and found["signals"] == {"": 0.5}
+    assert list(found["relative"]) == ["gradient", "deviation"]
+    # A group without a signal between two others keeps its place.
+    add([0.5] * 4 + [0.0, 1.0, 1.0, 1.0], None)
+    found = moments.summary()
+    assert found["second_moment"] == pytest.approx((6 + 4) / 6, rel=1e-4)
+    # Products: 2 within the first prompt, 0 within the third, and twice 1.5 between their means.
+    assert found["signal"] == pytest.approx((2 + 0 + 3) / 9 / (10 / 6), rel=1e-4)
+
+
+def test_a_run_to_the_middle_needs_a_rate(tmp_path):
+    with pytest.raises(ValueError, match=r"countdown has no tuned learning rate: .* \(--rate\)"):
+        rate_of(TASK, results_in(tmp_path), None)
+    assert rate_of(TASK, results_in(tmp_path), 0.3) == 0.3
+    run_fake(tmp_path, arms=["rloo"])
+    assert rate_of(TASK, results_in(tmp_path), None) == 0.2
+
+
+@pytest.mark.slow
+def test_the_middle_is_that_of_a_run_of_the_whole_budget(tmp_path):
+    task = replace(COUNTDOWN, rows=lambda split: COUNTDOWN.rows(split)[:40], budget=192)
+    cell = make_cell(task, "rloo", rate=4e-4, seed=0)
+    trace = train(task, cell, model=task.model(tmp_path), work=tmp_path)
+    (number,) = [n for n, p in enumerate(trace["points"]) if p["completions"] == 96]
+    saved, base = load_file(tmp_path / f"point{number}/model.safetensors"), task.model(tmp_path)
+    with middle_model(task, 4e-4, out=tmp_path) as model:
+        reached = load_file(f"{model}/model.safetensors")
+        figures = measure_drawing(task, {"num_prompts": 2, "num_groups": 2}, model=model)
+    started = load_file(f"{base}/model.safetensors")
+    assert all(reached[name].equal(value) for name, value in saved.items())
+    assert not all(reached[name].float().equal(v.float()) for name, v in started.items())
+    assert figures["prompts"] == 2 and figures["pass_rates"].keys() == {""}
 
 
 class Saved:
@@ -546,9 +633,26 @@ def test_report_writes_tables_and_pictures(tmp_path):
         put_between(text, "elsewhere", "")
 
 
+def test_report_has_the_figures_of_drawing(tmp_path):
+    one = {"signal": 0.0123, "pass_rates": {"a": 0.5, "b": 0.25}, "signals": {"a": 0.75, "b": 1.0}}
+    start = {**one, "relative": {"gradient": [0.4, 0.51], "deviation": [0.6, 0.7]}}
+    found = {"rate": 4e-4, "start": start, "middle": {**start, "signal": 0.5}}
+    results = results_in(tmp_path)
+    results.write_figures("drawing", {"other": 1})
+    results.write_figures("drawing", {"countdown": found})
+    assert results.read_figures("drawing") == {"other": 1, "countdown": found}
+    text = render_drawing({"countdown": found})
+    assert "| countdown | start | 1.2 | 0.40, 0.51 | 0.60, 0.70 | - |" in text
+    assert "| countdown | middle | 50.0 |" in text
+    assert "| countdown | middle | b | 25 | 100 |" in text and "countdown 0.0004" in text
+    results.write_figures("drawing", {"other": found})
+    page = put_measured(PAGE.read_text(encoding="utf-8"), results, {})
+    assert f"<!-- baselines:drawing -->\n{render_drawing(results.read_figures('drawing'))}" in page
+
+
 def test_page_has_a_place_for_each_task_and_the_committed_results_are_small():
     text = PAGE.read_text(encoding="utf-8")
-    for name in (*TASKS, "costs", "variance"):
+    for name in (*TASKS, "costs", "variance", "variance_middle", "drawing"):
         assert text.count(f"<!-- baselines:{name} -->") == 1
     for path in COMMITTED.glob("*.jsonl"):
         lines = path.read_text(encoding="utf-8").splitlines()

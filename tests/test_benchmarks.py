@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -9,19 +10,31 @@ from typing import ClassVar
 import pytest
 import torch
 
-from benchmarks import distributed, jobs, model, peers, processor, report, results, turns
+from benchmarks import (
+    distributed,
+    jobs,
+    model,
+    peers,
+    processor,
+    prompt_sampling_cost,
+    report,
+    results,
+    turns,
+)
 from benchmarks import machine as machine_module
 from benchmarks.floors import Shape, count_decode_bytes, count_floor
 from benchmarks.long_answers import LargestTensors
 from benchmarks.measure import parse_options
 from benchmarks.plan import __main__ as plans
 from benchmarks.plan import cases, side
+from benchmarks.prompt_sampling_cost import TimedSampler
 from benchmarks.shapes import SHAPES
 from benchmarks.summary import Spread, summarise
 from benchmarks.trl_side import TorchWithProducts, add_product
 from benchmarks.workloads import DEFAULT, FAMILIES, WORKLOADS
 from rloo.config.batch_sizes import batches_of
 from rloo.config.parsing import parse_command_line
+from rloo.data.probe_sampler import ProbeSampler
 
 # N = 2 x (10 x (2 x 8 + 2 x 4) + 3 x 10 x 20) + 10 x 100 = 2 x 840 + 1000 = 2680
 SHAPE = Shape(num_layers=2, hidden=10, queries=8, keys=4, intermediate=20, vocabulary=100)
@@ -509,3 +522,68 @@ def test_configurations_of_plans_are_ones_that_rloo_takes(case, tmp_path):
     config = parse_command_line(case.arguments(tmp_path, 1))
     assert (config.num_threads, config.learning_rate) == (1, 1e-12)
     assert batches_of(config, 1).completions_per_step > 8
+
+
+class BusySampler(ProbeSampler):
+    """Spends CPU seconds in its probe and in each call, and has other groups each time."""
+
+    def __init__(self):
+        self.drawn, self.look = 3, lambda number_M: spend(0.04)
+
+    def next(self, num):
+        spend(0.01)
+        self.look([0])
+        return [num]
+
+    def update(self, groups):
+        spend(0.02)
+
+    def stats(self):
+        return {}
+
+    def state_dict(self):
+        return {"drawn": 3}
+
+
+def spend(seconds):
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_the_probes_pass_is_no_part_of_the_seconds_of_draws():
+    sampler = TimedSampler(BusySampler())
+    assert sampler.next(7) == [7] and sampler.drawn == 3
+    assert sampler.seconds["draws"] == pytest.approx(0.01, abs=0.02)
+    sampler.update(["a group"])
+    sampler.stats()
+    assert sampler.state_dict() == {"drawn": 3} and sampler.groups == ["a group"]
+    assert sampler.seconds["draws"] == pytest.approx(0.03, abs=0.02)
+    assert sampler.seconds["forward"] == pytest.approx(0.04, abs=0.02)
+
+
+def test_shares_of_a_step_are_medians_over_repeats_that_take_turns():
+    seconds = iter([1.0, 2.0, 4.0] * 3)
+    asked = []
+
+    def measure_arm(workload, arm):
+        asked.append(arm)
+        step = next(seconds) * len(asked)
+        return {"step": step, "draws": 0.01, "forward": 0.03}
+
+    found = prompt_sampling_cost.medians(None, 3, measure_arm)
+    assert asked == ["variance", "variance_column", "probe"] * 3
+    # Steps of "probe": 4 x 3, 4 x 6 and 4 x 9 seconds.
+    row = found["probe"]
+    assert row["step"] == 24.0
+    assert [row[n] for n in ("draws", "forward", "both")] == pytest.approx([1 / 24, 3 / 24, 4 / 24])
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_probe_has_a_forward_pass_and_other_arms_have_none(tmp_path):
+    task = prompt_sampling_cost.random_task("tiny", max_tokens=8, num_rows=16)
+    workload = prompt_sampling_cost.Workload(task, 2, 2, steps=3)
+    for arm in prompt_sampling_cost.ARMS:
+        seconds = prompt_sampling_cost.measure(workload, arm, folder=tmp_path)
+        assert ("forward" in seconds) == (arm == "probe")
+        assert 0 < seconds["draws"] + seconds.get("forward", 0.0) < seconds["step"]

@@ -5,15 +5,19 @@
         [--only-tuning] [--list]
     PYTHONPATH=src python -m benchmarks.baselines collect [--out runs/baselines]
     PYTHONPATH=src python -m benchmarks.baselines report [--out runs/baselines]
-    PYTHONPATH=src python -m benchmarks.baselines variance [--tasks countdown,sorting]
+    PYTHONPATH=src python -m benchmarks.baselines variance [--tasks countdown,sorting] [--middle]
+    PYTHONPATH=src python -m benchmarks.baselines drawing [--tasks mixture,hidden,countdown,gym]
+        [--rate 4e-4]
 
 `run` executes the cells that have no result, in the folder or in docs/baselines/results, so it may
 be stopped and started again. For every arm, a learning rate is chosen from the same grid by runs
 with other seeds and other held-out prompts than the reported ones. Then the reported seeds are
 trained. `--list` prints what is left and what it costs. `collect` writes finished cells to
 docs/baselines/results. `report` writes the tables and pictures of docs/baselines.md (needs the
-extra `plots`). `variance` measures the variance of the gradient. `--budget` in completions is for
-short trial runs; use a separate folder for them.
+extra `plots`). `variance` measures the variance of the gradient as a function of K, at the base
+model or in the middle of a run. `drawing` measures how much of it remains if prompts are drawn with
+weights, at both. `--rate` is the learning rate of that run, by default the tuned one. `--budget` in
+completions is for short trial runs; use a separate folder for them.
 """
 
 from __future__ import annotations
@@ -47,9 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         write_report(results, TASKS, docs=options.docs)
     elif options.command == "variance":
-        from benchmarks.baselines.variance import write_variances
+        from benchmarks.baselines.variance import write_middle_variances, write_variances
 
-        write_variances([TASKS[name] for name in options.tasks], results)
+        tasks = [TASKS[name] for name in options.tasks]
+        if options.middle:
+            write_middle_variances(tasks, results, options.rate)
+        else:
+            write_variances(tasks, results)
+    elif options.command == "drawing":
+        from benchmarks.baselines.drawing import write_drawing
+
+        write_drawing([TASKS[name] for name in options.tasks], results, options.rate)
     else:
         plan = Plan(
             [TASKS[name] for name in options.tasks],
@@ -78,7 +90,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--only-tuning", action="store_true", help="no reported seeds")
     run.add_argument("--list", action="store_true", help="print what is left, and its CPU hours")
     variance = commands.add_parser("variance", help="measure the variance of the gradient")
-    for command, tasks in ((run, DEFAULT_TASKS), (variance, ("countdown", "sorting"))):
+    variance.add_argument("--middle", action="store_true", help="after half of a run's budget")
+    drawing = commands.add_parser("drawing", help="measure what drawing prompts leaves of it")
+    for command in (variance, drawing):
+        command.add_argument("--rate", type=float, help="learning rate; default: the tuned one")
+    some = ("countdown", "sorting")
+    for command, tasks in ((run, DEFAULT_TASKS), (variance, some), (drawing, DEFAULT_TASKS)):
         command.add_argument(
             "--tasks", type=_names(TASKS), default=list(tasks), help="with commas between"
         )
@@ -86,7 +103,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     report = commands.add_parser("report", help="write tables and pictures")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="where baselines.md is")
     cell = commands.add_parser("cell", help="one cell, as JSON on the standard input")
-    for command in (run, variance, collect, report, cell):
+    for command in (run, variance, drawing, collect, report, cell):
         command.add_argument("--out", type=Path, default=Path("runs/baselines"), help="results")
         command.add_argument(
             "--results", type=Path, default=COMMITTED, help="the folder of committed results"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,21 +32,20 @@ def write_report(results: Results, tasks: Mapping[str, Task], *, docs: Path) -> 
     for name, summary in started.items():
         text = put_between(text, name, render_task(summary))
     text = put_between(text, "costs", render_costs(results))
-    variances = read_variances(results)
-    if variances:
-        titles = {name: task.title for name, task in tasks.items()}
-        text = put_between(text, "variance", render_variances(variances, titles))
+    variances = results.read_figures("variance")
+    text = put_measured(text, results, {name: task.title for name, task in tasks.items()})
     draw(started, variances, docs / "baselines")
     page.write_text(text, encoding="utf-8")
 
 
-def read_variances(results: Results) -> dict[str, dict[str, Any]]:
-    """The measured variances by task; empty if there are none."""
-    path = results.committed / "variance.json"
-    found: dict[str, dict[str, Any]] = (
-        json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    )
-    return found
+def put_measured(text: str, results: Results, titles: Mapping[str, str]) -> str:
+    """`text` with the tables of what `variance` and `drawing` measured, if there are figures."""
+    for name in ("variance", "variance_middle"):
+        if figures := results.read_figures(name):
+            text = put_between(text, name, render_variances(figures, titles))
+    if figures := results.read_figures("drawing"):
+        text = put_between(text, "drawing", render_drawing(figures))
+    return text
 
 
 def put_between(text: str, name: str, block: str) -> str:
@@ -211,7 +209,8 @@ def render_variances(variances: Mapping[str, Any], titles: Mapping[str, str]) ->
     """The variance tables of all tasks with a measured variance."""
     parts = []
     for name, found in variances.items():
-        parts += [f"{titles[name]}:", _variance_table(found)]
+        rate = f", learning rate {found['rate']:g}" if "rate" in found else ""
+        parts += [f"{titles[name]}{rate}:", _variance_table(found)]
     return "\n\n".join(parts)
 
 
@@ -238,3 +237,24 @@ def _variance_table(found: Mapping[str, Any]) -> str:
         rows.append([_ESTIMATORS[estimator], any_size, measured, predicted, noise])
     head = ["", "K", "K x variance / limit, measured", "predicted", "noise to signal"]
     return _table(head, rows)
+
+
+def render_drawing(figures: Mapping[str, Any]) -> str:
+    """The tables of `benchmarks.baselines.drawing`: second moments, and rewards by level."""
+    moments, levels = [], []
+    for name, found in sorted(figures.items()):
+        for when in ("start", "middle"):
+            one = found[when]
+            cells = (one["relative"].get(q) for q in ("gradient", "deviation", "column"))
+            shown = ("-" if c is None else f"{c[0]:.2f}, {c[1]:.2f}" for c in cells)
+            moments.append([name, when, f"{100 * one['signal']:.1f}", *shown])
+            for level, passed in one["pass_rates"].items():
+                signal = one["signals"][level]
+                row = [name, when, level or "all", f"{100 * passed:.0f}", f"{100 * signal:.0f}"]
+                levels.append(row)
+    rates = ", ".join(f"{name} {found['rate']:g}" for name, found in sorted(figures.items()))
+    head = ["task", "weights", "signal, %", "best", "deviation", "column"]
+    level_head = ["task", "weights", "level", "pass rate, %", "groups with a signal, %"]
+    return "\n\n".join(
+        [f"Learning rates: {rates}.", _table(head, moments), _table(level_head, levels)]
+    )

@@ -59,6 +59,23 @@ class Results:
             _write(self.committed / f"{task}.jsonl", "\n".join(sorted(some)) + "\n")
         return {task: len(some) for task, some in lines.items()}
 
+    def read_figures(self, name: str) -> dict[str, dict[str, Any]]:
+        """Measured figures by task, such as "variance"; empty if there are none."""
+        path = self._figures(name)
+        found: dict[str, dict[str, Any]] = (
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        )
+        return found
+
+    def write_figures(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Write the figures of some tasks. Those of other tasks stay."""
+        text = json.dumps(self.read_figures(name) | dict(figures), separators=(",", ":"))
+        _write(self._figures(name), text + "\n")
+
+    def _figures(self, name: str) -> Path:
+        folder = self.committed if name == "variance" else self.committed.parent
+        return folder / f"{name}.json"
+
 
 def write_result(out: Path, cell: Cell, result: Result) -> None:
     """Write the result atomically: the file is renamed when it is complete."""

@@ -1,4 +1,4 @@
-"""The variance of a group's gradient as a function of K: measured at a base model, and predicted.
+"""The variance of a group's gradient as a function of K: measured, and predicted.
 
 RLOO's gradient of a group is a U-statistic of order 2 (Hoeffding 1948): with the score s = grad log
 pi(y), it is the mean over all pairs of h(y1, y2) = (r1 - r2)(s1 - s2) / 2. So its variance is
@@ -13,7 +13,6 @@ baseline.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from benchmarks.baselines.arms import Task
 from benchmarks.baselines.cells import PLAIN
+from benchmarks.baselines.middle import middle_model, rate_of
 from benchmarks.baselines.results import Results
 from benchmarks.baselines.training import make_trainer
 from rloo import RLOOConfig, RLOOTrainer
@@ -42,7 +42,7 @@ from rloo.types import Prompt, Rollout, Sample
 NUM_RESAMPLES = 1000
 # Completions sampled in one call of the engine.
 _AT_ONCE = 256
-# At the base model the KL is 0, so the gradient depends only on the rewards.
+# The gradient depends only on the rewards: at the base model the KL is 0.
 OPTIONS: dict[str, Any] = {
     "preset": "paper",
     "beta": 0.0,
@@ -92,15 +92,25 @@ def resamples(n: int, generator: torch.Generator) -> Tensor:
 
 
 def write_variances(tasks: Sequence[Task], results: Results) -> None:
-    """Measure the tasks and write their figures to `variance.json` of the committed results."""
-    path = results.committed / "variance.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Measure the tasks at their base models, and write the figures `variance`."""
     for task in tasks:
-        found[task.name] = measure(task, SETTINGS, out=results.out)
-        path.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
+        found = measure(task, SETTINGS, model=task.model(results.out))
+        results.write_figures("variance", {task.name: found})
 
 
-def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]:
+def write_middle_variances(
+    tasks: Sequence[Task], results: Results, rate: float | None = None
+) -> None:
+    """As `write_variances`, in the middle of a run with the learning rate `rate`, by default the
+    tuned one. Raises ValueError if there is neither."""
+    rates = [rate_of(task, results, rate) for task in tasks]
+    for task, used in zip(tasks, rates, strict=True):
+        with middle_model(task, used, out=results.out) as model:
+            found = measure(task, SETTINGS, model=model)
+        results.write_figures("variance_middle", {task.name: {"rate": used, **found}})
+
+
+def measure(task: Task, options: dict[str, Any], *, model: str) -> dict[str, Any]:
     """K times the variances, summed over prompts: measured, and predicted from other completions.
     Each is [value, low, high] with a 95 % bootstrap interval over the completions of these prompts.
 
@@ -109,9 +119,7 @@ def measure(task: Task, options: dict[str, Any], *, out: Path) -> dict[str, Any]
     """
     with tempfile.TemporaryDirectory() as folder:
         sampled = {"max_completion_length": task.max_tokens, "num_generations": 2}
-        trainer = make_trainer(
-            task, OPTIONS | sampled, model=task.model(out), folder=Path(folder) / "run"
-        )
+        trainer = make_trainer(task, OPTIONS | sampled, model=model, folder=Path(folder) / "run")
         parts, _ = trainer.make_parts()
         rollouts: Any = parts.rollouts
         prompts = rollouts.prompts.next(options["num_prompts"])
@@ -160,14 +168,17 @@ def draw(
 
 
 class Gradients:
-    """Gradients computed by the training code, for a fixed random subset of parameters."""
+    """Gradients computed by the training code, for a fixed random subset of parameters; None: for
+    all."""
 
-    def __init__(self, trainer: RLOOTrainer, num_coordinates: int) -> None:
+    def __init__(self, trainer: RLOOTrainer, num_coordinates: int | None = None) -> None:
         self._policy: Policy = trainer.policy
         self._config: RLOOConfig = trainer.args
         total = sum(p.numel() for p in self._policy.parameters)
         generator = torch.Generator().manual_seed(0)
-        self._chosen = torch.randperm(total, generator=generator)[:num_coordinates]
+        self._chosen: Tensor | slice = slice(None)
+        if num_coordinates is not None:
+            self._chosen = torch.randperm(total, generator=generator)[:num_coordinates]
 
     def of_groups(self, samples: Sequence[Sample], size: int, estimator: dict[str, Any]) -> Tensor:
         """The gradients of groups: (groups, coordinates), float64. Consecutive samples form groups
