@@ -2,6 +2,7 @@
 rewards, and every second stage, the gradient is the exact one of K completions per prompt."""
 
 import itertools
+import json
 import math
 from collections import Counter
 from functools import cache
@@ -223,6 +224,27 @@ def test_a_group_whose_pilot_has_one_score_does_not_train():
     assert make_training_samples(rollout_of([group]), config_of()) == []
     group.rewards[1] = 0.5
     assert len(make_training_samples(rollout_of([group]), config_of())) == 4
+
+
+def test_numbers_follow_from_the_pilot_and_the_state_does_not_change():
+    sampler = make_sampler()
+    draws = sampler.next(2)
+    assert [draw.num_completions for draw in draws] == [PILOT] * 2
+    before = json.dumps(sampler.state_dict())
+
+    def sizes(*rewards):
+        groups = [
+            Group(Prompt(n, [1], "x", num_completions=PILOT), [], [], [*some])
+            for n, some in enumerate(rewards)
+        ]
+        found = sampler.second_sizes(groups)
+        assert found == sampler.second_sizes(groups)
+        return found
+
+    assert sizes([0.5, 0.5], [0.0, 1.0]) == [1, 3]
+    assert sizes([0.0, 1.0], [0.5, 0.5]) == [3, 1]
+    assert sizes([0.0, 1.0], [1.0, 0.0]) == [2, 2]
+    assert json.dumps(sampler.state_dict()) == before
 
 
 @pytest.mark.slow
