@@ -296,6 +296,18 @@ def test_a_pilot_needs_completions_in_two_calls(tmp_path):
     with pytest.raises(ValueError, match="pilot is 2 and the run has a rollout_func, which makes"):
         make_trainer(config, by_level, LEVELS, rollout_func=rollouts)
 
+    class Counter:
+        def reset(self, **_):
+            pass
+
+        def count(self) -> int:
+            """Count."""
+            return 1
+
+    messages = LEVELS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    with pytest.raises(ValueError, match="pilot is 2 and the run has environments, whose first st"):
+        make_trainer(config, by_level, messages, environment_factory=Counter)
+
     class Scaled:
         __name__ = "scaled"
 

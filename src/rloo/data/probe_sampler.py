@@ -135,7 +135,7 @@ class ProbeSampler(VarianceSampler):
     def deviations_among(self, estimate: RewardEstimate, number_P: np.ndarray) -> np.ndarray:
         """See `VarianceSampler.deviations_among`; by the predictions of the probe, too."""
         assert isinstance(estimate, ProbedEstimate)
-        features = [self.looked_at(int(number))[:-2] for number in number_P]
+        features = [self._looked[-1][int(number)][:-2] for number in number_P]
         return estimate.deviations_among(number_P, np.array(features)).deviation_M
 
     def update(self, groups: Any) -> None:
