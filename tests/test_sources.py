@@ -52,7 +52,7 @@ MODULE_WORDS = set(
     metric metrics micro mixin model monitor ms multi names native nccl nemo nodes norm normal
     numbers numpy object objective observer offload oom openenv openrlhf ops optimizer optimizers
     option optional options output overrides packages packed parallel parser parsing plan planner
-    platform plot plugin plugins policy pool prefill prefix preflight prepare presets printing
+    pilot platform plot plugin plugins policy pool prefill prefix preflight prepare presets printing
     probe problem process processing profiler program progress prompt proxy publisher pytest pytree
     quantization ragged rank ranks ray reader reasoning recipes record records reference registry
     remote renderer report requests resource resources response restart resume retired retry reward

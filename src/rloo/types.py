@@ -34,7 +34,9 @@ class Prompt:
     a completion that is continued: they count in the length of the completion and in the positions
     of its tokens. `weight` multiplies the loss of the prompt: 1 / (N q) for a prompt that was drawn
     from N prompts with probability q, so 1 if prompts are drawn uniformly. `num_completions` is the
-    number of completions to sample; None: `num_generations`, as for all other prompts.
+    number of completions to sample; None: `num_generations`, as for all other prompts. `pilot`: the
+    first `pilot` of them were sampled before the number of the others was chosen; None: all are
+    sampled together.
     """
 
     id: int
@@ -46,18 +48,26 @@ class Prompt:
     offset: int = 0
     weight: float = 1.0
     num_completions: int | None = None
+    pilot: int | None = None
 
     @property
     def noise_id(self) -> int:
         """A number that is unique to the prompt and the epoch."""
         return self.id + (self.epoch << 40)
 
-    def completion_weight(self, num_generations: int) -> float:
-        """Return the factor of each completion's loss: `weight`, and num_generations /
-        `num_completions`, so that the number of completions does not weight the prompt."""
-        if self.num_completions is None:
+    def completion_weight(self, num_generations: int, index: int | None = None) -> float:
+        """Return the factor of a completion's loss: `weight`, and num_generations /
+        `num_completions`, so that the number of completions does not weight the prompt. `index` is
+        the number of the completion in its group. The completions of a pilot have the factor
+        `weight`, whatever number of others follows. None: the mean factor of the completions."""
+        size = self.num_completions
+        if size is None:
             return self.weight
-        return self.weight * (num_generations / self.num_completions)
+        if self.pilot is None or index is None:
+            return self.weight * (num_generations / size)
+        if index < self.pilot:
+            return self.weight
+        return self.weight * ((num_generations - self.pilot) / (size - self.pilot))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +188,8 @@ class Sample:
     `place` is the index among all completions of the rollout, scored or not, and determines the
     optimizer step. `trained` is True for each token that the policy trains on, and False for input
     tokens (tool output, user turns). None: it trains on all tokens. `weight_versions` and the
-    conversion of lists are as in `Completion`. `weight`: see `Prompt.completion_weight`.
+    conversion of lists are as in `Completion`. `weight`: see `Prompt.completion_weight`. `pilot`:
+    whether the completion belongs to the pilot of its group (`Prompt.pilot`).
     """
 
     key: tuple[int, int]
@@ -195,6 +206,7 @@ class Sample:
     trained: tuple[bool, ...] | None = None
     weight_versions: WeightVersions = ()
     weight: float = 1.0
+    pilot: bool = False
 
     def __post_init__(self) -> None:
         store_as_arrays(self)

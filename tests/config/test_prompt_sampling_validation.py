@@ -96,6 +96,30 @@ def test_objectives_that_depend_on_the_number_of_completions_are_refused(options
 
 
 @pytest.mark.parametrize(
+    ("pilot", "options", "expected"),
+    [
+        (
+            2,
+            {"prompt_sampling_kwargs": {"pilot": 2}},
+            "pilot is 2 but has no effect without prompt",
+        ),
+        (1, {}, "pilot is 1; the baseline of a pilot's completion is the mean reward of the pilot"),
+        (3, {}, "pilot is 3 and num_generations is 4; each prompt has at least 1 further completi"),
+        (4, {}, r"none is left for another prompt \(prompt_sampling_kwargs.pilot at most num_gen"),
+        (2, {"max_staleness": 1}, "pilot is 2 and max_staleness is 1; other processes sample the "),
+        (2, {"sampler_processes": 1}, "pilot is 2 and sampler_processes is 1; other processes sam"),
+        (2, {"estimator": "grpo"}, "estimator is grpo and prompt_sampling_kwargs.max_generations"),
+    ],
+)
+def test_a_pilot_without_a_choice_or_in_another_process_is_refused(pilot, options, expected):
+    kwargs = {"prompt_sampling_kwargs": {"max_generations": 8, "pilot": pilot}}
+    with pytest.raises(ValueError, match=expected):
+        RLOOConfig(**SIZED | kwargs | options)
+    kwargs["prompt_sampling_kwargs"]["pilot"] = 2
+    assert RLOOConfig(**SIZED | kwargs).prompt_options.pilot == 2
+
+
+@pytest.mark.parametrize(
     "options",
     [
         {"mean_level": "none"},

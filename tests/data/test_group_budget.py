@@ -37,6 +37,24 @@ def test_no_other_numbers_have_a_lower_variance(total, most):
         assert variance(spread, found) == pytest.approx(least, rel=1e-12)
 
 
+def test_after_a_pilot_no_other_numbers_have_a_lower_variance_of_the_second_means():
+    """In each step of four prompts, of all numbers from 1 to 8 - 2 with this sum."""
+    budget = GroupBudget(num_generations=5, max_generations=8, num_prompts=4, pilot=2)
+    every = [n for n in itertools.product(range(1, 7), repeat=4) if sum(n) == 4 * 3]
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        spread_P = random.exponential(1.0, 8)
+        found = budget.sizes(spread_P)
+        for spread, numbers in ((spread_P[:4], found[:4]), (spread_P[4:], found[4:])):
+            assert tuple(numbers) in every
+
+            def mean_squares(sizes, spread=spread):
+                return sum(s**2 / n for s, n in zip(spread, sizes, strict=True))
+
+            least = min(map(mean_squares, every))
+            assert mean_squares(numbers) == pytest.approx(least, rel=1e-12)
+
+
 @pytest.mark.parametrize("value", [0.0, 0.7, 1e38])
 def test_equal_prompts_get_equal_numbers(value):
     assert allocate(np.full(6, value), 24, 16).tolist() == [4] * 6

@@ -30,13 +30,25 @@ class TokenTables(NamedTuple):
 class BanditGroup(NamedTuple):
     """The completions `members` of a group, as numbers of sequences. By sequence: the log-probs of
     the tokens under the policy, other values of the tokens, and the reward. `weight`: of the
-    prompt."""
+    prompt, and after a `pilot` of so many completions, `weight_after`."""
 
     logprobs: Sequence[Tensor]
     tables: TokenTables
     rewards: Tensor
     members: Sequence[int]
     weight: float = 1.0
+    pilot: int | None = None
+    weight_after: float = 1.0
+
+    def pilots(self) -> list[bool]:
+        """Whether each completion belongs to the pilot."""
+        return [place < (self.pilot or 0) for place, _ in enumerate(self.members)]
+
+    def weights(self) -> list[float]:
+        """Of the completions."""
+        if self.pilot is None:
+            return [self.weight] * len(self.members)
+        return [self.weight if first else self.weight_after for first in self.pilots()]
 
 
 def rollout_loss(groups: Sequence[BanditGroup], config) -> Tensor:
@@ -58,7 +70,10 @@ def rollout_loss(groups: Sequence[BanditGroup], config) -> Tensor:
         group_N=torch.tensor(number_N),
         all_scored=False,
         reward_N=torch.stack([group.rewards[member] for group, member in flat]),
-        weight_N=torch.tensor([group.weight for group, _ in flat], dtype=torch.float64),
+        weight_N=torch.tensor([w for g in groups for w in g.weights()], dtype=torch.float64),
+        pilot_N=torch.tensor([p for g in groups for p in g.pilots()])
+        if any(any(group.pilots()) for group in groups)
+        else None,
         truncated_N=torch.zeros(len(flat), dtype=torch.bool),
         keys=[(number, place) for place, number in enumerate(number_N)],
         lengths=lengths.tolist(),

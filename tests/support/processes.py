@@ -63,6 +63,13 @@ def missing(completion_ids, number, **_):
     return [None if row % 3 == 0 or ids[0] % 4 == 0 else float(len(ids)) for ids, row in pairs]
 
 
+def odd_rows_pay(completion_ids, number, log_metric, **_):
+    """By the first word; no reward for one word. The other rows have equal rewards."""
+    log_metric("length of a call", sum(map(len, completion_ids)) / len(completion_ids))
+    pairs = zip(completion_ids, number, strict=True)
+    return [None if ids[0] % 9 == 0 else float(row % 2 * (ids[0] % 5)) for ids, row in pairs]
+
+
 def failing(completion_ids, number, log_metric, **_):
     """As `mixed`, but for a call of the second process."""
     _calls.append(1)
@@ -129,6 +136,7 @@ MEASURED = "paper"
 DRAWN = "drawn by a curriculum"
 WEIGHTED, PROBED = "drawn by variance", "drawn by a probe"
 SIZED = "numbers of completions by variance"
+PILOT = "numbers of completions by a pilot"
 # Packed attention is torch's flash attention, whose backward has float32's precision.
 PACKED = "packed"
 OPTIMAL_TOKEN = {"estimator": "optimal_token", "importance_sampling_level": "token"}
@@ -187,6 +195,17 @@ CASES = {
             "max_steps": 6,
         },
     ),
+    PILOT: (
+        odd_rows_pay,
+        {
+            "beta": 0.05,
+            "prompt_sampling": "variance",
+            "prompt_sampling_kwargs": {"max_generations": 7, "floor": 1.0, "pilot": 2},
+            "num_generations": 5,
+            "num_prompts": 4,
+            "max_steps": 5,
+        },
+    ),
     PROBED: (
         mixed,
         {
@@ -210,7 +229,7 @@ OF_ROWS = (
     "ranked in its group", "shrinkage", "length-weighted", "KL in the loss",
     "no signal on one", "dynamic sampling",
     "over the batch", "by token", "mean over tokens", "adaptive KL", DRAWN, WEIGHTED, PROBED,
-    SIZED,
+    SIZED, PILOT,
     *environments.CASES,
     RUNS_OUT,  # where weights are divided, the others wait in the backward
 )  # fmt: skip

@@ -110,23 +110,24 @@ class Production:
     ) -> Iterator[Weighted]:
         """All groups of a prompt, with their probabilities. Their order changes nothing, so that
         one of them stands for all orders of the same completions."""
-        members, chances = self.prompts[prompt]
+        _, chances = self.prompts[prompt]
         size = num_completions or self.config.num_generations
-        drawn = Prompt(prompt, PROMPTS[prompt], "x", weight=weight, num_completions=num_completions)
-        for chosen in itertools.combinations_with_replacement(range(len(members)), size):
+        drawn = self.prompt(prompt, weight=weight, num_completions=num_completions)
+        for chosen in itertools.combinations_with_replacement(range(len(chances)), size):
             chance = float(math.factorial(size))
             for s, times in Counter(chosen).items():
                 chance *= chances[s] ** times / math.factorial(times)
-            rewards: list[float | None] = [self.rewards[prompt][s] for s in chosen]
-            yield (
-                chance,
-                Group(
-                    drawn,
-                    [members[s] for s in chosen],
-                    ["x"] * size,
-                    rewards,
-                ),
-            )
+            yield chance, self.group(drawn, chosen)
+
+    def prompt(self, number: int, **drawn: Any) -> Prompt:
+        """A prompt, with what its draw determined."""
+        return Prompt(number, PROMPTS[number], "x", **drawn)
+
+    def group(self, prompt: Prompt, chosen: Sequence[int]) -> Group:
+        """The group of the completions with these numbers."""
+        members, _ = self.prompts[prompt.id]
+        rewards: list[float | None] = [self.rewards[prompt.id][s] for s in chosen]
+        return Group(prompt, [members[s] for s in chosen], ["x"] * len(chosen), rewards)
 
     def rollouts(self) -> Iterator[tuple[float, list[Group]]]:
         """All rollouts of one group for each prompt."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rloo import cli
-from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
 from rloo.config.config import RLOOConfig
 from rloo.tools import check_estimator
 from rloo.tools.exact_gradient import (
@@ -18,6 +18,7 @@ from rloo.tools.exact_gradient import (
     draw_error,
     logits_table,
     measure,
+    pilot_error,
 )
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
@@ -69,6 +70,28 @@ def bandit_of(number: int, num_tokens: int = 3) -> TabularPolicy:
     return TabularPolicy(
         logits_table(number, num_tokens), logits_table(number + 1, num_tokens), rewards
     )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("exact_kl", [False, True])
+def test_a_pilot_does_not_change_the_gradient_of_leave_one_out(beta, exact_kl):
+    bandits = [bandit_of(number, 2) for number in range(2)]
+    budget, estimator = check_estimator.PILOT, load_estimator(RLOOConfig())
+    assert pilot_error(estimator, bandits, beta, budget, exact_kl=exact_kl) < 1e-12
+
+
+def test_an_error_of_a_pilot_is_found():
+    """By an estimator whose expected gradient depends on the size of a group; and a baseline of the
+    pilot that includes the second stage."""
+
+    class OneBaseline(LoadedEstimator):
+        advantages = LoadedEstimator.compute
+
+    bandits = [bandit_of(number, 2) for number in range(2)]
+    left_in, usual = (load_estimator(RLOOConfig(estimator=name)) for name in ("grpo", "rloo"))
+    assert pilot_error(left_in, bandits, 0.0, check_estimator.PILOT) > 1e-2
+    one = OneBaseline(usual.name, usual.function, usual.over_rollout, usual.smallest_group)
+    assert pilot_error(one, bandits, 0.0, check_estimator.PILOT) > 1e-4
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])

@@ -99,13 +99,19 @@ def words_of(trainer) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"max_staleness": 1}], ids=["here", "in the background"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_staleness": 1}, {"pilot": 2}],
+    ids=["here", "in the background", "in two stages"],
+)
 def test_prompts_may_have_different_numbers_of_episodes(tmp_path, options):
     def for_odd_rows(completions, n, **_):
         both = zip(reward_of(completions, n), n, strict=True)
         return [value * (row % 2) for value, row in both]
 
-    kwargs = {"max_generations": 7, "floor": 1.0, "column": "n"}
+    pilot = options.get("pilot")
+    kwargs = {"max_generations": 7, "floor": 1.0, "column": "n", "pilot": pilot}
+    options = {name: value for name, value in options.items() if name != "pilot"}
     trainer = make_trainer(
         tmp_path, reward=for_odd_rows, prompt_sampling="variance", prompt_sampling_kwargs=kwargs,
         max_steps=10, num_prompts=4, learning_rate=1e-4, logging_steps=1, **options,

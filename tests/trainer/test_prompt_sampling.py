@@ -1,6 +1,7 @@
 """Runs whose prompts are drawn by the deviation of their rewards."""
 
 import shutil
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +246,83 @@ def test_completions_go_to_the_prompts_that_pay(tmp_path):
     assert steps == [{0, 1, 2}, {3, 4, 5}]
 
 
+PILOT = {"pilot": 2, **SIZED["prompt_sampling_kwargs"]}
+
+
+def test_a_pilot_decides_on_the_other_completions(tmp_path):
+    """From the first rollout on, in each optimizer step as many as without."""
+    seen = []
+
+    def by_word(prompts, completions, completion_ids, log_metric, log_extra, **_):
+        seen.append([len([*some]) for _, some in groupby(prompts)])
+        log_metric("length", sum(map(len, completion_ids)) / len(completions))
+        log_extra("call", [len(seen)] * len(completions))
+        return [float(ids[0] % 2) for ids in completion_ids]
+
+    config = make_config(
+        tmp_path, **VARIANCE, prompt_sampling_kwargs=PILOT, num_prompts=6, num_generations=6
+    )
+    parts, _ = make_trainer(config, by_word, LEVELS).make_parts()
+    rollout = parts.rollouts.next()
+    first, others = seen
+    assert first == [2] * 6 and sum(others) == 6 * 4 and max(others) <= 5 > min(others) >= 1
+    groups = rollout.groups
+    assert [len(group.completions) for group in groups] == [2 + n for n in others]
+    assert [group.extras["call"] for group in groups] == [[1] * 2 + [2] * n for n in others]
+    assert rollout.metrics["length"] == pytest.approx(
+        np.mean([len(c.token_ids) for group in groups for c in group.completions])
+    )
+    differ = [len({*group.rewards[:2]}) == 2 for group in groups]
+    assert any(differ) and not all(differ)
+    mixed, flat = (
+        [n for n, d in zip(others, differ, strict=True) if d is k] for k in (True, False)
+    )
+    assert min(mixed) >= max(flat)
+    # No completion of the second stage repeats one of the pilot.
+    ids = [tuple(c.token_ids) for group in groups for c in group.completions]
+    assert len({*ids}) == len(ids)
+    weights = {sample.key: sample.weight for sample in make_training_samples(rollout, config)}
+    for number, group in enumerate(groups):
+        own = [weights[number, place] for place in range(len(group.completions))]
+        assert own == [1.0] * 2 + [4 / others[number]] * others[number]
+
+
+def test_a_pilot_needs_completions_in_two_calls(tmp_path):
+    config = make_config(tmp_path, **VARIANCE, prompt_sampling_kwargs=PILOT)
+
+    def rollouts(prompts, trainer):
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="pilot is 2 and the run has a rollout_func, which makes"):
+        make_trainer(config, by_level, LEVELS, rollout_func=rollouts)
+
+    class Counter:
+        def reset(self, **_):
+            pass
+
+        def count(self) -> int:
+            """Count."""
+            return 1
+
+    messages = LEVELS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+    with pytest.raises(ValueError, match="pilot is 2 and the run has environments, whose first st"):
+        make_trainer(config, by_level, messages, environment_factory=Counter)
+
+    class Scaled:
+        __name__ = "scaled"
+
+        def normalize(self, scores):
+            return scores
+
+        def __call__(self, completions, **_):
+            return [0.0 for _ in completions]
+
+    with pytest.raises(
+        ValueError, match="scaled normalizes its scores by earlier ones, so the sca"
+    ):
+        make_trainer(config, Scaled(), LEVELS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -254,8 +332,18 @@ def test_completions_go_to_the_prompts_that_pay(tmp_path):
         {"steps_per_generation": 2, "gradient_accumulation_steps": 1},
         {"rollout_engine": "hf"},
         {"sampler_processes": 1},
+        {"prompt_sampling_kwargs": PILOT, "beta": 0.05},
+        {"prompt_sampling_kwargs": PILOT | {"probe": True, "floor": 0.25, "column": None}},
     ],
-    ids=["one step", "several passes", "several parts", "hf", "another process"],
+    ids=[
+        "one step",
+        "several passes",
+        "several parts",
+        "hf",
+        "another process",
+        "a pilot",
+        "a pilot and a probe",
+    ],
 )
 def test_a_resumed_run_has_the_same_numbers_of_completions(tmp_path, options):
     """Two runs and a resumed one end with the same bits."""
@@ -267,7 +355,9 @@ def test_a_resumed_run_has_the_same_numbers_of_completions(tmp_path, options):
         ends.append(weights(trainer))
     name = "prompt_sampling/largest_group"
     sizes = [row[name] for row in metrics_of(trainer.args) if name in row]  # one for each rollout
-    assert sizes[0] == 4.0 and max(sizes) > 4.0
+    if "pilot" not in options["prompt_sampling_kwargs"]:
+        assert sizes[0] == 4.0
+    assert max(sizes) > 4.0
     saved = sorted((folders[1] / "run").glob("checkpoint-*"))
     assert saved[0].name != "checkpoint-8"
     for path in saved[1:]:

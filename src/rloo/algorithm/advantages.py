@@ -31,7 +31,7 @@ from rloo.algorithm.update_metrics import (
     to_cpu,
 )
 from rloo.model.logprobs import TokenScores
-from rloo.model.micro_batch import MicroBatch, deal, exceeds
+from rloo.model.micro_batch import MicroBatch, deal, exceeds, pilot_mask
 from rloo.model.offload import send
 from rloo.model.policy import Policy
 from rloo.types import Sample
@@ -146,8 +146,9 @@ def batch_advantages(batch: MicroBatch, scores: TokenScores, terms: LossContext)
     ratios. `scores` must have what `token_values` needs."""
     penalty_T, norm_T = token_values(scores, batch.sequence_T, terms)
     returns = EstimatorInput(
-        batch.reward_N, penalty_T, batch.sequence_T, batch.group_N, batch.truncated_N, norm_T
-    )
+        batch.reward_N, penalty_T, batch.sequence_T, batch.group_N, batch.truncated_N, norm_T,
+        batch.pilot_N,
+    )  # fmt: skip
     return terms.advantages(returns, all_scored=batch.all_scored).to(scores.logprobs.dtype)
 
 
@@ -166,6 +167,7 @@ def _sample_advantages(
         torch.tensor([s.key[0] for s in samples]),
         torch.tensor([s.truncated for s in samples]),
         found.score_norm_T,
+        pilot_mask(samples),
     )
     return _by_key(keys, lengths, terms.advantages(returns))
 

@@ -34,7 +34,9 @@ class EstimatorInput:
     numbered from 0). `truncated_N` is true for completions that reached the length limit.
     `score_norm_T` is None, unless the estimator is marked by `reads_score_norms`: the squared norm
     of the gradient of each token's log-prob by the logits over the temperature, 1 - 2 p(token) +
-    sum of p(v)^2 over the vocabulary.
+    sum of p(v)^2 over the vocabulary. `pilot_N` is true for completions that were sampled before
+    the number of the others of their group was chosen; None if there are none. Estimators do not
+    read it: see `LoadedEstimator.advantages`.
     """
 
     reward_N: Tensor
@@ -43,6 +45,7 @@ class EstimatorInput:
     group_N: Tensor
     truncated_N: Tensor
     score_norm_T: Tensor | None = None
+    pilot_N: Tensor | None = None
 
     @property
     def num_completions(self) -> int:
@@ -85,6 +88,7 @@ class EstimatorInput:
             self.group_N[kept_N].unique_consecutive(return_inverse=True)[1],
             self.truncated_N[kept_N],
             None if self.score_norm_T is None else self.score_norm_T[kept_T],
+            None if self.pilot_N is None else self.pilot_N[kept_N],
         )
 
     def groups(self) -> list[EstimatorInput]:
@@ -99,8 +103,9 @@ class EstimatorInput:
         penalties = self.penalty_T.split(tokens)
         norm_T = self.score_norm_T
         norms = [None] * len(sizes) if norm_T is None else norm_T.split(tokens)
+        pilots = [None] * len(sizes) if self.pilot_N is None else self.pilot_N.split(sizes)
         columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]
-        parts = zip(penalties, norms, lengths, *columns, strict=True)
+        parts = zip(penalties, norms, pilots, lengths, *columns, strict=True)
         return [
             EstimatorInput(
                 reward.clone(),
@@ -109,6 +114,7 @@ class EstimatorInput:
                 group - group[0],
                 truncated.clone(),
                 None if norm is None else norm.clone(),
+                None if pilot is None else pilot.clone(),
             )
-            for penalty, norm, length, reward, group, truncated in parts
+            for penalty, norm, pilot, length, reward, group, truncated in parts
         ]

@@ -63,7 +63,7 @@ class LossContext:
             if scored.any():
                 found[scored] = self.advantages(returns.select(scored_N))
             return found
-        values = self.estimator.compute(returns)
+        values = self.estimator.advantages(returns)
         masked = returns.truncated_N & self.config.mask_truncated_completions
         if level == "token":
             values, masked = returns.per_token(values), masked[returns.sequence_T]

@@ -20,16 +20,17 @@ def make_training_samples(
     rollout: Rollout, config: RLOOConfig, past: KLController | None = None
 ) -> list[Sample]:
     """Return the training samples of a rollout, with shaped rewards. They are the scored
-    completions of groups that have enough scores for the estimator. If the preset counts all
-    completions, the other completions are included with the reward NaN. `past` is needed for a mean
-    or deviation over earlier rollouts."""
+    completions of groups that have enough scores for the estimator (in the pilot, if there is one).
+    If the preset counts all completions, the other completions are included with the reward NaN.
+    `past` is needed for a mean or deviation over earlier rollouts."""
     smallest = load_estimator(config).smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
     for number, group in enumerate(rollout.groups):
-        enough = sum(reward is not None for reward in group.rewards) >= smallest
-        weight = group.prompt.completion_weight(config.num_generations)
-        for sample, completion in _samples(group, number, begin, rollout.version, weight):
+        # The baselines of a pilot are computed among the pilot.
+        scores = group.rewards[: group.prompt.pilot]
+        enough = sum(reward is not None for reward in scores) >= smallest
+        for sample, completion in _samples(group, number, begin, rollout.version, config):
             if not math.isnan(sample.reward) and enough:
                 found.append((sample, completion))
             elif config.loss_form.all_completions and sample.num_trained:  # else it has no loss
@@ -46,24 +47,25 @@ def make_training_samples(
 
 
 def _samples(
-    group: Group, number: int, begin: int, version: int, weight: float
+    group: Group, number: int, begin: int, version: int, config: RLOOConfig
 ) -> Iterator[tuple[Sample, Completion]]:
     """Yield the completions of group `number`; its first completion has index `begin`."""
-    both = zip(group.completions, group.rewards, strict=True)
+    prompt, both = group.prompt, zip(group.completions, group.rewards, strict=True)
     for index, (completion, reward) in enumerate(both):
         sample = Sample(
             key=(number, index),
             place=begin + index,
             weight_versions=completion.weight_versions or ((version, len(completion.token_ids)),),
-            prompt_ids=group.prompt.token_ids,
+            prompt_ids=prompt.token_ids,
             token_ids=completion.token_ids,
             policy_logprobs=completion.policy_logprobs,
             reward=math.nan if reward is None else reward,
             truncated=completion.finish == "length",
             behavior_logprobs=completion.behavior_logprobs,
-            pixels=group.prompt.pixels,
+            pixels=prompt.pixels,
             trained=completion.trained,
-            weight=weight,
+            weight=prompt.completion_weight(config.num_generations, index),
+            pilot=index < (prompt.pilot or 0),
         )
         yield sample, completion
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerState
 
+from rloo.algorithm.pilot import add_second_stage
 from rloo.algorithm.reward_scoring import score_completions
 from rloo.algorithm.reward_shaping import has_reward_variance
 from rloo.config.batch_sizes import BatchSizes
@@ -120,12 +121,20 @@ class SyncRolloutGenerator:
         """Take prompts, sample and score completions. Return groups and metrics of the rewards."""
         prompts = self.prompts.next(num_prompts)
         noise = noise_key(self.config.seed, "train", self.step)
+        groups, logged = self._sample_and_score(prompts, noise)
+        if self.config.prompt_options.pilot is not None:
+            pilot = groups, logged
+            groups, logged = add_second_stage(pilot, self.prompts, noise, self._sample_and_score)
+        self.prompts.update(groups)
+        return groups, logged
+
+    def _sample_and_score(
+        self, prompts: Sequence[Prompt], noise: int
+    ) -> tuple[list[Group], dict[str, float]]:
         with self.clock.phase("sample"):
             sampled = self.generate(prompts, noise)
         with self.clock.phase("reward"):
-            groups, logged = self.score(prompts, sampled, noise)
-        self.prompts.update(groups)
-        return groups, logged
+            return self.score(prompts, sampled, noise)
 
     def generate(self, prompts: Sequence[Prompt], noise: int) -> list[list[Completion]]:
         """Return the completions of each prompt."""

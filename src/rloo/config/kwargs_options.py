@@ -87,6 +87,9 @@ class PromptSamplingKwargs:
         "null: all have `num_generations`.")
     max_resample_times: int = key(3,
         "Maximum number of times that `dynamic_sample` samples further prompts for a rollout.")
+    pilot: int | None = key(None,
+        "Completions of each prompt to sample first: their rewards also decide on the number "
+        "of its others (with `max_generations`); null: only earlier rollouts decide.")
     probe: bool = key(False,
         "Predict rewards from the policy's hidden states at the prompts' ends, and draw among two "
         "candidates per prompt (with `prompt_sampling variance`).")

@@ -45,12 +45,14 @@ def refused_with_weights(name: str, value: object, why: str) -> str:
 
 def _faults(config: TrainingOptions) -> Iterator[str]:
     weighted = config.prompt_sampling == "variance"
+    most, pilot = config.prompt_options.max_generations, config.prompt_options.pilot
     rules = (
         ("column", weighted, "prompt_sampling variance"),
         ("floor", weighted, "prompt_sampling variance"),
         ("half_life", weighted, "prompt_sampling variance"),
         ("probe", weighted, "prompt_sampling variance"),
         ("max_generations", weighted, "prompt_sampling variance"),
+        ("pilot", most is not None, "prompt_sampling_kwargs.max_generations"),
         ("max_resample_times", config.dynamic_sample, "dynamic_sample"),
     )
     usual = preset_options(config.preset).get("prompt_sampling_kwargs") or {}
@@ -67,8 +69,10 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
         value = getattr(mappings[option], key) if dot else getattr(config, name)
         if value not in combined:
             yield refused_with_weights(name, value, why)
-    if config.prompt_options.max_generations is not None:
-        yield from _group_faults(config, config.prompt_options.max_generations)
+    if most is not None:
+        yield from _group_faults(config, most)
+    if pilot is not None:
+        yield from _pilot_faults(config, pilot)
     groups = config.parallel_options
     if config.prompt_options.probe:
         for name, value, needed in (
@@ -104,6 +108,33 @@ def _group_faults(config: TrainingOptions, most: int) -> Iterator[str]:
             f"expected gradient would not be that of num_generations ({option}, or "
             "prompt_sampling_kwargs.max_generations null)"
         )
+
+
+def _pilot_faults(config: TrainingOptions, pilot: int) -> Iterator[str]:
+    """Faults of `pilot`: numbers that leave no choice, and rollouts that are not sampled in two
+    stages."""
+    size, name = config.num_generations, f"prompt_sampling_kwargs.pilot is {pilot}"
+    if pilot < 2:
+        yield (
+            f"{name}; the baseline of a pilot's completion is the mean reward of the pilot's other "
+            "completions, so a pilot has at least 2 (prompt_sampling_kwargs.pilot)"
+        )
+    if pilot > size - 2:
+        yield (
+            f"{name} and num_generations is {size}; each prompt has at least 1 further completion, "
+            f"and with fewer than {pilot + 2} on average none is left for another prompt "
+            "(prompt_sampling_kwargs.pilot at most num_generations - 2)"
+        )
+    for option, value, needed in (
+        ("max_staleness", config.max_staleness, 0),
+        ("sampler_processes", config.sampler_processes, "null"),
+    ):
+        if value:
+            yield (
+                f"{name} and {option} is {value}; other processes sample the completions of a "
+                "prompt in one stage, before any of its rewards is known "
+                f"(prompt_sampling_kwargs.pilot null, or {option} {needed})"
+            )
 
 
 def _depends_on_size(config: TrainingOptions) -> Iterator[tuple[str, object, str]]:

@@ -13,22 +13,31 @@ FEWEST = 2
 @dataclass(frozen=True, slots=True)
 class GroupBudget:
     """A step has `num_prompts` prompts and `num_prompts` * `num_generations` completions. A prompt
-    has 2 to `max_generations` of them."""
+    has 2 to `max_generations` of them.
+
+    With a `pilot`, each prompt first has this number of completions. The others, 1 to
+    `max_generations` - `pilot` of a prompt, are divided when the rewards of the pilot are known.
+    """
 
     num_generations: int
     max_generations: int
     num_prompts: int
+    pilot: int | None = None
 
     def sizes(self, spread_P: np.ndarray) -> list[int]:
         """Return the number of completions of each of P prompts, the prompts of one or more steps
-        in order. `spread_P`: see `allocate`."""
+        in order. With a pilot, return the numbers of further completions. `spread_P`: see
+        `allocate`."""
+        each, most, before = self.num_generations, self.max_generations, 0
+        if self.pilot is not None:
+            # The variance of a mean of n further terms is proportional to 1 / n, not 1 / (K - 1).
+            before = 1
+            each, most = each - self.pilot + before, most - self.pilot + before
         steps = np.split(spread_P, range(self.num_prompts, len(spread_P), self.num_prompts))
         return [
-            size
+            size - before
             for spread in steps
-            for size in allocate(
-                spread, len(spread) * self.num_generations, self.max_generations
-            ).tolist()
+            for size in allocate(spread, len(spread) * each, most).tolist()
         ]
 
 

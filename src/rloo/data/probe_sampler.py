@@ -132,6 +132,12 @@ class ProbeSampler(VarianceSampler):
         """Return the features and predictions of a prompt of the oldest rollout without rewards."""
         return self._looked[0].get(number, []) if self._looked else []
 
+    def deviations_among(self, estimate: RewardEstimate, number_P: np.ndarray) -> np.ndarray:
+        """See `VarianceSampler.deviations_among`; by the predictions of the probe, too."""
+        assert isinstance(estimate, ProbedEstimate)
+        features = [self._looked[-1][int(number)][:-2] for number in number_P]
+        return estimate.deviations_among(number_P, np.array(features)).deviation_M
+
     def update(self, groups: Any) -> None:
         """Receive the rewards of a rollout."""
         super().update(groups)

@@ -68,7 +68,9 @@ class VarianceSampler:
         # Neighbours in the dataset would otherwise be in the same optimizer step.
         drawn = [chosen[old] for old in np.argsort(others, kind="stable")]
         sizes: list[int | None] = [None] * num
-        if self.budget is not None:
+        if self.budget is not None and self.budget.pilot is not None:
+            sizes = [self.budget.pilot] * num
+        elif self.budget is not None:
             sizes = [*self.budget.sizes(np.array([weight * s for _, weight, s in drawn]))]
         draws = [
             Draw(number, (self.drawn + place) % TURNS, weight, size)
@@ -115,17 +117,35 @@ class VarianceSampler:
 
     def update(self, groups: Sequence[Group]) -> None:
         """Receive the rewards of a rollout."""
+        self._recent.append(self._rewarded_prompts(groups))
+        if len(self._recent) > self._lag:
+            self.estimate.add(self._recent.pop(0))
+        self._rewarded += len(groups)
+        self._ahead = max(self._ahead - 1, 0)
+
+    def second_sizes(self, pilots: Sequence[Group]) -> list[int]:
+        """Return the number of further completions of each prompt of the rollout that was drawn
+        last. `pilots` are its groups with the completions so far: their rewards count in the
+        estimates. The state does not change. Drawn without `lag`."""
+        assert self.budget is not None and self._lag == 0
+        estimate = self.estimate.copy()
+        estimate.add(self._rewarded_prompts(pilots))
+        number_P = np.array([self._number[group.prompt.id] for group in pilots])
+        weight_P = np.array([group.prompt.weight for group in pilots])
+        return self.budget.sizes(weight_P * self.deviations_among(estimate, number_P))
+
+    def deviations_among(self, estimate: RewardEstimate, number_P: np.ndarray) -> np.ndarray:
+        """Return the deviations of the prompts `number_P` of the last rollout, by `estimate`."""
+        return estimate.deviations()[number_P]
+
+    def _rewarded_prompts(self, groups: Sequence[Group]) -> list[RewardedPrompt]:
         usual = 1 if self.budget is None else self.budget.num_generations
         rollout = []
         for group in groups:
             number, weight = self._number[group.prompt.id], group.prompt.completion_weight(usual)
             looked = self.looked_at(number)
             rollout.append(RewardedPrompt(number, weight, self._rewards_of(group), looked))
-        self._recent.append(rollout)
-        if len(self._recent) > self._lag:
-            self.estimate.add(self._recent.pop(0))
-        self._rewarded += len(groups)
-        self._ahead = max(self._ahead - 1, 0)
+        return rollout
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last rollout with rewards. Later rollouts are drawn again

@@ -154,10 +154,11 @@ def sample_indices(samples: NumSamples, prompts: Sequence[Prompt]) -> Sequence[r
 
 
 def requested_samples(prompts: Sequence[Prompt], usual: int) -> NumSamples:
-    """Return the completions to sample for each prompt: `Prompt.num_completions`, or `usual`."""
+    """Return the completions to sample for each prompt: `Prompt.num_completions`, or `usual`,
+    without those of its pilot, which were sampled before."""
     if all(prompt.num_completions is None for prompt in prompts):
         return usual
-    return [range(prompt.num_completions or usual) for prompt in prompts]
+    return [range(prompt.pilot or 0, prompt.num_completions or usual) for prompt in prompts]
 
 
 def refuse_images(prompts: Sequence[Prompt], fact: str) -> None:

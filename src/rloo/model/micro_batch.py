@@ -32,7 +32,8 @@ class MicroBatch:
     (batch and time flattened) that predict `target_T`. `group_N` has the group of each completion,
     numbered from 0 in this batch. `multiplicity` (in the shape of the input tokens) counts the
     completions that each input token belongs to. `weight_N` multiplies the loss of each completion
-    (`Prompt.weight`). `all_scored`: whether no reward is missing, computed on the host (no device
+    (`Sample.weight`). `pilot_N` is true for completions of a pilot; None if there is no pilot.
+    `all_scored`: whether no reward is missing, computed on the host (no device
     synchronization).
     """
 
@@ -50,6 +51,7 @@ class MicroBatch:
     behavior_T: Tensor
     lengths: list[int]
     all_scored: bool
+    pilot_N: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -224,7 +226,14 @@ def _micro_batch(
         ),
         lengths=lengths.tolist(),
         all_scored=not any(math.isnan(s.reward) for s in ordered),
+        pilot_N=send(pilot_N, device) if (pilot_N := pilot_mask(ordered)) is not None else None,
     )
+
+
+def pilot_mask(samples: Sequence[Sample]) -> Tensor | None:
+    """Whether each completion belongs to a pilot, (N,); None if there is no pilot."""
+    found = [sample.pilot for sample in samples]
+    return torch.tensor(found) if any(found) else None
 
 
 def _in_order(samples: Sequence[Sample]) -> list[Sample]:

@@ -10,18 +10,22 @@ import torch
 
 from rloo.algorithm.estimator_registry import LoadedEstimator, load_estimator
 from rloo.config.config import RLOOConfig
+from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import (
     GradientComparison,
     TabularPolicy,
     draw_error,
     logits_table,
     measure,
+    pilot_error,
     size_error,
 )
 from rloo.trainer.prompt_sampling import check_estimator_of_weights
 
 SIZES = (2, 3, 4)
 KL_WEIGHT = 0.3
+# The numbers of completions of two stages.
+PILOT = GroupBudget(num_generations=4, max_generations=5, num_prompts=2, pilot=2)
 # Assumed deviations of the rewards of two prompts.
 DEVIATIONS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.9, 0.1))
 # The largest error, relative to the norm of the exact gradient, that counts as exact. An estimator
@@ -70,6 +74,8 @@ def report(config: RLOOConfig) -> Iterator[str]:
         yield from report_draws(cases, config.prompt_options.floor)
     if config.prompt_options.max_generations is not None:
         yield from report_sizes(cases, config.prompt_options.floor)
+    if config.prompt_options.pilot is not None:
+        yield from report_pilots(estimator, betas, exact_kl=exact_kl)
 
 
 def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str]:
@@ -121,6 +127,34 @@ def report_sizes(cases: list[EstimatorComparison], floor: float) -> Iterator[str
         if largest < EXACT
         else "biased: the expected gradient depends on the numbers of completions, by up to "
         f"{largest:.2g}"
+    )
+
+
+def report_pilots(
+    estimator: LoadedEstimator, betas: tuple[float, ...], *, exact_kl: bool
+) -> Iterator[str]:
+    """Yield the lines about `prompt_sampling_kwargs.pilot`: the expected gradient over every pilot
+    of two prompts, the numbers of completions that follow from its rewards, and every second stage,
+    compared with that of one stage."""
+    yield ""
+    yield f"prompt_sampling_kwargs.pilot: every pilot of {PILOT.pilot} completions of two prompts,"
+    yield f"the numbers that follow from its rewards (in all up to {PILOT.max_generations}), and"
+    yield "every second stage; expected gradient beside that of"
+    yield f"{PILOT.num_generations} completions each, sampled together."
+    yield ""
+    yield "rewards  beta  largest error"
+    largest = 0.0
+    for rewards in ("binary", "graded"):
+        bandits = [_bandit(number, 2, rewards) for number in range(2)]
+        for beta in betas:
+            error = pilot_error(estimator, bandits, beta, PILOT, exact_kl=exact_kl)
+            yield f"{rewards:7}  {beta:<4g}  {error:.2g}"
+            largest = max(largest, error)
+    yield ""
+    yield (
+        "exact: a pilot does not change the expected gradient"
+        if largest < EXACT
+        else f"biased: the expected gradient depends on the pilot, by up to {largest:.2g}"
     )
 
 

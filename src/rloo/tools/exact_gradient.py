@@ -6,7 +6,8 @@ probabilities.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +20,9 @@ from rloo.algorithm.estimator_registry import LoadedEstimator
 from rloo.algorithm.ragged import sum_by
 from rloo.algorithm.token_kl import following
 from rloo.data.group_budget import GroupBudget
-from rloo.data.variance_sampler import draw_systematically
+from rloo.data.reward_estimate import RewardedPrompt, RewardEstimate
+from rloo.data.variance_sampler import VarianceSampler, draw_systematically
+from rloo.types import Group, Prompt
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
@@ -133,47 +136,79 @@ def measure(
     """For each prompt in `bandits`, compare the expected gradient of `estimator` with the exact
     gradient. The expectation is over all rollouts with `size` completions per prompt. All prompts
     have the same V. The loss is the mean over completions; ratios are 1."""
-    first, num_prompts = bandits[0], len(bandits)
-    number = len(first.sequences)
-    # R rollouts of N completions: the sequence and the prompt of each completion.
-    drawn = list(itertools.product(range(number), repeat=size * num_prompts))
-    sequence_RN = torch.tensor(drawn)
-    prompt_RN = torch.arange(num_prompts).repeat_interleave(size).expand_as(sequence_RN)
+    num_prompts = len(bandits)
+    sequence_RN = _all_rollouts(bandits[0], size * num_prompts)
+    prompt_N = torch.arange(num_prompts).repeat_interleave(size)
     logprob_PS = torch.stack([b.logprob_S(b.logits) for b in bandits])
-    weight_R = logprob_PS[prompt_RN, sequence_RN].sum(1).exp()
-    # All completions and all of their tokens, concatenated.
-    sequence, prompt = sequence_RN.flatten(), prompt_RN.flatten()
-    length = first.length_S[sequence]
-    owner_T = torch.arange(len(length)).repeat_interleave(length)
-    starts = (first.length_S.cumsum(0) - first.length_S)[sequence] - (length.cumsum(0) - length)
-    token_T = torch.arange(len(owner_T)) + starts[owner_T]
-    kl_PT = torch.stack([bandit.token_kl(exact=exact_kl) for bandit in bandits])
-    norm_PT = torch.stack([bandit.token_score_norms() for bandit in bandits])
-    returns = EstimatorInput(
-        torch.stack([b.reward_S for b in bandits])[prompt, sequence],
-        beta * kl_PT[prompt[owner_T], token_T],
-        owner_T,
-        torch.arange(len(drawn) * num_prompts).repeat_interleave(size),
-        torch.zeros_like(prompt, dtype=torch.bool),
-        norm_PT[prompt[owner_T], token_T] if estimator.reads_score_norms else None,
-    )
-    rollouts = returns.split([size * num_prompts] * len(drawn))
-    parts = rollouts if estimator.over_rollout else [returns]
-    advantage_T = torch.cat([part.per_token(estimator.compute(part)) for part in parts])
-    found = []
-    for place, bandit in enumerate(bandits):
-        # Sum grad log p times advantage over each rollout's tokens at this prompt.
-        scores = torch.autograd.functional.jacobian(bandit.token_logprobs, bandit.logits).flatten(1)
-        here_T = advantage_T * (prompt[owner_T] == place)
-        sums = torch.zeros(len(drawn), scores.shape[1], dtype=torch.float64)
-        rollout_T = owner_T // (size * num_prompts)
-        sums.index_add_(0, rollout_T, here_T[:, None] * scores[token_T])
-        if exact_kl:
-            slopes = torch.autograd.functional.jacobian(bandit.state_kl, bandit.logits).flatten(1)
-            paid_T = beta * (prompt[owner_T] == place).double()
-            sums.index_add_(0, rollout_T, -paid_T[:, None] * slopes[token_T])
-        found.append(_compare(sums / size, weight_R, bandit.exact_gradient(beta).flatten()))
-    return found
+    weight_R = logprob_PS[prompt_N, sequence_RN].sum(1).exp()
+    factor_N = torch.full((size * num_prompts,), 1.0 / size, dtype=torch.float64)
+    terms = _Terms(estimator, beta, exact_kl, factor_N)
+    gradients = terms.gradients(bandits, sequence_RN)
+    return [
+        _compare(gradient_RD, weight_R, bandit.exact_gradient(beta).flatten())
+        for gradient_RD, bandit in zip(gradients, bandits, strict=True)
+    ]
+
+
+def _all_rollouts(bandit: TabularPolicy, num: int) -> Tensor:
+    """All rollouts of `num` completions: the numbers of their sequences, (R, num)."""
+    return torch.tensor(list(itertools.product(range(len(bandit.sequences)), repeat=num)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """The loss of rollouts of N completions. `factor_N` multiplies the terms of each completion;
+    the first `pilot` completions of a prompt are its pilot."""
+
+    estimator: LoadedEstimator
+    beta: float
+    exact_kl: bool
+    factor_N: Tensor
+    pilot: int | None = None
+
+    def gradients(self, bandits: Sequence[TabularPolicy], sequence_RN: Tensor) -> list[Tensor]:
+        """Return minus the gradient of each of R rollouts by the logits of each prompt, (R, D). A
+        rollout has equally many completions of each prompt, in order."""
+        first, num_prompts, (rollouts, number) = bandits[0], len(bandits), sequence_RN.shape
+        size = number // num_prompts
+        # All completions and all of their tokens, concatenated.
+        sequence, place = sequence_RN.flatten(), torch.arange(number).repeat(rollouts)
+        prompt = place // size
+        length = first.length_S[sequence]
+        owner_T = torch.arange(len(length)).repeat_interleave(length)
+        starts = (first.length_S.cumsum(0) - first.length_S)[sequence]
+        starts = starts - (length.cumsum(0) - length)
+        token_T = torch.arange(len(owner_T)) + starts[owner_T]
+        kl_PT = torch.stack([bandit.token_kl(exact=self.exact_kl) for bandit in bandits])
+        norm_PT = torch.stack([bandit.token_score_norms() for bandit in bandits])
+        returns = EstimatorInput(
+            torch.stack([b.reward_S for b in bandits])[prompt, sequence],
+            self.beta * kl_PT[prompt[owner_T], token_T],
+            owner_T,
+            torch.arange(rollouts * num_prompts).repeat_interleave(size),
+            torch.zeros_like(prompt, dtype=torch.bool),
+            norm_PT[prompt[owner_T], token_T] if self.estimator.reads_score_norms else None,
+            None if self.pilot is None else place % size < self.pilot,
+        )
+        parts = returns.split([number] * rollouts) if self.estimator.over_rollout else [returns]
+        advantage_T = torch.cat([p.per_token(self.estimator.advantages(p)) for p in parts])
+        factor_T, rollout_T = self.factor_N[place][owner_T], owner_T // number
+        found = []
+        for index, bandit in enumerate(bandits):
+            # Sum grad log p times advantage over each rollout's tokens at this prompt.
+            scores = _jacobian(bandit.token_logprobs, bandit.logits)
+            here_T = factor_T * (prompt[owner_T] == index)
+            sums = torch.zeros(rollouts, scores.shape[1], dtype=torch.float64)
+            sums.index_add_(0, rollout_T, (here_T * advantage_T)[:, None] * scores[token_T])
+            if self.exact_kl:
+                slopes = _jacobian(bandit.state_kl, bandit.logits)
+                sums.index_add_(0, rollout_T, -self.beta * here_T[:, None] * slopes[token_T])
+            found.append(sums)
+        return found
+
+
+def _jacobian(function: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    return torch.autograd.functional.jacobian(function, logits).flatten(1)
 
 
 def _compare(gradient_RD: Tensor, weight_R: Tensor, exact_D: Tensor) -> GradientComparison:
@@ -229,6 +264,68 @@ def size_error(
         parts = zip(draws, sizes, strict=True)
         each.append((chance, [(weight, by_size[size][n]) for (n, weight), size in parts]))
     return _error(each, by_size[usual].mean(0))
+
+
+def pilot_error(
+    estimator: LoadedEstimator,
+    bandits: Sequence[TabularPolicy],
+    beta: float,
+    budget: GroupBudget,
+    *,
+    exact_kl: bool = False,
+) -> float:
+    """Return the error as `draw_error` does, if the numbers of completions of two prompts follow
+    from the rewards of their pilots (`VarianceSampler.second_sizes`). The expectation is over every
+    pilot, and every second stage that may follow. In one stage each prompt has `num_generations`
+    completions."""
+    assert budget.pilot is not None
+    size, pilot = budget.num_generations, budget.pilot
+    pilots_RN = _all_rollouts(bandits[0], pilot)
+    chances = [_chances(bandit, pilots_RN) for bandit in bandits]
+    # The expected gradients (R, D) of each prompt after each pilot, by the number that follows.
+    after: list[dict[int, Tensor]] = [{} for _ in bandits]
+    for more in range(1, budget.max_generations - pilot + 1):
+        factor_N = torch.ones(pilot + more, dtype=torch.float64) / size
+        factor_N[pilot:] *= (size - pilot) / more
+        terms = _Terms(estimator, beta, exact_kl, factor_N, pilot)
+        others_RN = _all_rollouts(bandits[0], more)
+        drawn_RN = _all_rollouts(bandits[0], pilot + more)
+        for bandit, known in zip(bandits, after, strict=True):
+            (gradient_RD,) = terms.gradients([bandit], drawn_RN)
+            gradient_RRD = gradient_RD.unflatten(0, (len(pilots_RN), len(others_RN)))
+            known[more] = torch.einsum("s,psd->pd", _chances(bandit, others_RN), gradient_RRD)
+    means = [torch.zeros_like(known[1][0]) for known in after]
+    for drawn in itertools.product(range(len(pilots_RN)), repeat=len(bandits)):
+        chance = math.prod(c[number].item() for c, number in zip(chances, drawn, strict=True))
+        rewards = [b.reward_S[pilots_RN[r]].tolist() for b, r in zip(bandits, drawn, strict=True)]
+        sizes = _second_sizes(budget, rewards)
+        for mean, known, number, more in zip(means, after, drawn, sizes, strict=True):
+            mean += chance * known[more][number]
+    equal = [measure(estimator, [b], size, beta, exact_kl=exact_kl)[0].gradient for b in bandits]
+    exact = torch.cat(equal)
+    return ((torch.cat(means) - exact).norm() / exact.norm()).item()
+
+
+def _chances(bandit: TabularPolicy, sequence_RN: Tensor) -> Tensor:
+    return bandit.logprob_S(bandit.logits)[sequence_RN].sum(1).exp()
+
+
+def _rewards_of(group: Group) -> list[float]:
+    return [reward for reward in group.rewards if reward is not None]
+
+
+def _second_sizes(budget: GroupBudget, rewards: Sequence[list[float]]) -> list[int]:
+    """The numbers of completions that follow pilots with these rewards. Earlier rewards of two
+    other prompts are known. They differ between prompts only, so that the prior counts little."""
+    estimate = RewardEstimate([""] * (len(rewards) + 2), half_life=1.0)
+    known = enumerate(([0.3] * 40, [0.7] * 40), start=len(rewards))
+    estimate.add([RewardedPrompt(number, 1.0, some) for number, some in known])
+    rows = range(len(rewards) + 2)
+    sampler = VarianceSampler(rows, estimate, _rewards_of, seed=0, floor=1.0)
+    sampler.budget = budget
+    return sampler.second_sizes(
+        [Group(Prompt(row, [0], ""), [], [], [*some]) for row, some in enumerate(rewards)]
+    )
 
 
 def _apart(gradients: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,9 @@ from rloo.data.reward_estimate import RewardEstimate
 from rloo.data.variance_sampler import VarianceSampler
 from rloo.model.policy import Policy
 from rloo.model.probe_state import NUM_FEATURES, read_prompts
+from rloo.rewards import RewardSet
 from rloo.tracking.profiler import PhaseTimer
+from rloo.trainer.multi_turn import MultiTurnSetup
 from rloo.types import Group
 
 
@@ -66,7 +68,7 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
     if options.max_generations is not None:
         size = config.num_generations
         prompts_per_step = batches.completions_per_step // size
-        sampler.budget = GroupBudget(size, options.max_generations, prompts_per_step)
+        sampler.budget = GroupBudget(size, options.max_generations, prompts_per_step, options.pilot)
     source.set_sampler(sampler)
     return source
 
@@ -101,3 +103,24 @@ def check_terms(policy: Policy) -> None:
     if policy.config.prompt_sampling == "variance" and policy.aux_loss_weight != 0:
         why = "whose load-balancing loss is over the drawn prompts (router_aux_loss_coef 0)"
         raise ValueError(refused_with_weights("router_aux_loss_coef", policy.aux_loss_weight, why))
+
+
+def check_pilot(config: RLOOConfig, rewards: RewardSet, turns: MultiTurnSetup) -> None:
+    """Raise ValueError if `prompt_sampling_kwargs.pilot` is given and the completions of a prompt
+    cannot be sampled and scored in two calls."""
+    scaled = [f.__name__ for f in rewards.functions if hasattr(f, "normalize")]
+    faults = (
+        (turns.environments is not None, "the run has environments", "whose first states are "
+         "the same within one call only (environment_factory"),
+        (turns.rollout_func is not None, "the run has a rollout_func", "which makes all "
+         "completions of a prompt in one call (rollout_func"),
+        (bool(scaled), f"{', '.join(scaled)} normalizes its scores by earlier ones", "so the scale "
+         "of the second stage would depend on the pilot (reward_funcs"),
+    )  # fmt: skip
+    pilot = config.prompt_options.pilot
+    for found, fact, why in faults:
+        if found and pilot is not None:
+            raise ValueError(
+                f"prompt_sampling_kwargs.pilot is {pilot} and {fact}, {why}, or "
+                "prompt_sampling_kwargs.pilot null)"
+            )

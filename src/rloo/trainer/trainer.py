@@ -42,7 +42,12 @@ from rloo.trainer.eval_rewards import EvalRewards
 from rloo.trainer.evaluate import Evaluator, Results, check_evaluation, flatten
 from rloo.trainer.heartbeat import heartbeat
 from rloo.trainer.multi_turn import Factories, RolloutFunc, multi_turn_setup
-from rloo.trainer.prompt_sampling import check_terms, connect_probe, with_prompt_sampling
+from rloo.trainer.prompt_sampling import (
+    check_pilot,
+    check_terms,
+    connect_probe,
+    with_prompt_sampling,
+)
 from rloo.trainer.rank_checks import check_ranks_agree, ranks_in_sync
 from rloo.trainer.run_dir import AUTO, acquire_run_dir_on_main
 from rloo.trainer.schedule import unused_intervals
@@ -281,6 +286,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         if trains:
             source = self._prompts(self.train_dataset, self.args.dataset_split)
             arranged = build.arrange(source, self.args)
+            check_pilot(self.args, self.rewards, self.turns)
             self._source = with_prompt_sampling(arranged, self.args, self.batches)
             stream = isinstance(self._source, IterablePromptDataset)
             if stream:
