@@ -71,15 +71,10 @@ def engines(plan: SharedPlan, found: Mapping[str, Forecast], chosen: str) -> lis
 
 def advice(plan: SharedPlan, job: RolloutCost, one: Forecast) -> list[str]:
     """The recommended engine and micro-batch, as options."""
-    first = shared_gpu.samplers(plan.config)[0]
-    options = ""
-    if job.sampler.serves:
-        share = shared_gpu.server_share(job)
-        options = f": --rollout_engine vllm --vllm_gpu_memory_utilization {share:g}"
-    elif job.sampler is not first:
-        options = f": --engine_kwargs.copy_weights {str(job.sampler.copies).lower()}"
-    lines = [f"take     {job.sampler.name}{options}"]
-    if job.sampler.serves and job.memory.quantised:
+    options = _options_of(plan, job)
+    lines = [f"take     {job.sampler.name}{': ' if options else ''}{' '.join(options)}"]
+    merges = plan.config.engine_options.merge_adapter
+    if job.sampler.serves and job.memory.quantised and not merges:
         lines.append(
             "         its base model is not quantised; with --engine_kwargs.merge_adapter true it "
             "samples with the trainer's weights"
@@ -99,6 +94,18 @@ def advice(plan: SharedPlan, job: RolloutCost, one: Forecast) -> list[str]:
         "and one micro-batch"
     )
     return lines
+
+
+def _options_of(plan: SharedPlan, job: RolloutCost) -> list[str]:
+    """The options that the recommended engine needs and the run does not have."""
+    config, sampler = plan.config, job.sampler
+    if not sampler.serves:
+        own = sampler is shared_gpu.samplers(config)[0]
+        return [] if own else [f"--engine_kwargs.copy_weights {str(sampler.copies).lower()}"]
+    options = [] if config.rollout_engine == "vllm" else ["--rollout_engine vllm"]
+    if config.vllm_gpu_memory_utilization is None:
+        options.append(f"--vllm_gpu_memory_utilization {shared_gpu.server_share(job):g}")
+    return options
 
 
 def cost(job: RolloutCost, one: Forecast, price: float) -> str:
