@@ -106,6 +106,12 @@ def test_an_adapter_needs_less_memory_and_its_weights_are_sent_faster(capsys):
         (["--gpu_price", "2"], "num_gpus is missing; parameters, gpu_price belongs"),
         (["--gpu", "t4"], "bf16 is true and gpu is t4, which has no bf16 arithmetic; give fp16"),
         (["--gpu", "a10", "--bf16", "false"], "bf16 and fp16 are false; a plan of GPUs has the"),
+        (["--gpu", "a10", "--max_staleness", "1"], "max_staleness is 1 and sampler_processes is"),
+        (["--gpu", "a10", "--rollout_dtype", "float32"], "rollout_dtype is float32; a plan of"),
+        (
+            ["--gpu", "a10", "--rollout_engine=vllm", "--engine_kwargs.devices", '["1"]'],
+            "engine_kwargs.devices is ['1']; a plan of one GPU samples on the same GPU",
+        ),
         (["--gpu", "a10", "--rollout_engine", "hf"], "rollout_engine is hf; a plan of one GPU"),
         (["--num_gpus", "8", "--parameters", "big"], "parameters is big; it must be a size"),
         (["--num_gpus", "8", "--completion_tokens", "9999"], "completion_tokens is 9999; it must"),

@@ -60,20 +60,43 @@ class SharedPlan:
 
 def samplers(config: RLOOConfig) -> list[Sampler]:
     """The engines that can sample on the trainer's GPU, the run's own one first: all that the
-    options do not exclude. Raises ValueError for an engine of which the plan has no rates."""
+    options do not exclude. Raises ValueError for options of which the plan has no rates."""
+    for fault in _faults(config):
+        raise ValueError(fault)
     engine, copies = config.rollout_engine, config.engine_options.copy_weights
     if engine == "vllm":
         return [SERVER]
-    if engine not in ("auto", "native"):
-        raise ValueError(
-            f"rollout_engine is {engine}; a plan of one GPU has the rates of native and vllm "
-            "(rollout_engine)"
-        )
     quantised = config.load_in_4bit or config.load_in_8bit
     native = [MODULE, COPY] if quantised else [COPY, MODULE]
     if copies is not None:
         native = [COPY if copies else MODULE]
     return native if engine == "native" or copies is not None else [*native, SERVER]
+
+
+def _faults(config: RLOOConfig) -> Iterator[str]:
+    """Options that a plan of one GPU would ignore."""
+    engine, devices = config.rollout_engine, config.engine_options.devices
+    if engine not in ("auto", "native", "vllm"):
+        yield (
+            f"rollout_engine is {engine}; a plan of one GPU has the rates of native and vllm "
+            "(rollout_engine)"
+        )
+    if config.samples_beside or config.max_staleness:
+        yield (
+            f"max_staleness is {config.max_staleness} and sampler_processes is "
+            f"{config.sampler_processes}; a plan of one GPU trains and samples in turn "
+            "(max_staleness, sampler_processes)"
+        )
+    if devices is not None:
+        yield (
+            f"engine_kwargs.devices is {devices}; a plan of one GPU samples on the same GPU "
+            "(engine_kwargs.devices, num_gpus)"
+        )
+    if config.rollout_dtype == "float32":
+        yield (
+            "rollout_dtype is float32; a plan of GPUs has the sizes and rates of 16 bits "
+            "(rollout_dtype)"
+        )
 
 
 def ways(config: RLOOConfig, job: RolloutCost) -> dict[str, Forecast]:
