@@ -144,8 +144,10 @@ def parts(job: RolloutCost, one: Forecast) -> dict[str, float]:
     server = job.rates["server_memory"] if job.sampler.serves else 0.0
     copy = {"server's weights" if job.sampler.serves else "engine's copy": job.copy_bytes}
     rows = min(job.rows, one.room)
-    length = job.completion if job.sampler.serves else job.longest
-    caches = rows * job.shape.cache_bytes * (job.prompt + length)
+    cached = rows * (job.prompt + job.completion)
+    if not job.sampler.serves:  # a prompt has one cache for all its completions in a wave
+        cached = rows * job.longest + max(1.0, rows / job.samples) * job.prompt
+    caches = cached * job.shape.cache_bytes
     tokens = min(job.tokens_at_most, max(job.micro_tokens, job.prompt + job.longest))
     activations = min(tokens, one.micro_batch) * job.activations
     found = {

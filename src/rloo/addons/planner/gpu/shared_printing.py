@@ -145,8 +145,9 @@ def _about(job: RolloutCost, one: Forecast, name: str) -> str:
     if name == "optimizer":
         return f"{sizes.state:.3g} bytes per trained parameter"
     if name == "caches":
-        length = f"{job.prompt} + {job.longest if not job.sampler.serves else job.completion:g}"
-        return f"of {min(job.rows, one.room):,} completions of {length} tokens, while it samples"
+        length = job.completion if job.sampler.serves else job.longest
+        rows = min(job.rows, one.room)
+        return f"of {rows:,} completions of {length:,.0f} tokens and prompts, while it samples"
     if name == "server's weights":
         return "in host memory in the update" if job.sleeps else ""
     if name == "micro-batch":
