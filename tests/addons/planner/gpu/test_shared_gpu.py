@@ -77,6 +77,21 @@ def test_a_16_bit_model_with_a_copy_on_an_l40s_by_hand(capsys):
     assert part(said, "adapter") == pytest.approx(4 * 32 * sides / 1e9, abs=0.006)
     state = 2 * (1 + 4 / 256)
     assert part(said, "optimizer") == pytest.approx(state * 32 * sides / 1e9, abs=0.006)
+    # The copy stays in the update; the server of a vLLM would leave 1.5 GB of its memory there.
+    update = 4 * everything + (8 + state) * 32 * sides + 2**26 * 4 * 2 + 2 * 32 * sides
+    token = 34 * 3 * 4096 + 4 * 36 * 4096
+    free = 0.9 * 44.4 * 2**30 - update
+    fits = float(re.search(r"tokens, and ([\d,]+) fit", said)[1].replace(",", ""))
+    assert fits == pytest.approx(free / token, abs=1)
+    peak = float(re.search(r"samples, ([\d.]+) GB in the update", said)[1])
+    activations = part(said, "micro-batch")
+    assert peak == pytest.approx(update / 1e9 + activations, abs=0.06)
+    served = plan(
+        capsys, "--gpu", "l40s", "--parameters", "8.19B", *options[:5], "--rollout_engine=vllm",
+        *half, *ROLLOUT,
+    )  # fmt: skip
+    fits = float(re.search(r"tokens, and ([\d,]+) fit", served)[1].replace(",", ""))
+    assert fits == pytest.approx((free + 2 * everything - 1.5e9) / token, abs=1)
 
 
 def test_bits_and_checkpointing_are_counted(capsys):
@@ -133,6 +148,31 @@ def test_the_module_reads_dequantised_weights_in_every_step():
     head = shape.hidden * shape.vocabulary
     moved = 12.5625 * shape.linear + 8 * head
     assert float(job.decoding(1, 0, 1)) == pytest.approx(moved / (1.008e12 * 0.6) + 36e-3)
+
+
+def test_weights_are_dequantised_in_each_pass_of_each_micro_batch():
+    shape = TYPICAL[2]
+    config = RLOOConfig(use_peft=True, load_in_4bit=True)
+    four, plain = (
+        make_job(shape, adapter=16, checkpointing=True, memory=memory_sizes(one)).update(
+            1, divided=False
+        )
+        for one in (config, RLOOConfig(use_peft=True, model_init_kwargs={"dtype": "bfloat16"}))
+    )
+    # Two forward passes and a backward pass; 16-bit weights are read by the product itself.
+    passes = 3 * four.micro_batches
+    assert four.dequantising == pytest.approx(passes * 10.5625 * shape.linear / 3.35e12)
+    assert plain.dequantising == 0
+
+
+def test_a_server_that_slept_reads_its_weights_from_host_memory():
+    config = RLOOConfig(use_peft=True, rollout_engine="vllm")
+    job = make_job(TYPICAL[2], "rtx4090", adapter=16)
+    asleep = shared_gpu.with_sampler(job, SERVER, config)
+    difference = asleep.publishing(1, divided=False, apart=False) - job.publishing(
+        1, divided=False, apart=False
+    )
+    assert difference == pytest.approx(2 * job.shape.parameters / (32e9 * 0.7))
 
 
 def test_the_native_engine_samples_waves_of_completions_of_maximum_length():
