@@ -24,12 +24,16 @@ ROOT = Path(__file__).parents[1]
 WIDTHS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
 
+OTHERS = re.compile("pip |python examples/smollm2|rloo plan |rloo train examples/smollm2")
+
+
 def commands() -> list[list[str]]:
-    """The words of each command of the page that runs a file of `examples/machines/`."""
+    """The words of each command of the page that runs a file of `examples/machines/`. The laptop's
+    file is run by `tests/test_smollm2.py`; the plans are compared as a whole."""
     text = (ROOT / "docs/how-to/machines.md").read_text()
     blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     lines = blocks.replace("\\\n", " ").splitlines()
-    found = [shlex.split(line) for line in lines if not line.startswith("pip ")]
+    found = [shlex.split(line) for line in lines if not OTHERS.match(line)]
     return [
         [str(ROOT / word) if word.startswith("examples/") else word for word in words]
         for words in found
@@ -60,7 +64,7 @@ def test_the_page_uses_every_file():
     used = {Path(word).name for words in commands() for word in words if word.endswith(".yaml")}
     assert used == {path.name for path in (ROOT / "examples/machines").iterdir()}
     assert [words[:2] for words in commands()] == [
-        ["rloo", "train"], ["rloo", "train"], ["torchrun", "--nnodes"],
+        *[["rloo", "train"]] * 3, ["torchrun", "--nnodes"],
         ["rloo", "launch"], ["rloo", "launch"],
     ]  # fmt: skip
 
@@ -73,6 +77,26 @@ def test_one_gpu(small, tmp_path):
     assert main([*words, *small, "--optim=adamw_8bit"]) == 0
     check(tmp_path / "run")
     assert json.loads((tmp_path / "run/adapter_config.json").read_text())["r"] == 16
+
+
+@needs_addons
+def test_the_plans_of_the_page_are_those_that_the_commands_print():
+    from tools import machine_plans
+
+    page = machine_plans.PAGE.read_text(encoding="utf-8")
+    assert page.count("<!-- output -->\n\n    model ") == page.count("<!-- output -->") == 4
+    assert page.count("| `rtx4090` |") == 1
+    assert machine_plans.filled(page) == page
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # bitsandbytes', at import
+def test_one_gpu_of_80_gb(small, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    _, *words = command("rloo", "train", str(ROOT / "examples/machines/gpu_80gb.yaml"))
+    assert main([*words, *small, FAKE_SERVERS]) == 0
+    check(tmp_path / "run")
+    assert list((tmp_path / "run/logs").glob("vllm-*.log"))
 
 
 @pytest.mark.slow

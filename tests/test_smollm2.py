@@ -79,3 +79,14 @@ def test_adapters_are_trained_in_its_place(folder, monkeypatch, quantised):
     assert all(line["grad_norm"] > 0 for line in lines)
     assert summary["config"]["load_in_4bit"] is quantised
     assert (run / "adapter_model.safetensors").stat().st_size < 20e6
+
+
+def test_the_page_of_machines_has_the_lines_of_its_plan(folder, monkeypatch, capsys):
+    page = (EXAMPLES.parent / "docs/how-to/machines.md").read_text(encoding="utf-8")
+    laptop = page.partition("## Laptop")[2].partition("\n## ")[0]
+    told = [line[4:] for line in laptop.splitlines() if line.startswith("    ")]
+    assert len(told) == 6
+    monkeypatch.chdir(folder)
+    assert main(["plan", "examples/smollm2_addition.yaml"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in printed if line in told] == told

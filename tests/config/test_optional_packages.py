@@ -30,9 +30,39 @@ def test_what_runs_from_its_sources_names_them(monkeypatch):
     assert optional_packages.install("peft") == "pip install '.[peft]'"
 
 
-def test_no_page_and_no_error_tells_to_install_rloo_by_its_name():
+# `pip install rloo`, `rloo[extra]`, and the same for other installers. A path or a wheel is
+# allowed: `pip install ./rloo`, `dist/rloo-*.whl`.
+BY_NAME = re.compile(
+    r"(?:pip|pip3|pipx|uv|uvx|poetry|conda)\s+(?:install|add|run|sync)?[^\n`]*?(?<![\w/.-])rloo(?![\w/.-])"
+    r"|['\"]rloo\[\w+|(?:install|add) rloo\["
+)
+TEXT = {".md", ".py", ".yaml", ".yml", ".toml", ".txt", ".sh", ".ipynb", ".sbatch", ".js", ".cfg"}
+FOLDERS = ("src", "docs", "examples", "benchmarks", "tools", ".ci")
+
+
+def test_no_text_tells_to_install_rloo_by_its_name():
     """At no index it is there, and who takes the name may be anybody."""
-    named = re.compile(r"pip install [^\n`]*?['\" ]rloo(?![-\w/])|['\"]rloo\[\w+")
-    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "src").rglob("*.py")]
-    files += [*(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.yaml")]
-    assert not [str(path) for path in files if named.search(path.read_text(encoding="utf-8"))]
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files += [path for name in FOLDERS for path in (ROOT / name).rglob("*")]
+    found = [
+        (path.name, match[0])
+        for path in files
+        if path.suffix in TEXT
+        for match in BY_NAME.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert len(files) > 500 and found == []
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("pip install rloo", True), ("pip install 'rloo[peft]'", True),
+        ('uv pip install "rloo>=0.1"', True), ("pip install -U rloo", True),
+        ("python -m pip install rloo", True), ("uv add rloo", True), ("pipx run rloo", True),
+        ("pip install .", False), ("pip install '.[peft]'", False),
+        ("pip install dist/rloo-0.1.0-py3-none-any.whl", False), ("pip install ./rloo", False),
+        ("pip install peft; rloo-train", False),
+    ],
+)  # fmt: skip
+def test_a_name_is_told_from_a_path(text, named):
+    assert bool(BY_NAME.search(text)) is named

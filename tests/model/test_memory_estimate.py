@@ -28,6 +28,7 @@ from rloo.model.token_budget import (
     generous_peak_bytes,
     largest_micro_batch,
 )
+from rloo.model.token_memory import activation_bytes
 from rloo.trainer.checkpoint import load_checkpoint
 from support.addons import needs_addons
 from support.gpu import pretended
@@ -498,12 +499,11 @@ def test_a_critic_takes_more_than_the_policy_alone(shaped_model):
 @pytest.mark.parametrize(
     ("options", "measured"),
     # docs/memory.md, of 8 layers of width 512 in float32 (the head's part included).
-    [({"gradient_checkpointing": False}, 430_901), ({"gradient_checkpointing": True}, 76_186)],
+    [({"checkpointing": False}, 430_901), ({"checkpointing": True}, 76_186)],
     ids=str,
 )
 def test_a_tokens_bytes_are_estimated_from_above(options, measured):
-    config = RLOOConfig(bf16=False, use_cpu=True, **options)
-    estimate = prepare_model.activation_bytes(8, 512, config)
+    estimate = activation_bytes(8, 512, half=False, **options)
     assert measured < estimate < 1.4 * measured
 
 

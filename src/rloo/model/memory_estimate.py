@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rloo.config.config import RLOOConfig
 from rloo.distributed.sharded_tensor import to_local
 from rloo.model.autocast_cache import casting_once
 from rloo.model.logprobs import CHUNK_ELEMENTS
@@ -233,14 +234,16 @@ def optimizer_bytes(policy: Policy) -> int:
         kind = (part.shape, part.dtype, embeds)
         if kind not in sizes:
             module = nn.Embedding(1, 1) if embeds else nn.Module()
-            sizes[kind] = _state_bytes(module, torch.zeros_like(part), policy)
+            sizes[kind] = state_bytes(module, torch.zeros_like(part), policy.config)
         total += sizes[kind]
     return total
 
 
-def _state_bytes(module: nn.Module, values: Tensor, policy: Policy) -> int:
+def state_bytes(module: nn.Module, values: Tensor, config: RLOOConfig) -> int:
+    """Bytes of the state of the optimizer `config.optim` for one parameter: `values`, the weight of
+    `module`. They are measured by a step. Raises the errors of `build_optimizer`."""
     module.register_parameter("weight", nn.Parameter(values))
-    optimizer = build_optimizer(module, policy.config)  # type: ignore[arg-type]
+    optimizer = build_optimizer(module, config)  # type: ignore[arg-type]
     module.weight.grad = torch.zeros_like(values)
     optimizer.step()
     return _tensor_bytes(optimizer.state.values())

@@ -19,6 +19,7 @@ from rloo.model import attention, lora, offload, quantization
 from rloo.model.forward import LogprobModel
 from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import MicroBatch, pack, pad
+from rloo.model.token_memory import activation_bytes
 from rloo.model.training_state import digest
 from rloo.types import Sample
 
@@ -171,20 +172,11 @@ def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfi
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
         again = config.gradient_checkpointing and model.supports_gradient_checkpointing
-        own = config.with_values(gradient_checkpointing=again)
-        a_token = activation_bytes(layers, width, own)
+        half = config.bf16 or config.fp16
+        a_token = activation_bytes(layers, width, half=bool(half), checkpointing=again)
         return max(1024, min(65536, free // 4 // a_token))
     # Larger micro-batches are not faster on a CPU, and exceed its caches.
     return max(1024, min(8192, 2**32 // (4 * 34 * width * layers)))
-
-
-def activation_bytes(layers: int, width: int, config: RLOOConfig) -> int:
-    """Bytes of activations per token on a GPU. With checkpointing, these are the activations of one
-    layer, and one float32 state of each layer. In 16 bits, half of a layer's numbers (norms,
-    residual stream) stay float32."""
-    number = 3 if config.bf16 or config.fp16 else 4
-    a_layer = 34 * number * width
-    return a_layer + 4 * layers * width if config.gradient_checkpointing else layers * a_layer
 
 
 def precision_note(config: RLOOConfig, device: torch.device) -> list[str]:

@@ -4,7 +4,7 @@ processes, stage 2 also the gradients, and stage 3 also the weights.
 DeepSpeed's loop averages gradients over processes and micro-batches, and computes norm, clipping
 and step in one call. Here gradients are sums, and the norm is computed before the step. The saved
 optimizer state consists of full tensors by name, so the number of processes may change. Only this
-module uses undocumented parts of DeepSpeed; `rloo[deepspeed]` names the versions it was tested
+module uses undocumented parts of DeepSpeed; the extra `deepspeed` names the versions it was tested
 with.
 """
 

@@ -6,28 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from rloo.addons.planner.gpu.cost_model import ENGINE, SAMPLED_TOKEN, RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
+from rloo.addons.planner.gpu.cost_model import ENGINE, SAMPLED_TOKEN
 from rloo.addons.planner.gpu.layouts import ParallelLayout, best, forecast, most_samples
 from rloo.addons.planner.gpu.model_shapes import TYPICAL, shape_of_size
 from rloo.engines.serialization import pack
 from rloo.types import Completion
-
-
-def make_job(shape=TYPICAL[3], gpu="h100", **changes) -> RolloutCost:
-    usual = {
-        "shape": shape,
-        "gpu": GPUS[gpu],
-        "rates": {name: rate.value for name, rate in RATES.items()},
-        "groups": 256,
-        "samples": 8,
-        "prompt": 200,
-        "completion": 1000.0,
-        "longest": 4000,
-        "reference": False,
-        "checkpointing": False,
-    }
-    return RolloutCost(**{**usual, **changes})
+from support.gpu_plans import make_job
 
 
 @pytest.mark.parametrize(
@@ -116,7 +100,7 @@ def test_weights_travel_at_their_rate():
 
 
 def test_beside_each_other_a_step_is_the_longer_part():
-    job = make_job()
+    job = make_job(checkpointing=True)
     one = forecast(job, ParallelLayout(8, 8, 1, True, 1))
     assert one.seconds == max(one.sampling, one.gathering + one.training) + one.publishing
     assert one.reading == pytest.approx(256 * 8 * 1000 * 1.5e-6) and one.reading < one.sampling
@@ -153,12 +137,14 @@ def test_what_does_not_fit_is_not_offered():
         forecast(job, ParallelLayout(64, 64, 1, True, 1)) is None
     )  # 141 GB of weights in an engine
     assert forecast(job, ParallelLayout(64, 16, 4, True, 1)) is not None
-    assert forecast(make_job(), ParallelLayout(8, 8, 1, False, 1)) is None  # 131 GB in a trainer
-    assert forecast(make_job(gpu="b200"), ParallelLayout(8, 8, 1, False, 1)) is not None
+    replicas = ParallelLayout(8, 8, 1, False, 1)
+    usual = {"checkpointing": True}
+    assert forecast(make_job(**usual), replicas) is None  # 131 GB in a trainer
+    assert forecast(make_job(gpu="b200", **usual), replicas) is not None
 
 
 def test_more_gpus_are_never_slower_and_all_of_them_are_used():
-    job, last = make_job(), float("inf")
+    job, last = make_job(checkpointing=True), float("inf")
     for gpus in (8, 32, 128, 512):
         found = best(gpus, job)
         assert all(one.layout.gpus <= gpus for one in found.values())
@@ -168,7 +154,7 @@ def test_more_gpus_are_never_slower_and_all_of_them_are_used():
 
 
 def test_the_most_samples_fill_an_engine_or_a_micro_batch():
-    job = make_job()
+    job = make_job(checkpointing=True)
     one = forecast(job, ParallelLayout(8, 8, 1, True, 1))
     most = most_samples(job, one)
     fits = [200 + k * 4000 <= one.micro_batch for k in (most, most + 1)]
@@ -190,7 +176,7 @@ def test_engines_of_several_gpus_share_the_trainers_gpus():
     # The layout in turn comes first also if it needs engines of several GPUs.
     assert next(iter(best(32, job))) == "in turn"
     assert best(32, job)["in turn"].layout.parallel > 1
-    odd = best(6, make_job())["in turn"].layout
+    odd = best(6, make_job(checkpointing=True))["in turn"].layout
     assert odd.gpus == 6 and 6 % odd.parallel == 0
 
 

@@ -97,6 +97,8 @@ def test_a_mixture_of_experts_is_counted_on_the_module():
     by_hand = sizes.shape("m", "by hand")
     for name in ("products", "expert_parameters", "experts", "chosen"):
         assert getattr(counted, name) == getattr(by_hand, name)
+    # Attention, and a router for each of 8 experts; experts are not quantised.
+    assert counted.linear == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 64 * 8)
     # Norms are the parameters that are no matrices.
     assert counted.parameters - by_hand.parameters == 2 * (2 * 64 + 2 * 16) + 64
     dense = LayerSizes(2, 64, 4, 2, 16, 32, 100, 2).shape("d", "by hand")

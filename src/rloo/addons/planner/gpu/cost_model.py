@@ -3,30 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from math import log, log1p
+from math import ceil, log, log1p
 from typing import Any
 
 import numpy as np
 
 from rloo.addons.planner.gpu.gpu_specs import GPU, IN_A_MACHINE
+from rloo.addons.planner.gpu.memory_sizes import (
+    FULL,
+    HALF,
+    TRAINED_IN_FULL,
+    MemorySizes,
+    rounding_bytes,
+)
 from rloo.addons.planner.gpu.model_shapes import ModelShape
 from rloo.addons.planner.gpu.update_cost import UpdateCost, slowest_share
 from rloo.config.vllm_options import SEPARATE_GPUS
+from rloo.model.token_memory import activation_bytes
 
-# Bytes per parameter: in training (float32 weights and gradients, two AdamW moments), of the
-# weights, and of an engine's copy.
-TRAINED, WEIGHTS, ENGINE = 16, 4, 2
+# Bytes per parameter of the weights, and of an engine's copy.
+WEIGHTS, ENGINE = FULL, HALF
 # Usable share of memory: the share that servers on separate GPUs reserve, also used for training.
 USABLE = SEPARATE_GPUS
 # Seconds of the shortest all-reduce over NVLink: an assumption, as in `gpu_specs`.
 _ALL_REDUCE = 15e-6
 # Bytes of a sampled token that a trainer receives: its id and its log-prob (`serialization.pack`).
 SAMPLED_TOKEN = 8
-# Bytes of a token's activations per hidden unit, in a recomputed layer (Korthikanti et al., arXiv
-# 2205.05198: 34); bytes of a block of logits.
-_OF_LAYER, _LOGITS = 34, 2**26 * 4 * 2
+# Bytes of a block of logits.
+_LOGITS = 2**26 * 4 * 2
+# Bytes that the native engine needs for a row per vocabulary entry while it samples.
+_ENTRY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """An engine on the GPUs that train. With `copies`, it has a 16-bit copy of all weights;
+    otherwise it samples with the policy's module. With `serves`, it is a vLLM server, which has the
+    caches of all completions as they grow and frees its memory during the update. The native engine
+    samples completions in waves and reserves their maximum length."""
+
+    name: str
+    copies: bool
+    serves: bool
+
+
+SERVER, COPY, MODULE = (
+    Sampler("vllm", copies=True, serves=True),
+    Sampler("native, copy", copies=True, serves=False),
+    Sampler("native", copies=False, serves=False),
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +64,10 @@ class RolloutCost:
     steps in total. With `adapter` above 0, an adapter of this rank is trained. `scored` is the
     number of forward passes without training, apart from those of the reference. A micro-batch has
     at most `micro_tokens` tokens. If micro-batches are not `packed` to the same number of tokens,
-    GPUs with sharded weights wait for the fullest one in every micro-batch."""
+    GPUs with sharded weights wait for the fullest one in every micro-batch. `memory` has the bytes
+    per parameter. `sampler` is the engine on GPUs that train and sample. With `sleeps`, it is a
+    server that frees its memory during the update, and that reserves at most the share
+    `server_share` of the GPU."""
 
     shape: ModelShape
     gpu: GPU
@@ -55,6 +85,10 @@ class RolloutCost:
     scored: int = 0
     micro_tokens: float = float("inf")
     packed: bool = True
+    memory: MemorySizes = TRAINED_IN_FULL
+    sampler: Sampler = SERVER
+    sleeps: bool = False
+    server_share: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -105,22 +139,54 @@ class RolloutCost:
         """Seconds of one decoding step of `rows` rows at context length `context`, on `parallel`
         GPUs."""
         shape, gpu, rates = self.shape, self.gpu, self.rates
-        read = ENGINE * shape.read(rows) + rows * context * shape.cache_bytes
-        by_memory = read / parallel / (gpu.bandwidth * rates["decoding_share"])
+        read = self.weights_read(rows) + rows * context * shape.cache_bytes
+        native = self.sampler.copies and not self.sampler.serves
+        share = rates["native_share" if native else "decoding_share"]
+        by_memory = read / parallel / (gpu.bandwidth * share)
         computed = rows * shape.operations(context)
         by_operations = computed / parallel / (gpu.operations * rates["training_share"])
-        seconds = np.maximum(by_memory, by_operations) + rates["decoding_overhead"]
+        seconds = np.maximum(by_memory, by_operations) + self.overhead
         if parallel > 1:
             sent = rows * shape.hidden * 2 * 2 * (parallel - 1) / parallel
             each = _ALL_REDUCE + sent / (gpu.nvlink * rates["network_share"])
             seconds = seconds + 2 * shape.layers * each
         return seconds
 
+    @property
+    def overhead(self) -> float:
+        """Seconds of a decoding step in addition to the GPU's work."""
+        if self.sampler.copies:
+            return self.rates["decoding_overhead"]
+        return self.rates["layer_overhead"] * self.shape.layers
+
+    def weights_read(self, rows: Any) -> Any:
+        """Bytes of weights that a decoding step of `rows` rows moves. Without a copy, the module
+        dequantises or rounds frozen weights in every step; autocast keeps trained ones."""
+        shape = self.shape
+        if self.sampler.copies or not self.adapter:
+            return ENGINE * shape.read(rows)
+        rest = shape.read(rows) - shape.linear
+        head = ENGINE + rounding_bytes(self.memory.other)
+        return self.memory.read * shape.linear + head * rest
+
+    @property
+    def copy_bytes(self) -> float:
+        """Bytes of the engine's copy of the weights."""
+        return float(ENGINE * self.shape.parameters) if self.sampler.copies else 0.0
+
     def room(self, parallel: int, held: float = 0.0) -> int:
-        """The number of completions of mean length whose KV cache fits into an engine's memory, in
-        addition to the weights and `held` other bytes on each GPU."""
-        free = USABLE * self.gpu.memory - held - ENGINE * self.shape.parameters / parallel
-        each = self.shape.cache_bytes * (self.prompt + self.completion) / parallel
+        """The number of completions whose KV cache fits into an engine's memory, in addition to the
+        weights and `held` other bytes on each GPU: of mean length in a server, of maximum length
+        in the native engine."""
+        shape, sampler = self.shape, self.sampler
+        free = min(USABLE * self.gpu.memory - held, self.server_share * self.gpu.memory)
+        free -= self.copy_bytes / parallel
+        length, scratch = self.completion, 0.0
+        if not sampler.serves:
+            length, scratch = self.longest, _ENTRY * shape.vocabulary
+        if sampler.serves and self.sleeps:
+            free -= self.rates["server_memory"]
+        each = shape.cache_bytes * (self.prompt + length) / parallel + scratch
         return max(0, int(free / each))
 
     def prefill(self, engines: int, parallel: int) -> float:
@@ -130,16 +196,19 @@ class RolloutCost:
         return operations / gpus / (self.gpu.operations * self.rates["training_share"])
 
     def wave(self, engines: int, parallel: int, held: float = 0.0) -> float:
-        """Seconds to sample a rollout. Completions that do not fit into an engine's memory wait,
-        and the last completions run in a small batch."""
+        """Seconds to sample a rollout. Completions that do not fit into a server's memory wait, and
+        the last completions run in a small batch. The native engine samples one wave after the
+        other."""
         rows, room = self.rows / engines, self.room(parallel, held)
         if room == 0:
             return float("inf")
+        waves = 1 if self.sampler.serves else ceil(rows / room)
+        rows /= waves
         context = self.prompt + np.arange(self.longest, dtype=np.float64)
         at_once = min(rows, room)
         some = 1 - (1 - self.alive) ** max(1.0, at_once)
         steps = self.decoding(np.maximum(at_once * self.alive, some), context, parallel)
-        seconds = float((some * steps).sum()) + self.prefill(engines, parallel)
+        seconds = waves * float((some * steps).sum()) + self.prefill(engines, parallel)
         full = self.decoding(room, self.prompt + self.completion / 2, parallel)
         return seconds + max(0.0, rows - room) * self.completion * float(full) / room
 
@@ -185,6 +254,8 @@ class RolloutCost:
             steps=self.steps,
             trained=self.trained / trainers if divided else self.trained,
             adapter=self.adapter > 0,
+            unpacked=(self.memory.read - HALF) * self.shape.linear * self.memory.quantised,
+            parked=self.parked_activations,
         )
 
     def training(self, trainers: int, *, divided: bool) -> tuple[float, float]:
@@ -213,45 +284,105 @@ class RolloutCost:
         return max(self.steps / self.iterations, np.ceil(self.tokens / trainers / most))
 
     @property
+    def tokens_at_most(self) -> int:
+        """Tokens that a rollout trains on if all completions have the maximum length."""
+        return self.groups * self.prompt + self.rows * self.longest
+
+    @property
     def tokens(self) -> float:
         """Tokens that a rollout trains on; each prompt counts once."""
         return self.groups * self.prompt + self.sampled
 
+    def lasting(self) -> dict[str, float]:
+        """Bytes of a trainer's parts that last from step to step, without sharding. The reference
+        of an adapter is the model without it."""
+        shape, memory = self.shape, self.memory
+        parts: dict[str, float] = {"weights": WEIGHTS * self.trained}
+        if self.adapter:
+            linear = memory.linear * shape.linear
+            frozen = linear + memory.other * (shape.parameters - shape.linear)
+            parts = {"base model": frozen, "adapter": WEIGHTS * self.trained}
+        parts["gradients"] = WEIGHTS * self.trained
+        parts["optimizer"] = 0.0 if memory.parked else self.optimizer_bytes
+        if self.reference and not self.adapter:
+            parts["reference"] = memory.reference * shape.parameters
+        return parts
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes of the optimizer's state, wherever it is."""
+        lookup = 0 if self.adapter else self.shape.hidden * self.shape.vocabulary
+        return self.memory.state * (self.trained - lookup) + self.memory.lookup * lookup
+
     def trainer_bytes(self, trainers: int, *, divided: bool) -> float:
-        """Bytes that a trainer's GPU holds throughout, including the reference model; sharded
-        trainers also hold gathered layers."""
-        shape = self.shape
-        # The reference of an adapter is the model without it.
-        frozen = shape.parameters * (self.adapter > 0 or self.reference)
-        each = TRAINED * self.trained + WEIGHTS * frozen
+        """Bytes that a trainer's GPU holds throughout, including the reference model. Sharded
+        trainers also hold gathered layers, and all of a quantised base model."""
+        shape, memory = self.shape, self.memory
+        each = sum(self.lasting().values())
+        if not divided:
+            return each
+        whole = memory.linear * shape.linear * memory.quantised
         inner = float(shape.products - shape.hidden * shape.vocabulary)
         if shape.experts:
             inner += shape.expert_parameters * (1 - shape.chosen / shape.experts)
-        layer = inner / shape.layers
+        layer = 0.0 if memory.quantised else inner / shape.layers
         ends = shape.hidden * shape.vocabulary
-        return each / trainers + 2 * WEIGHTS * max(layer, ends) if divided else float(each)
+        return (each - whole) / trainers + whole + 2 * WEIGHTS * max(layer, ends)
 
     def micro_batch(self, trainers: int, *, divided: bool) -> float:
         """The number of tokens of a micro-batch."""
         return min(self.micro_tokens, self.capacity(trainers, divided=divided))
 
+    @property
+    def activations(self) -> float:
+        """Bytes of a token's activations on the GPU. If activations are offloaded, those of one
+        layer remain."""
+        layers = 0 if self.memory.offloads else self.shape.layers
+        one_layer = activation_bytes(1, self.shape.hidden, half=True, checkpointing=False)
+        if not self.checkpointing:
+            return float(max(1, layers) * one_layer)
+        return float(one_layer + FULL * layers * self.shape.hidden)
+
+    @property
+    def parked_activations(self) -> float:
+        """Bytes of a token's activations that are in host memory."""
+        whole = replace(self, memory=replace(self.memory, offloads=False))
+        return whole.activations - self.activations
+
+    def transient(self, *, divided: bool) -> float:
+        """Bytes that an update needs for any number of tokens: a block of logits, a dequantised
+        matrix, and the copies of trained weights in 16 bits that autocast keeps unless they are
+        sharded."""
+        shape, memory = self.shape, self.memory
+        matrix = (memory.other + HALF) * shape.linear / shape.layers * memory.quantised
+        return _LOGITS + matrix + (0.0 if divided else HALF * self.trained)
+
     def capacity(self, trainers: int, *, divided: bool, held: float = 0.0) -> float:
         """The number of tokens whose activations fit in the remaining memory, in addition to `held`
         other bytes."""
-        shape = self.shape
-        held += self.trainer_bytes(trainers, divided=divided) + _LOGITS
-        free = USABLE * self.gpu.memory - held
-        inputs = 2 * shape.layers if self.checkpointing else _OF_LAYER * shape.layers
-        return max(0.0, free / (shape.hidden * (inputs + _OF_LAYER)))
+        held += self.trainer_bytes(trainers, divided=divided) + self.transient(divided=divided)
+        return max(0.0, (USABLE * self.gpu.memory - held) / self.activations)
 
     def publishing(self, trainers: int, *, divided: bool, apart: bool) -> float:
         """Seconds until engines have new weights. Sharded weights are gathered first. The weights
         are then sent to separate servers, or copied on the trainer's GPU."""
         size = self.trained
         copied = (WEIGHTS + ENGINE) * size / self.gpu.bandwidth
+        if not apart:
+            copied += self._renewal()
         sent = ENGINE * size / self.rates["weight_rate"] if apart else copied
         others = (trainers - 1) / trainers if divided else 0.0
         return sent + WEIGHTS * size * others / self._network(trainers)
+
+    def _renewal(self) -> float:
+        """Seconds in which an engine on the trainer's GPU gets weights that are not trained: a
+        server that slept reads them from host memory. An adapter is merged into all of a copy."""
+        rate = self.gpu.host * self.rates["network_share"]
+        if self.sampler.serves:
+            return self.copy_bytes / rate * self.sleeps
+        if not self.adapter or not self.sampler.copies:
+            return 0.0
+        return (self.memory.read + ENGINE) * self.shape.parameters / self.gpu.bandwidth
 
     def _network(self, gpus: int) -> float:
         """Bytes per second that each of `gpus` GPUs sends to the others."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rloo.addons.planner.gpu.gpu_specs import FILE_RATE, GPUS, RATES, Assumption
+from rloo.addons.planner.gpu.gpu_specs import FILE_RATE, GPU, GPUS, RATES, Assumption
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 # The options that are not options of a run: their meanings and defaults.
 OPTIONS = {
-    "num_gpus": "how many GPUs, from 1 to 1,024: plan for these instead of this machine",
+    "num_gpus": "how many GPUs, from 1 to 1,024: plan for these instead of this machine (1 with "
+    "gpu)",
     "gpu": f"one of {', '.join(GPUS)} (h100)",
     "gpu_price": "what an hour of a GPU costs (none)",
     "parameters": "a size such as 7B with a typical shape, instead of the model",
@@ -30,7 +32,7 @@ OPTIONS = {
 MOST_GPUS = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GPUPlanRequest:
     """The command line of a GPU plan: the options of a run, and the plan's options."""
 
@@ -42,6 +44,25 @@ class GPUPlanRequest:
         """The rates of the plan, unless the command line has others."""
         by_files = self.config.engine_options.weight_transfer == "files"
         return {**RATES, **({"weight_rate": FILE_RATE} if by_files else {})}
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The shape of the model. Raises ValueError without a model, and for an invalid size."""
+        from rloo.addons.planner.gpu.model_shapes import shape_of_config, shape_of_size
+
+        if "parameters" in self.values:
+            return shape_of_size(self.values["parameters"])
+        model = self.config.model
+        if model is None:
+            raise ValueError(
+                "there is no model to plan for; name one, or a size such as 7B (model, parameters)"
+            )
+        return shape_of_config(model, configuration_of(model, self.config))
+
+    @property
+    def price(self) -> float | None:
+        """The price of a GPU hour, or None."""
+        return self.number("gpu_price", None) if "gpu_price" in self.values else None
 
     def number(self, name: str, default: float | None, least: float = 0.0) -> float:
         """The value of option `name`. Raises ValueError if it is not a number above `least`."""
@@ -89,12 +110,12 @@ def asks_for_gpus(arguments: Sequence[str]) -> bool:
 def plan_gpus(arguments: Sequence[str]) -> None:
     """Print the plan. Raises ValueError for invalid options and for a run that does not fit."""
     rest, values = split(arguments)
-    if "num_gpus" not in values:
+    if not values.keys() & {"num_gpus", "gpu"}:
         raise ValueError(
             f"num_gpus is missing; {', '.join(values)} belongs to a plan of GPUs (num_gpus)"
         )
     asked = GPUPlanRequest(parse_command_line(rest), values)
-    gpus = asked.number("num_gpus", None, least=-float("inf"))
+    gpus = asked.number("num_gpus", 1.0, least=-float("inf"))
     if gpus != int(gpus) or not 1 <= gpus <= MOST_GPUS:
         text = values["num_gpus"]
         raise ValueError(
@@ -108,25 +129,65 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     from rloo.addons.planner.gpu.layouts import best
     from rloo.addons.planner.gpu.printing import GPUPlan, print_gpu_plan
 
-    job = job_of(asked, name)
-    ways = best(int(gpus), job)
-    if not ways:
+    if gpus == 1:
+        _plan_one(asked, name)
+        return
+    job = job_of(asked, asked.config, name, int(gpus))
+    found = best(int(gpus), job)
+    if not found:
+        raise ValueError(_misfit(job, int(gpus)))
+    print_gpu_plan(GPUPlan(job, int(gpus), found, asked.rates, list(values), asked.price))
+
+
+def _plan_one(asked: GPUPlanRequest, name: str) -> None:
+    """Print the plan for one GPU. Raises ValueError for a run that does not fit, with the cheapest
+    change that makes it fit."""
+    from rloo.addons.planner.gpu import shared_gpu
+    from rloo.addons.planner.gpu.shared_printing import print_shared_plan
+
+    def make(config: RLOOConfig) -> RolloutCost:
+        return job_of(asked, config, name, 1)
+
+    config, job = asked.config, make(asked.config)
+    if shared_gpu.ways(config, job):
+        plan = shared_gpu.SharedPlan(config, job, make)
+        print_shared_plan(plan, asked.rates, list(asked.values), asked.price)
+        return
+    change = next(shared_gpu.repairs(config, make), None)
+    fits = f"it fits with {change.options}" if change else "no change that was tried makes it fit"
+    raise ValueError(f"{_misfit(job, 1)}; {fits}")
+
+
+def _misfit(job: RolloutCost, gpus: int) -> str:
+    return (
+        f"{job.shape.name} does not fit {gpus:,} x {job.gpu.name}: neither weights, gradients and "
+        "optimizer of the trainer nor an engine's weights and cache have room in any way that "
+        "was tried (num_gpus, gpu, max_completion_length)"
+    )
+
+
+def _check_precision(config: RLOOConfig, gpu: GPU) -> None:
+    """Raise ValueError for a precision that the GPU does not have, or of which there are no
+    rates."""
+    if config.bf16 and not gpu.bf16:
         raise ValueError(
-            f"{job.shape.name} does not fit {int(gpus):,} x {name}: neither weights, gradients and "
-            "optimizer of the trainer nor an engine's weights and cache have room in any way that "
-            "was tried (num_gpus, gpu, max_completion_length)"
+            f"bf16 is true and gpu is {gpu.name}, which has no bf16 arithmetic; give fp16 true "
+            "(bf16, fp16)"
         )
-    price = asked.number("gpu_price", None) if "gpu_price" in values else None
-    print_gpu_plan(GPUPlan(job, int(gpus), ways, asked.rates, list(values), price))
+    if not (config.bf16 or config.fp16):
+        raise ValueError(
+            "bf16 and fp16 are false; a plan of GPUs has the rates of 16 bits (bf16, fp16)"
+        )
 
 
-def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
-    """The costs of a rollout of the run in `asked`, on the GPU `gpu`. Raises ValueError for options
-    that a plan does not support."""
+def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> RolloutCost:
+    """The costs of a rollout of a run with the options `config` on `gpus` GPUs of the type `gpu`;
+    `asked` has the plan's options. Raises ValueError for options that a plan does not support."""
     from rloo.addons.planner.gpu.cost_model import RolloutCost
+    from rloo.addons.planner.gpu.memory_sizes import memory_sizes
 
-    config = asked.config
-    if config.num_prompts is None:
+    _check_precision(config, GPUS[gpu])
+    if config.num_prompts is None and gpus > 1:
         raise ValueError(
             "num_prompts is not given; how long a rollout takes on many GPUs depends on it "
             "(num_prompts)"
@@ -134,13 +195,15 @@ def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
     batches = batches_of(config, 1)
     longest = config.max_completion_length
     mean = asked.number("completion_tokens", max(1.0, longest / 2))
+    if config is not asked.config:
+        mean = min(mean, float(longest))
     if mean > longest:
         raise ValueError(
             f"completion_tokens is {mean:g}; it must be at most max_completion_length {longest} "
             "(completion_tokens)"
         )
     return RolloutCost(
-        shape=_shape(asked),
+        shape=asked.shape,
         gpu=GPUS[gpu],
         rates={name: asked.number(name, rate.value) for name, rate in asked.rates.items()},
         groups=batches.prompts_per_rollout,
@@ -153,17 +216,6 @@ def job_of(asked: GPUPlanRequest, gpu: str) -> RolloutCost:
         iterations=batches.num_iterations,
         steps=batches.parts_per_rollout * batches.num_iterations,
         adapter=config.lora_r if config.use_peft else 0,
+        micro_tokens=config.max_tokens_per_micro_batch or float("inf"),
+        memory=memory_sizes(config),
     )
-
-
-def _shape(asked: GPUPlanRequest) -> ModelShape:
-    from rloo.addons.planner.gpu.model_shapes import shape_of_config, shape_of_size
-
-    if "parameters" in asked.values:
-        return shape_of_size(asked.values["parameters"])
-    config = asked.config
-    if config.model is None:
-        raise ValueError(
-            "there is no model to plan for; name one, or a size such as 7B (model, parameters)"
-        )
-    return shape_of_config(config.model, configuration_of(config.model, config))

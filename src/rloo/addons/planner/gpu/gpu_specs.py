@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 # GPUs that NVLink connects in one machine.
 IN_A_MACHINE = 8
@@ -13,9 +13,11 @@ IN_A_MACHINE = 8
 @dataclass(frozen=True, slots=True)
 class GPU:
     """The maker's figures for a GPU: bytes of memory (as torch reports them: a GPU of 80 GB has
-    79.2 GiB), dense bf16 operations per second, and bytes per second of the memory, of NVLink in
-    one direction, and of the network in a usual machine with eight GPUs. `attention` is the
-    operations per second of FlashAttention-2 on the GPU."""
+    79.2 GiB), dense 16-bit operations per second with sums in float32, and bytes per second of the
+    memory, of NVLink in one direction (of PCIe, if a GPU has no NVLink), and of the network in a
+    usual machine with eight GPUs. `attention` is the operations per second of FlashAttention-2 on
+    the GPU, `host` the bytes per second of PCIe in one direction. `bf16` is false for a GPU whose
+    16-bit operations are fp16 only."""
 
     name: str
     memory: float
@@ -25,15 +27,65 @@ class GPU:
     network: float
     attention: float
     source: str
+    host: float = 32e9
+    bf16: bool = True
+
+
+_GIB = 2**30
+# The share of the dense rate that FlashAttention-2 has on an A100. It is assumed for GPUs of which
+# no rate is published. On a T4 FlashAttention-2 does not run; half of the share is assumed.
+_ATTENTION = 225 / 312
+# The network of a machine with cards on PCIe: 100 Gb/s (assumed).
+_ETHERNET = 12.5e9
+
+
+def _card(
+    name: str, gib: float, operations: float, bandwidth: float, source: str, **more: Any
+) -> GPU:
+    """A card on PCIe: memory in GiB as torch's out-of-memory errors report it, dense operations in
+    10^12 per second, bandwidth in 10^9 bytes per second."""
+    host = more.get("host", 32e9)
+    rate = operations * 1e12
+    share = _ATTENTION if more.get("bf16", True) else _ATTENTION / 2
+    facts = (gib * _GIB, rate, bandwidth * 1e9, host, _ETHERNET, share * rate)
+    return GPU(name, *facts, source, **more)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
         GPU("a100", 85e9, 312e12, 2.039e12, 300e9, 25e9, 225e12, "NVIDIA A100 80GB SXM, DGX A100"),
-        GPU("h100", 85e9, 989e12, 3.35e12, 450e9, 50e9, 350e12, "NVIDIA H100 SXM, DGX H100"),
-        GPU("h200", 150e9, 989e12, 4.8e12, 450e9, 50e9, 350e12, "NVIDIA H200 SXM, DGX H200"),
-        GPU("b200", 191e9, 2250e12, 8e12, 900e9, 50e9, 350e12, "NVIDIA DGX B200, an eighth of it"),
+        GPU("h100", 85e9, 989e12, 3.35e12, 450e9, 50e9, 350e12, "NVIDIA H100 SXM, DGX H100", 64e9),
+        GPU("h200", 150e9, 989e12, 4.8e12, 450e9, 50e9, 350e12, "NVIDIA H200 SXM, DGX H200", 64e9),
+        GPU(
+            "b200",
+            191e9,
+            2250e12,
+            8e12,
+            900e9,
+            50e9,
+            350e12,
+            "NVIDIA DGX B200, an eighth of it",
+            64e9,
+        ),
+        # GeForce cards multiply 16-bit matrices at half of their rate if the sums are float32, as
+        # in training. The tables of these papers have both rates; these are the ones with float32.
+        _card("rtx3090", 23.69, 71, 936, "NVIDIA Ampere GA102 GPU Architecture, RTX 3090"),
+        _card("rtx4090", 23.64, 165.2, 1008, "NVIDIA Ada GPU Architecture, RTX 4090"),
+        _card(
+            "rtx5090",
+            31.37,
+            209.5,
+            1792,
+            "NVIDIA RTX Blackwell GPU Architecture, RTX 5090",
+            host=64e9,
+        ),
+        # The data sheets of L4, L40S and A10 have rates with sparsity, which are twice as high.
+        _card("l4", 22.03, 121, 300, "NVIDIA L4 data sheet: 242 with sparsity"),
+        _card("l40s", 44.4, 362.05, 864, "NVIDIA L40S data sheet"),
+        _card("a10", 21.99, 125, 600, "NVIDIA A10 data sheet"),
+        # fp16 only: Turing has no bf16.
+        _card("t4", 14.56, 65, 300, "NVIDIA T4 data sheet", host=16e9, bf16=False),
     )
 }
 
@@ -111,10 +163,31 @@ RATES = MappingProxyType(
             "seconds of a decoding step beside the GPU's work",
             "no published figure for this use; measure an engine and give it",
         ),
+        "native_share": Assumption(
+            0.51,
+            "measured",
+            "of the memory's bandwidth that the native engine has with its copy of the weights",
+            "docs/benchmarks.md: with this share, the plan's formulas give the 9.0 s of 256 "
+            "completions on one H100 (0.6 B parameters)",
+        ),
+        "layer_overhead": Assumption(
+            0.001,
+            "assumed",
+            "seconds of a layer and decoding step in which the native engine without a copy "
+            "launches kernels",
+            "no published figure for this use; measure an engine and give it",
+        ),
+        "server_memory": Assumption(
+            1.5e9,
+            "assumed",
+            "bytes that a vLLM server on the trainer's GPU has beside weights and cache, also "
+            "while it sleeps",
+            "no published figure for this use; a run measures it before the first step",
+        ),
         "network_share": Assumption(
             0.7,
             "assumed",
-            "of NVLink's or the network's rate that collectives have",
+            "of the rate of NVLink, PCIe or the network that is reached",
             "no published figure for this use; measure with nccl-tests and give it",
         ),
         "weight_rate": Assumption(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from rloo.addons.planner.gpu.cost_model import ENGINE, USABLE, RolloutCost
+from rloo.addons.planner.gpu.cost_model import USABLE, RolloutCost, Sampler
 
 # The values that are tried: GPUs per server, staleness, and the number of divisions of the GPUs
 # between trainers and engines.
@@ -36,7 +36,7 @@ class Forecast:
     which the main process reads sampled completions, `gathering` the time in which the trainers
     receive them); bytes on a trainer's GPU and on an engine's
     GPU; the number of tokens that fit into a micro-batch; and the number of completions that fit
-    into an engine (`room`)."""
+    into an engine (`room`) of the kind `sampler`."""
 
     layout: ParallelLayout
     sampling: float
@@ -49,6 +49,7 @@ class Forecast:
     engine_bytes: float
     micro_batch: float
     room: int
+    sampler: Sampler
 
     @property
     def training(self) -> float:
@@ -83,13 +84,14 @@ class Forecast:
 
 def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
     """The forecast for a layout; None if a part of the layout does not fit into memory."""
-    shape, gpu = job.shape, job.gpu
     held = job.trainer_bytes(layout.trainers, divided=layout.divided)
     together = layout.engines == 0
     # With engines on the trainers' GPUs, the engine's copy and the trainer's state share the GPU.
-    copy = ENGINE * shape.parameters / layout.parallel if together else 0.0
-    micro = job.capacity(layout.trainers, divided=layout.divided, held=copy)
-    if micro < job.prompt + job.longest or held + copy > USABLE * gpu.memory:
+    copy = job.copy_bytes / layout.parallel if together else 0.0
+    training = job.rates["server_memory"] if together and job.sleeps else copy
+    micro = job.capacity(layout.trainers, divided=layout.divided, held=training)
+    most = USABLE * job.gpu.memory
+    if micro < job.prompt + job.longest or held + copy > most:
         return None
     engines = layout.engines or layout.trainers // layout.parallel
     room = job.room(layout.parallel, held if together else 0.0)
@@ -109,9 +111,10 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
         job.gathering(layout.trainers, apart=not together),
         job.publishing(layout.trainers, divided=layout.divided, apart=not together),
         held + copy,
-        USABLE * gpu.memory if not together else held + copy,
+        held + copy if together else most,
         micro,
         room,
+        job.sampler,
     )
 
 
@@ -148,6 +151,16 @@ def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
         if name not in found or one.seconds < 0.99 * found[name].seconds:
             found[name] = one
     return found
+
+
+def fastest(found: Mapping[str, Forecast], worth: float) -> str:
+    """The name of the forecast to choose: a later one must be faster by the factor `worth`."""
+    names = list(found)
+    name = names[0]
+    for other in names[1:]:
+        if found[name].seconds > worth * found[other].seconds:
+            name = other
+    return name
 
 
 def most_samples(job: RolloutCost, one: Forecast) -> int:

@@ -38,6 +38,13 @@ class ModelShape:
         """Bytes of a token's keys and values in bf16."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
+    @property
+    def linear(self) -> int:
+        """The parameters in the matrices of the layers, without experts: those that bitsandbytes
+        quantises."""
+        of_experts = self.expert_parameters * self.chosen // self.experts if self.experts else 0
+        return self.products - self.hidden * self.vocabulary - of_experts
+
     def operations(self, context: Any) -> Any:
         """Operations of a token's forward pass after `context` tokens: two per parameter in
         `products`, and four per head dimension and attended token."""

@@ -10,14 +10,14 @@ from rich.console import Console
 
 from rloo.addons.planner.gpu.cost_model import RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import Assumption
-from rloo.addons.planner.gpu.layouts import Forecast, most_samples
+from rloo.addons.planner.gpu.layouts import Forecast, fastest, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.tracking.console import duration, write_line
 
 # The number of simulated rollouts, and how many of them only fill the queue.
 _SIMULATED, _WARM_UP = 60, 10
 # Smallest speed-up for which a staler layout is chosen, since staleness adds bias.
-_WORTH = 1.05
+WORTH = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,27 @@ class GPUPlan:
         """The name of the layout that the plan recommends. A layout with more staleness is
         recommended only if it is more than 5 % faster than the layout that is otherwise
         recommended."""
-        names = list(self.ways)
-        name = names[0]
-        for other in names[1:]:
-            if self.ways[name].seconds > _WORTH * self.ways[other].seconds:
-                name = other
-        return name
+        return fastest(self.ways, WORTH)
 
 
 def print_gpu_plan(plan: GPUPlan) -> None:
     """Print the plan to stdout."""
-    console, job = Console(), plan.job
+    console = Console()
+    for line in [*heading(plan.job, plan.gpus), "", *table(plan), "", *advice(plan), ""]:
+        write_line(console, line)
+    for line in sources(plan.job, plan.rates, plan.given):
+        write_line(console, line)
+
+
+def heading(job: RolloutCost, gpus: int) -> list[str]:
+    """The lines that tell what is planned."""
     shape = job.shape
-    write_line(console, f"model    {shape.name}: {shape.parameters / 1e9:.2f} B ({shape.origin})")
-    write_line(
-        console,
+    return [
+        f"model    {shape.name}: {shape.parameters / 1e9:.2f} B ({shape.origin})",
         f"rollout  {job.groups:,} prompts of {job.prompt:,} tokens x {job.samples} completions of "
         f"{job.completion:,.0f} tokens in the mean, {job.longest:,} at most",
-    )
-    write_line(console, f"GPUs     {plan.gpus:,} x {job.gpu.name} ({job.gpu.source})")
-    for line in ["", *table(plan), "", *advice(plan), "", *sources(plan)]:
-        write_line(console, line)
+        f"GPUs     {gpus:,} x {job.gpu.name} ({job.gpu.source})",
+    ]
 
 
 def table(plan: GPUPlan) -> list[str]:
@@ -87,6 +87,11 @@ def table(plan: GPUPlan) -> list[str]:
                 one.bottleneck,
             ]
         )
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
@@ -164,15 +169,15 @@ def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:
         return None
 
 
-def sources(plan: GPUPlan) -> list[str]:
-    """Lines with the source of each number."""
+def sources(job: RolloutCost, rates: Mapping[str, Assumption], given: Sequence[str]) -> list[str]:
+    """Lines with the source of each rate. Those in `given` are the user's."""
     lines = [
         "counted: parameters, operations, bytes. Nothing above was measured on these GPUs: all "
         "seconds are extrapolated, from"
     ]
-    for name, rate in plan.rates.items():
-        value = plan.job.rates[name]
-        kind = "given" if name in plan.given else rate.kind
+    for name, rate in rates.items():
+        value = job.rates[name]
+        kind = "given" if name in given else rate.kind
         text = "" if kind == "given" else f": {rate.source}"
         lines.append(f"  {name} {value:g} ({kind}), {rate.meaning}{text}")
     return lines

@@ -29,7 +29,9 @@ class UpdateCost:
     """The updates of one GPU: `tokens` trained tokens, which attend to `attended` positions on
     average, in `micro_batches` micro-batches and `steps` optimizer steps. `forward` is the number
     of forward passes of a token, including recomputation and passes that only score. `trained` is
-    the number of trained parameters on the GPU. With an adapter, `adapter` is true."""
+    the number of trained parameters on the GPU. With an adapter, `adapter` is true. `unpacked` is
+    the bytes that dequantising the frozen weights once moves, and `parked` the bytes of a token's
+    activations that go to host memory and back."""
 
     shape: ModelShape
     gpu: GPU
@@ -41,11 +43,14 @@ class UpdateCost:
     steps: int
     trained: float
     adapter: bool
+    unpacked: float = 0.0
+    parked: float = 0.0
 
     @property
     def seconds(self) -> float:
         """Seconds of all parts of the updates."""
-        return self.products + self.attention + self.other + self.optimizer + self.host
+        computing = self.products + self.attention + self.other + self.optimizer + self.host
+        return computing + self.dequantising + self.offloading
 
     @property
     def products(self) -> float:
@@ -76,6 +81,19 @@ class UpdateCost:
     def optimizer(self) -> float:
         """Seconds of the optimizer steps."""
         return self.steps * _STEP * self.trained / self.gpu.bandwidth
+
+    @property
+    def dequantising(self) -> float:
+        """Seconds in which weights are dequantised: once for each pass of each micro-batch. The
+        backward pass needs only the gradients of inputs."""
+        passes = self.micro_batches * (self.forward + 1)
+        return passes * self.unpacked / self.gpu.bandwidth
+
+    @property
+    def offloading(self) -> float:
+        """Seconds in which activations go to host memory and back."""
+        rate = self.gpu.host * self.rates["network_share"]
+        return 2 * self.parked * self.tokens / rate
 
     @property
     def host(self) -> float:
