@@ -367,6 +367,7 @@ def test_some_completions_of_every_rollout_are_recorded_from_different_prompts(t
         "reward": None,
         "scores": {"math": None},
         "finish": "stop",
+        "num_tokens": 1,
         "extras": {"seen": "b"},
     }
     assert shown(screen) == ""

@@ -40,6 +40,7 @@ from rloo.tracking.jsonl import (
     EVALUATIONS,
     EVENTS,
     GROUPS,
+    HISTOGRAMS,
     METRICS,
     SUMMARY,
     strict,
@@ -86,6 +87,16 @@ _message = record(
 )
 _content = one_of(text, several(_message))
 _numbers = several(number_or_none)
+
+
+def _bin(value: Any) -> list[float]:
+    """The lowest and the highest value of a bin, and the number of values in it."""
+    low, high, size = several(number, 3)(value)
+    if not (low <= high and size >= 0):
+        raise UnfitValue
+    return [low, high, size]
+
+
 _SAMPLE: dict[str, Take] = {
     "completion": _content,
     "prompt": _content,
@@ -129,6 +140,8 @@ _SUMMARY = record(
         "named": several(text),
         "totals": record(others=number),
         "versions": record(others=text),
+        "host": text,
+        "git": record({"commit": text, "changed": switch}),
     }
 )
 _STEP: dict[str, Take] = {"step": count}
@@ -145,6 +158,7 @@ ROWS: dict[str, Take] = {
             "completions": several(record(known=_SAMPLE)),
         },
     ),
+    HISTOGRAMS: record(_STEP, {"completions": count, "histograms": record(others=several(_bin))}),
     ALARMS: record({**_STEP, "finding": _finding}),
     EVENTS: record(
         {"time": _moment, "role": text, "number": count, "event": text, "host": text},
@@ -165,6 +179,7 @@ class RunFolder:
     evaluations: Sequence[Row]
     completions: Sequence[Row]
     groups: Sequence[Row]
+    histograms: Sequence[Row]
     alarms: Sequence[Row]
     summary: Row
     options: Row
@@ -187,7 +202,7 @@ def read_folder(folder: Path, options: Row | None = None) -> RunFolder:
     """Read a folder. `options` are by default read from the folder. A folder without a run has no
     rows and no summary."""
     faults: list[str] = []
-    names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, ALARMS)
+    names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, HISTOGRAMS, ALARMS)
     rows = {name.removesuffix(".jsonl"): read_rows(folder / name, faults) for name in names}
     summary = read_summary(folder, faults)
     if options is None:

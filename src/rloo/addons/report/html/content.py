@@ -12,6 +12,7 @@ from typing import Any
 from rloo import __version__
 from rloo.addons.report.html.downsampling import bounds_of, curve, ends, known, outside, rounded
 from rloo.addons.report.html.sample_rows import moments
+from rloo.addons.report.html.time_axes import histograms_over_time, time_axes
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import default_of
 from rloo.distributed.standard_streams import counted
@@ -84,7 +85,14 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
     return {
         "version": __version__,
         "runs": [
-            {"name": name, **_head(run), "curves": of_run, "samples": moments(run, tokens)}
+            {
+                "name": name,
+                **_head(run),
+                "curves": of_run,
+                "samples": moments(run, tokens),
+                "axes": time_axes(run),
+                "histograms": histograms_over_time(run),
+            }
             for name, run, of_run in zip(names, runs, curves, strict=True)
         ],
         "sections": list(_sections(every, {n for n in every if _is_zero(n, curves)})),
@@ -123,7 +131,15 @@ def _head(run: RunFolder) -> dict[str, Any]:
         "seconds": {name.removeprefix("time/"): rounded(s) for name, s in phases.items()},
         "limit": options.get("max_completion_length"),
         "versions": summary.get("versions", {}),
+        "host": summary.get("host", ""),
+        "commit": _commit(summary.get("git")),
     }
+
+
+def _commit(git: Mapping[str, Any] | None) -> str:
+    if git is None:
+        return ""
+    return git["commit"] + (", with changes that are not committed" if git.get("changed") else "")
 
 
 def _going_on(run: RunFolder) -> str:

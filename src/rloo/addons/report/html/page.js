@@ -12,6 +12,7 @@ function page() {
     ...data.sections.map((s) => charts(s, several)),
     section("spent", "Where time and memory went", spent()),
     section("samples", "What was sampled", samplesOf()),
+    section("completions", "All recorded completions", completionsSection()),
     several ? null : set,
   ].filter(Boolean);
   const links = sections.map((s) => el("a", { href: `#${s.id}` }, s.dataset.title));
@@ -167,6 +168,8 @@ function options(several) {
     first.length ? table(several ? "Options that differ" : "Options with another value than their default", head, rows(first)) : el("p", {}, several ? "All options are the same." : "All options have their defaults."),
     data.options.length ? all : null,
     [...new Set(versions)].filter(Boolean).map((line) => el("p", { class: "small" }, line)),
+    data.runs.filter((run) => run.commit || run.host).map((run) => el("p", { class: "small" }, several ? `${run.name}: ` : "",
+      run.commit ? ["commit ", el("code", {}, run.commit)] : null, run.commit && run.host ? ", " : "", run.host ? `host ${run.host}` : "")),
   ];
 }
 
@@ -176,7 +179,7 @@ function placeOf(details) {
 }
 
 function reachable() {
-  return [...document.querySelectorAll("a, button, input, summary, [tabindex='0']:not(.scroll)")];
+  return [...document.querySelectorAll("a, button, input, select, summary, [tabindex='0']:not(.scroll)")];
 }
 
 async function follow() {
@@ -188,10 +191,11 @@ async function follow() {
         follow.last = fresh;
         data = { ...JSON.parse(fresh), follows: true };
         const open = [...document.querySelectorAll("details[open]")].map(placeOf), at = scrollY;
-        const active = reachable().indexOf(document.activeElement), count = reachable().length;
+        const active = reachable().indexOf(document.activeElement), count = reachable().length, named = document.activeElement.id;
         page();
         document.querySelectorAll("details").forEach((d) => { d.open = open.includes(placeOf(d)); });
-        if (reachable().length === count) reachable()[active]?.focus({ preventScroll: true });
+        const again = (named && document.getElementById(named)) || (reachable().length === count && reachable()[active]);
+        if (again) again.focus({ preventScroll: true });
         scrollTo(0, at);
       }
     }

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rloo.addons.report.html.document import write_page
 from rloo.tracking.jsonl import PAGE
 from rloo.tracking.observer import Observer
+from rloo.tracking.run_environment import run_environment
 
 
 class PageObserver(Observer):
     """Writes report.html into the run's folder."""
+
+    def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
+        """Read the git commit, which may change during the run."""
+        run_environment()
 
     def on_end(self) -> None:
         """Write the page."""
