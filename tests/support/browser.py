@@ -54,7 +54,7 @@ class Browser:
     def press(self, *keys: str) -> None:
         """Press keys, by their names in the DOM (`ArrowLeft`), or one character each."""
         codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
-        codes |= {"Escape": 27, " ": 32}
+        codes |= {"Escape": 27, "+": 187, "-": 189}
         for key in keys:
             for kind in ("keyDown", "keyUp"):
                 values = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}

@@ -42,3 +42,19 @@ def add_into(edges: Sequence[float], bins: Iterable[Bin]) -> list[float]:
             inside = min(high, edges[n + 1]) - max(low, edges[n])
             counts[n] += count * max(0.0, inside) / (high - low)
     return counts
+
+
+def quartiles(bins: Iterable[Bin]) -> list[float]:
+    """Return the lower quartile, the median and the upper quartile: the smallest value that this
+    share of all values does not exceed. They are exact for bins of single values. In other bins the
+    values are taken as evenly spread."""
+    inside = sorted((each for each in bins if each[2] > 0), key=lambda each: each[0] + each[1])
+    total = math.fsum(count for *_, count in inside)
+    found: list[float] = []
+    below = 0.0
+    wanted = [0.25 * total, 0.5 * total, 0.75 * total]
+    for low, high, count in inside:
+        while len(found) < 3 and below + count >= wanted[len(found)]:
+            found.append(low + (high - low) * (wanted[len(found)] - below) / count)
+        below += count
+    return found

@@ -20,7 +20,8 @@ from rloo.tracking.run_reader import read_begun
 # A page with all completions is at most this large. `PAGE_BYTES` is room for script and style.
 MOST_BYTES, PAGE_BYTES = 50_000_000, 100_000
 SCRIPTS = (
-    "dom.js", "chart.js", "samples.js", "search.js", "completions.js", "compare.js", "page.js",
+    "dom.js", "axis.js", "export.js", "frame.js", "chart.js", "heat.js", "samples.js", "search.js",
+    "completions.js", "compare.js", "page.js",
 )  # fmt: skip
 STYLE = "page.css"
 

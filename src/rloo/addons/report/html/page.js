@@ -4,12 +4,14 @@ let data = JSON.parse(document.getElementById("data").textContent);
 const chosen = { run: 0, moment: 0, group: 0, shade: "advantage" };
 
 function page() {
+  view.redraws = [];
   const several = data.runs.length > 1;
   const set = section("options", several ? "Options that differ" : data.named ? "Options that were set" : "Options unlike their defaults", options(several));
   const sections = [
     section("verdict", several ? "What the runs did" : "What the run did", verdicts(several)),
     several ? set : null,
-    ...data.sections.map((s) => charts(s, several)),
+    ...data.sections.map((s, i) => charts(s, several, i === 0 ? viewBar() : null)),
+    distributions(several),
     section("spent", "Where time and memory went", spent()),
     section("samples", "What was sampled", samplesOf()),
     section("completions", "All recorded completions", completionsSection()),
@@ -77,24 +79,24 @@ function alarms(run) {
   }))];
 }
 
-function charts(of, several) {
+function charts(of, several, bar) {
   const id = of.title.toLowerCase().replace(/[^a-z]+/g, "-");
   const made = of.charts.flatMap((c) => several ? c.names.map((name) => overlay(c, name)) : [single(c)]);
   const grid = el("div", { class: "charts" });
   const zero = of.zero.length ? el("p", { class: "small" }, "Always 0: ", of.zero.map((name, i) => [i ? ", " : "", el("code", {}, name)]), ".") : null;
-  if (!of.closed) { grid.append(...made.map((one) => one())); return section(id, of.title, grid, zero); }
+  if (!of.closed) { grid.append(...made.map((one) => one())); return section(id, of.title, bar, grid, zero); }
   const more = el("details", {}, el("summary", {}, `${made.length} more charts`), grid);
   more.addEventListener("toggle", () => { if (more.open && !grid.childElementCount) grid.append(...made.map((one) => one())); });
-  return section(id, of.title, more, zero);
+  return section(id, of.title, bar, more, zero);
 }
 
 function single(of) {
-  const curves = data.runs[0].curves;
+  const { curves, axes } = data.runs[0];
   const first = data.metrics[of.names[0]];
   return () => chart({
     title: of.title, meaning: first.meaning, band: bandOf(first),
     limit: limitOf(of.names[0]),
-    curves: of.names.map((name) => ({ ...curves[name], label: short(name, of.names), unit: data.metrics[name].unit })),
+    curves: of.names.map((name) => ({ ...curves[name], axes, label: short(name, of.names), unit: data.metrics[name].unit })),
   });
 }
 
@@ -103,8 +105,24 @@ function overlay(of, name) {
   return () => chart({
     title: of.names.length > 1 && short(name, of.names) !== of.title.toLowerCase() ? `${of.title}: ${short(name, of.names)}` : of.title,
     meaning: meta.meaning, band: bandOf(meta), limit: limitOf(name),
-    curves: having.map((run) => ({ ...run.curves[name], label: run.name, unit: meta.unit })),
+    curves: having.map((run) => ({ ...run.curves[name], axes: run.axes, label: run.name, unit: meta.unit })),
   });
+}
+
+const HISTOGRAMS = {
+  reward: ["Rewards", "The rewards of all completions: the darker, the larger the share of completions."],
+  length: ["Lengths", "The lengths of all completions in tokens."],
+  advantage: ["Advantages", "The advantages of all completions. Advantages by token are averaged over a completion."],
+};
+
+function distributions(several) {
+  const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.histograms)))];
+  if (!names.length) return null;
+  const made = names.flatMap((name) => data.runs.filter((run) => run.histograms[name]).map((run) => {
+    const [title, meaning] = HISTOGRAMS[name] || [`Scores of ${name.replace("rewards/", "")}`, "The scores of one reward function."];
+    return heat({ ...run.histograms[name], axes: run.axes, unit: "", title: several ? `${title}: ${run.name}` : title, meaning });
+  }));
+  return section("distributions", "Distributions over time", el("div", { class: "charts" }, made));
 }
 
 function bandOf(meta) {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import Any
 
 from rloo.addons.report.html.downsampling import known, rounded
-from rloo.tracking.histograms import Bin, add_into, histogram
+from rloo.tracking.histograms import Bin, add_into, histogram, quartiles
 from rloo.tracking.run_reader import RunFolder
 
 # The number of points of an axis; values between two points are interpolated.
@@ -39,8 +39,9 @@ def time_axes(run: RunFolder) -> dict[str, list[float | None]]:
 
 def histograms_over_time(run: RunFolder) -> dict[str, Any]:
     """By name (`reward`, `length`, ...) the `edges` of equal bins, and for at most 200 times the
-    first and the last step (`from`, `to`) and the numbers of values in the bins (`counts`). They
-    are of all completions, or of the recorded ones for a run without histograms.jsonl."""
+    first and the last step (`from`, `to`), the numbers of values in the bins (`counts`) and the
+    `quartiles`. They are of all completions, or of the recorded ones for a run without
+    histograms.jsonl."""
     rows = [(row["step"], row.get("histograms", {})) for row in run.histograms]
     rows = rows or list(_of_recorded(run))
     names = dict.fromkeys(name for _, row in rows for name, bins in row.items() if bins)
@@ -49,34 +50,33 @@ def histograms_over_time(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _of_recorded(run: RunFolder) -> Any:
+def _of_recorded(run: RunFolder) -> Iterator[tuple[int, dict[str, list[Bin]]]]:
+    keys = {"reward": "reward", "length": "num_tokens", "advantage": "advantage"}
     for step, rows in groupby(run.completions, key=lambda row: row["step"]):
         some = list(rows)
-        of_names = {"reward": "reward", "length": "num_tokens", "advantage": "advantage"}
-        yield (
-            step,
-            {
-                name: histogram(
-                    [row[key] for row in some if isinstance(row.get(key), (int, float))]
-                )
-                for name, key in of_names.items()
-            },
-        )
+        values = {
+            name: [row[key] for row in some if isinstance(row.get(key), (int, float))]
+            for name, key in keys.items()
+        }
+        yield step, {name: histogram(of_name) for name, of_name in values.items()}
 
 
 def _over_time(rows: Sequence[tuple[int, Sequence[Bin]]]) -> dict[str, Any]:
     low = min(bins[0][0] for _, bins in rows)
     high = max(each[1] for _, bins in rows for each in bins)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
+    least = max(1e-9 * max(abs(low), abs(high)), 1e-300)  # less has no 24 bins in floats
+    if high - low <= least:
+        low, high = low - max(0.5, least), high + max(0.5, least)
     edges = [low + (high - low) * n / BINS for n in range(BINS + 1)]
     size = -(-len(rows) // TIMES)
     parts = [rows[begin : begin + size] for begin in range(0, len(rows), size)]
-    summed = [add_into(edges, [each for _, bins in part for each in bins]) for part in parts]
+    merged = [[each for _, bins in part for each in bins] for part in parts]
+    summed = [add_into(edges, bins) for bins in merged]
     return {
         "edges": [rounded(edge) for edge in edges],
         "from": [part[0][0] for part in parts],
         "to": [part[-1][0] for part in parts],
+        "quartiles": [[rounded(value) for value in quartiles(bins)] for bins in merged],
         "counts": [[rounded(count) for count in counts] for counts in summed],
     }
 
