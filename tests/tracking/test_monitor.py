@@ -337,6 +337,7 @@ def test_resuming_drops_later_steps_and_the_torn_line(tmp_path):
     for step, reward in enumerate([0.1, 0.2, 0.3], start=1):
         watcher.step(step, make_metrics(reward))
         watcher.completions(step, [make_group()])
+        watcher.histograms(step, lambda: {"completions": 2, "histograms": {"reward": [[0, 1, 2]]}})
         watcher.evaluation(step, "during", make_accuracy(0.5, 0.4, 0.6))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
@@ -344,7 +345,7 @@ def test_resuming_drops_later_steps_and_the_torn_line(tmp_path):
     logs = {"waiting": {}, "window": 1, "last_table": 0}
     resumed.load_state_dict(logs, step=2, evaluated_at=2)
     resumed.step(3, make_metrics(0.9))
-    for name in ("completions.jsonl", "evaluations.jsonl"):
+    for name in ("completions.jsonl", "evaluations.jsonl", "histograms.jsonl"):
         assert max(row["step"] for row in read_rows(tmp_path / name)) == 2
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.9)]

@@ -101,6 +101,10 @@ def test_smoothing_is_an_exponential_mean_without_the_bias_of_its_start(browser,
     expected = sum(w * r for w, r in zip(weights, rewards, strict=True)) / sum(weights)
     said = browser.run(SAID)
     assert f"right {rewards[-1]:g}, smoothed {float(f'{expected:.3g}'):g}" in said
+    browser.run(FOCUS, 0)
+    browser.press("Home", "ArrowRight")
+    second = (0.6 * rewards[0] + rewards[1]) / 1.6
+    assert f"right {rewards[1]:g}, smoothed {float(f'{second:.3g}'):g}" in browser.run(SAID)
     lines = "return document.querySelector('.plot').querySelectorAll(arguments[0]).length"
     assert (browser.run(lines, ".smooth"), browser.run(lines, ".faint")) == (3, 3)
     browser.run(SMOOTH, "0")

@@ -243,6 +243,15 @@ def test_elsewhere_there_are_plain_lines_with_rewards_and_clipped_share():
     )
 
 
+def test_after_one_step_there_is_no_line_about_a_mean():
+    console, row = terminal(80), make_metrics()
+    shown = Screen(console, max_steps=9, silent=False)
+    shown.step(1, scored=[row], recent=[row], due=False)
+    shown.stop()
+    lines, _ = replay(console.file.getvalue())
+    assert lines[0].lstrip("━─ ").startswith("step 1/9") and all(map(str.strip, lines))
+
+
 def test_values_say_over_how_many_steps_they_are_means():
     row = make_metrics()
     bare = {"step_time": 1.0}  # a further step on the same rollout

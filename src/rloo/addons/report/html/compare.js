@@ -35,7 +35,6 @@ function showCompared(place, prompt, opener) {
     el("div", { class: "columns scroll", tabindex: "0", role: "group", "aria-label": "Completions by step" }, columns.map(column)));
   box.addEventListener("keydown", (event) => {
     if (event.key !== "Escape") return;
-    event.stopPropagation();
     close();
   });
   place.replaceChildren(box);
