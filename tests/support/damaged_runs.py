@@ -17,7 +17,13 @@ ODD = (
     None, True, False, 0, -1, 2.5, math.nan, -math.inf, 1e308, 10**400, 2**60, "", "x", "\x1b[2J",
     [], [None], ["x", 1], [[]], [0.1, 0.9], {}, {"": None}, {"a": {"b": []}}, {"mean": "x"},
 )  # fmt: skip
-FULL = (*(f"{name}.jsonl" for name in FILES), "summary.json", "logs/launch.jsonl", ".members.json")
+FULL = (
+    *(f"{name}.jsonl" for name in FILES),
+    "summary.json",
+    "facts.json",
+    "logs/launch.jsonl",
+    ".members.json",
+)
 
 
 def full_run(folder: Path, **options: object) -> Path:
@@ -43,6 +49,9 @@ def full_run(folder: Path, **options: object) -> Path:
     event = {"time": 1.7e9, "role": "trainer", "number": 0, "event": "ended", "host": "a"}
     write_rows(folder / "logs" / "launch.jsonl", [{**event, "status": 1}])
     members = {"max_steps": 20, "ranks": [{"role": "trainer", "number": 0, "host": "a", "pid": 1}]}
+    facts = {"named": ["beta"], "versions": {"rloo": "1"}, "host": "a"}
+    facts |= {"git": {"commit": "0a", "changed": True}}
+    (folder / "facts.json").write_text(json.dumps(facts))
     (folder / ".members.json").write_text(json.dumps(members))
     (folder / "config.yaml").write_text("model: m\ndataset: d\nreward: [length]\nbeta: 0.1\n")
     return folder

@@ -27,6 +27,8 @@ HISTOGRAMS = "histograms.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 PAGE = "report.html"
+# What is known at the start: host, commit, versions, and the options that the user set.
+FACTS = "facts.json"
 # The starting policy's completions of evaluation prompts, if an evaluation compares with them.
 START = "start_completions.json"
 # The folder with the output of all processes except the main process.

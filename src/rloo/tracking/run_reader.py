@@ -39,6 +39,7 @@ from rloo.tracking.jsonl import (
     CONFIG,
     EVALUATIONS,
     EVENTS,
+    FACTS,
     GROUPS,
     HISTOGRAMS,
     METRICS,
@@ -49,6 +50,7 @@ from rloo.tracking.jsonl import (
 Row = Mapping[str, Any]
 # `RunFolder.status` of a run that has not ended: it is still running, or was killed.
 NOT_ENDED = "not ended"
+KNOWN_AT_START = ("named", "versions", "host", "git")
 
 
 def _finding(value: Any) -> dict[str, Any]:
@@ -171,8 +173,9 @@ ROWS: dict[str, Take] = {
 class RunFolder:
     """The rows of a run's files in the order of steps, its summary (empty if there is none), and
     its options. Unknown numbers are NaN in `metrics` and left out in `evaluations`. `alarms` are
-    findings that were reported during the run. `faults` lists the data that could not be read.
-    """
+    findings that were reported during the run. `facts` are those of the summary that are known at
+    the start: `named`, `versions`, `host` and `git`. `faults` lists the data that could not be
+    read."""
 
     path: Path
     metrics: Sequence[Row]
@@ -183,6 +186,7 @@ class RunFolder:
     alarms: Sequence[Row]
     summary: Row
     options: Row
+    facts: Row
     faults: Sequence[str]
 
     @property
@@ -203,12 +207,16 @@ def read_folder(folder: Path, options: Row | None = None) -> RunFolder:
     rows and no summary."""
     faults: list[str] = []
     names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, HISTOGRAMS, ALARMS)
+    rows: dict[str, Any]
     rows = {name.removesuffix(".jsonl"): read_rows(folder / name, faults) for name in names}
     summary = read_summary(folder, faults)
     if options is None:
         written = summary.get("config") or _options(folder / CONFIG, faults)
         options = dict(_well_typed(written))
-    return RunFolder(folder, summary=summary, options=options, faults=tuple(faults), **rows)
+    facts = read_object(folder / FACTS, _SUMMARY, faults)
+    facts |= {name: summary[name] for name in KNOWN_AT_START if name in summary}
+    known: dict[str, Any] = {"summary": summary, "options": options, "facts": facts}
+    return RunFolder(folder, faults=tuple(faults), **known, **rows)
 
 
 def read_begun(folder: Path) -> RunFolder:

@@ -18,6 +18,7 @@ from rloo.tracking.jsonl import (
     COMPLETIONS,
     CONFIG,
     EVALUATIONS,
+    FACTS,
     GROUPS,
     HISTOGRAMS,
     LOGS,
@@ -44,7 +45,7 @@ from rloo.trainer.run_lock import LOCK, locked
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
 RUN_FILES = (
     METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, HISTOGRAMS, ALARMS, START, CONFIG,
-    PAGE,
+    FACTS, PAGE,
     f"profile/{TRACE}", f"profile/{REPORT}",
 )  # fmt: skip
 AUTO = "auto"

@@ -241,9 +241,21 @@ def test_options_that_were_chosen_automatically_are_not_called_set(tmp_path):
 
     given = ["max_completion_length", "learning_rate", "model", "num_threads"]
     assert shown() == (given, True)
-    del summary["named"]  # of an older version, or of a run that goes on
+    del summary["named"]  # of an older version
     path.write_text(json.dumps(summary))
     assert shown() == ([*given, "packing", "bf16"], False)
+
+
+def test_a_run_that_goes_on_names_its_commit_and_the_options_that_were_set(tmp_path):
+    folder = make_run(tmp_path / "run", ended=False)
+    (folder / "config.yaml").write_text("beta: 0.1\nbf16: true\n")
+    facts = {"named": ["beta"], "host": HOSTILE, "versions": {"rloo": "1"}}
+    facts["git"] = {"commit": "ab", "changed": False}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    found = written(folder)
+    (run,) = found["runs"]
+    assert ([o["name"] for o in found["options"] if o["set"]], found["named"]) == (["beta"], True)
+    assert (run["host"], run["commit"], run["versions"]) == (HOSTILE, "ab", {"rloo": "1"})
 
 
 def test_several_runs_have_names_that_differ_and_the_options_that_differ(tmp_path):
@@ -274,6 +286,10 @@ def test_a_run_leaves_its_report_and_whole_groups(tmp_path):
         "num_threads", "seed",
     }  # fmt: skip
     assert run["facts"]["peak memory"].endswith(" GB")
+    facts = json.loads((folder / "facts.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert facts == {name: summary[name] for name in facts} and facts["host"] == run["host"] != ""
+    assert {"named", "versions", "host"} <= facts.keys()
     rows = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     steps = sorted({row["step"] for row in rows})
     assert len(steps) == 9 and (steps[0], steps[-1]) == (1, 12)

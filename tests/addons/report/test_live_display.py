@@ -247,9 +247,12 @@ def test_after_one_step_there_is_no_line_about_a_mean():
     console, row = terminal(80), make_metrics()
     shown = Screen(console, max_steps=9, silent=False)
     shown.step(1, scored=[row], recent=[row], due=False)
+    shown.alarm(ALARM)
+    shown.step(1, scored=[row], recent=[row], due=False)
     shown.stop()
     lines, _ = replay(console.file.getvalue())
-    assert lines[0].lstrip("━─ ").startswith("step 1/9") and all(map(str.strip, lines))
+    last = max(n for n, line in enumerate(lines) if line.startswith("alarm at step"))
+    assert "samples 4,321 tokens/s" in lines[last - 1]
 
 
 def test_values_say_over_how_many_steps_they_are_means():

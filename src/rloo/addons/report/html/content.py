@@ -130,9 +130,9 @@ def _head(run: RunFolder) -> dict[str, Any]:
         "facts": dict(_facts(run, series)),
         "seconds": {name.removeprefix("time/"): rounded(s) for name, s in phases.items()},
         "limit": options.get("max_completion_length"),
-        "versions": summary.get("versions", {}),
-        "host": summary.get("host", ""),
-        "commit": _commit(summary.get("git")),
+        "versions": run.facts.get("versions", {}),
+        "host": run.facts.get("host", ""),
+        "commit": _commit(run.facts.get("git")),
     }
 
 
@@ -272,8 +272,8 @@ def _meaning(name: str) -> dict[str, Any]:
 
 
 def _know_what_was_named(runs: Sequence[RunFolder]) -> bool:
-    """Whether the options that users have set are known: a run records them when it ends."""
-    return all("named" in run.summary for run in runs)
+    """Whether the options that users have set are known. Earlier versions did not record them."""
+    return all("named" in run.facts for run in runs)
 
 
 def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
@@ -281,7 +281,7 @@ def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     is `set`. A value is `set` if it differs from the default and, if that is known, the user has
     named the option."""
     known = _know_what_was_named(runs)
-    named = {name for run in runs for name in run.summary.get("named", ())}
+    named = {name for run in runs for name in run.facts.get("named", ())}
     defaults = {field.name: strict(default_of(field)) for field in fields(RLOOConfig)}
     names = dict.fromkeys(name for run in runs for name in run.options if name != "output_dir")
     rows = []

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from rloo.addons.report.html.document import write_page
-from rloo.tracking.jsonl import PAGE
+from rloo.tracking.jsonl import FACTS, PAGE, run_facts, write_json
 from rloo.tracking.observer import Observer
-from rloo.tracking.run_environment import run_environment
 
 
 class PageObserver(Observer):
     """Writes report.html into the run's folder."""
 
     def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
-        """Read the git commit, which may change during the run."""
-        run_environment()
+        """Record what the summary of a run that does not end lacks. A resumed run keeps the record
+        of its first session."""
+        if not (self.run.folder / FACTS).exists():
+            facts = {"named": sorted(self.run.config.named), **run_facts()}
+            write_json(self.run.folder / FACTS, facts)
 
     def on_end(self) -> None:
         """Write the page."""
