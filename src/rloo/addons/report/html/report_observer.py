@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rloo.addons.report.html.document import write_page
-from rloo.tracking.jsonl import FACTS, PAGE, run_facts, write_json
+from rloo.tracking.jsonl import FACTS, PAGE, run_facts
 from rloo.tracking.observer import Observer
 
 
@@ -19,7 +20,7 @@ class PageObserver(Observer):
         of its first session."""
         if not (self.run.folder / FACTS).exists():
             facts = {"named": sorted(self.run.config.named), **run_facts()}
-            write_json(self.run.folder / FACTS, facts)
+            (self.run.folder / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
     def on_end(self) -> None:
         """Write the page."""
