@@ -24,7 +24,8 @@ def rollout_histograms(hand: ActiveRollout) -> dict[str, Any]:
         values[f"rewards/{name}"] = scores
     advantages = [value.double().mean() for value in hand.credit.by_completion.values()]
     if advantages:
-        values["advantage"] = torch.stack(advantages).tolist()
+        # Rounding of 32 bits would give equal advantages different bins.
+        values["advantage"] = [float(f"{a:.6g}") for a in torch.stack(advantages).tolist()]
     values["length"] = lengths
     return {
         "completions": len(lengths),

@@ -1,4 +1,4 @@
-// A histogram over time: a column for each time, whose bins are the darker the more values they have.
+// A histogram over time: a column for each time, whose bins have a stronger colour the more values they have.
 
 // of: {title, meaning, unit, edges, from, to, counts, quartiles, axes}
 function heat(of) {

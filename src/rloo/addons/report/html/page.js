@@ -110,7 +110,7 @@ function overlay(of, name) {
 }
 
 const HISTOGRAMS = {
-  reward: ["Rewards", "The rewards of all completions: the darker, the larger the share of completions."],
+  reward: ["Rewards", "The rewards of all completions: the stronger the colour, the larger the share of completions."],
   length: ["Lengths", "The lengths of all completions in tokens."],
   advantage: ["Advantages", "The advantages of all completions. Advantages by token are averaged over a completion."],
 };
