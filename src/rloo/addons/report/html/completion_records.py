@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from rloo.addons.report.html.downsampling import rounded
 from rloo.addons.report.html.json_text import embedded, without_controls
@@ -14,7 +14,6 @@ from rloo.tracking.run_reader import RunFolder
 
 # The most characters of a text. A longer text is shown as its head and its tail.
 CHARACTERS = 20_000
-T = TypeVar("T")
 
 
 def completion_records(runs: Sequence[RunFolder], most_bytes: int) -> dict[str, Any]:
@@ -34,11 +33,12 @@ def completion_records(runs: Sequence[RunFolder], most_bytes: int) -> dict[str, 
     kept: list[Any] = []
     total = 0
     for number, run in enumerate(runs):
-        groups = [_group(number, group, list(names)) for group in _groups(run)]
-        sizes = [len(embedded(group)) for group in groups]
+        groups = _groups(run)
+        # Made twice, so that memory never holds more of them than the page.
+        sizes = [len(embedded(_group(number, group, list(names)))) for group in groups]
         total += len(groups)
         for place in thinned(sizes, most_bytes // len(runs)):
-            _, step, prompt, completions = groups[place]
+            _, step, prompt, completions = _group(number, groups[place], list(names))
             kept.append([number, step, prompts.setdefault(prompt, len(prompts)), completions])
     return {
         "prompts": list(prompts),
@@ -88,7 +88,7 @@ def _groups(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _group(run: int, row: Mapping[str, Any], functions: Sequence[str]) -> list[Any]:
-    prompt = shortened(row.get("prompt"), CHARACTERS)
+    prompt = shortened(row.get("prompt") or "", CHARACTERS)
     completions = [_completion(each, functions) for each in row["completions"]]
     found: list[Any] = without_controls(strict([run, row["step"], prompt, completions]))
     return found
