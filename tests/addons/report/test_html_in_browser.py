@@ -111,6 +111,26 @@ def test_keys_reach_everything(browser, page):
     assert browser.run(chosen) == "middle, step 150"
 
 
+def test_the_tab_key_goes_down_the_page_and_the_focus_is_seen(browser, page):
+    browser.look()
+    browser.open(page)
+    state = """
+        const [active, last] = [document.activeElement, window.before];
+        window.before = active;
+        const follows = !last || last.compareDocumentPosition(active) & 4;
+        return [Boolean(follows), active.id || active.className || active.tagName,
+                getComputedStyle(active).outlineStyle];
+    """
+    seen = []
+    for _ in range(30):
+        browser.press("Tab")
+        seen.append(browser.run(state))
+    assert all(follows for follows, *_ in seen)
+    assert {style for *_, style in seen} <= {"solid", "auto"}
+    names = [name for _, name, _ in seen]
+    assert names.index("theme") < names.index("smoothing") < names.index("plot")
+
+
 def test_the_theme_button_and_the_shades(browser, page):
     browser.look()
     browser.open(page)
