@@ -36,35 +36,36 @@ MAX_PATCHES_IN_TESTS = 209
 MODULE_WORDS = set(
     """
     accelerate accelerator actors adapter addons advantages after algorithm aliases answer answers
-    archive areal arguments arithmetic async atomic attention attributes autocast backend baselines
-    batch before bf16 blocks buckets budget build c cache callbacks card cases causes check
-    checkpoint checks child cli client cluster code codec colocation command commands compare compat
-    compatible completion config consistency console content context controller conversation cost
-    countdown counter cpu cuda curriculum data dataset decode decoder decoding deepspeed delta
+    archive areal arguments arithmetic async atomic attention attributes autocast axes backend
+    baselines batch before bf16 blocks buckets budget build c cache callbacks card cases causes
+    check checkpoint checks child cli client cluster code codec colocation command commands compare
+    compat compatible completion config consistency console content context controller conversation
+    cost countdown counter cpu cuda curriculum data dataset decode decoder decoding deepspeed delta
     denial detect dir display distributed doctor document downsampling dry engine engines env
     environment environments episodes equality equation estimate estimator estimators eval evaluate
     exact executor exit expansion export expression extraction ffi fields file finding flash form
     formats forward from fsdp2 func function functions fused generation gpu graders gradient graphs
-    group groups gsm8k guard guarded guest gym head heartbeat help hf html hub hydra image images
-    import importers in info input integrations io isolation iterable json jsonl judge kernels keys
-    kl known kv kwargs launch launcher layers layout layouts learning leetcode lengths limits line
-    live lm load loading local lock logprobs loop lora loss main math matmul memory merge merging
-    metric metrics micro mixin model monitor ms multi names native nccl nemo nodes norm normal
-    numbers numpy object objective observer offload oom openenv openrlhf ops optimizer optimizers
-    option optional options output overrides packages packed parallel parser parsing plan planner
-    pilot platform plot plugin plugins policy pool prefill prefix preflight prepare presets printing
-    probe problem process processing profiler program progress prompt proxy publisher pytest pytree
-    quantization ragged rank ranks ray reader reasoning recipes record records reference registry
-    remote renderer report requests resource resources response restart resume retired retry reward
-    rewards rl rloo rng roles rollout rounding router rows rules run running sample sampler sampling
-    sandbox save schedule scoring screen seccomp secrets self sequence serialization serve server
-    set settings setup shapes shaping sharded shared shell show sides signal signals simulation
-    sizes slurm softmax source spec special specs stages standard state static stats status step
-    stop stopwatch store streams subclass subset suite summary supervisor support swift syscalls
-    system tables task tasks templates tensor test testing text time timeout timing token
-    tokenization tool tools torch traceback tracking train trainer training tree trial trl tuning
-    turn types unsupported update upload user validation value values variance verifiers verl
-    versions vllm weight weights wording words worker workers world writer yaml zero
+    group groups gsm8k guard guarded guest gym head heartbeat help hf histograms html hub hydra
+    image images import importers in info input integrations io isolation iterable json jsonl judge
+    kernels keys kl known kv kwargs launch launcher layers layout layouts learning leetcode lengths
+    limits line live lm load loading local lock logprobs loop lora loss main math matmul memory
+    merge merging metric metrics micro mixin model monitor ms multi names native nccl nemo nodes
+    norm normal numbers numpy object objective observer offload oom openenv openrlhf ops optimizer
+    optimizers option optional options output overrides packages packed parallel parser parsing
+    pilot plan planner platform plot plugin plugins policy pool prefill prefix preflight prepare
+    presets printing probe problem process processing profiler program progress prompt proxy
+    publisher pytest pytree quantization ragged rank ranks ray reader reasoning recipes record
+    records reference registry remote renderer report requests resource resources response restart
+    resume retired retry reward rewards rl rloo rng roles rollout rounding router rows rules run
+    running sample sampler sampling sandbox save schedule scoring screen seccomp secrets self
+    sequence serialization serve server set settings setup shapes shaping sharded shared shell show
+    sides signal signals simulation sizes slurm softmax source spec special specs stages standard
+    state static stats status step stop stopwatch store streams subclass subset suite summary
+    supervisor support swift syscalls system tables task tasks templates tensor test testing text
+    time timeout timing token tokenization tool tools torch traceback tracking train trainer
+    training tree trial trl tuning turn types unsupported update upload user validation value values
+    variance verifiers verl versions vllm weight weights wording words worker workers world writer
+    yaml zero
     """.split()  # noqa: SIM905
 )
 

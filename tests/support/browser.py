@@ -54,10 +54,17 @@ class Browser:
     def press(self, *keys: str) -> None:
         """Press keys, by their names in the DOM (`ArrowLeft`), or one character each."""
         codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
+        codes |= {"Escape": 27, "+": 187, "-": 189}
         for key in keys:
             for kind in ("keyDown", "keyUp"):
                 values = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
+                if key == "Enter" and kind == "keyDown":
+                    values["text"] = "\r"  # without it no button is pressed
                 self.devtools("Input.dispatchKeyEvent", type=kind, **values)
+
+    def write(self, text: str) -> None:
+        """Write into the focused element, as by a keyboard."""
+        self.devtools("Input.insertText", text=text)
 
     def picture(self) -> bytes:
         """A PNG of the whole page."""

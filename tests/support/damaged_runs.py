@@ -12,12 +12,18 @@ from rloo.tracking.run_reader import RunFolder, read_folder, read_summary
 from rloo.tracking.summary_text import training_of
 from support.run_folders import make_run, write_rows
 
-FILES = ("metrics", "evaluations", "completions", "groups", "alarms")
+FILES = ("metrics", "evaluations", "completions", "groups", "histograms", "alarms")
 ODD = (
     None, True, False, 0, -1, 2.5, math.nan, -math.inf, 1e308, 10**400, 2**60, "", "x", "\x1b[2J",
     [], [None], ["x", 1], [[]], [0.1, 0.9], {}, {"": None}, {"a": {"b": []}}, {"mean": "x"},
 )  # fmt: skip
-FULL = (*(f"{name}.jsonl" for name in FILES), "summary.json", "logs/launch.jsonl", ".members.json")
+FULL = (
+    *(f"{name}.jsonl" for name in FILES),
+    "summary.json",
+    "facts.json",
+    "logs/launch.jsonl",
+    ".members.json",
+)
 
 
 def full_run(folder: Path, **options: object) -> Path:
@@ -30,6 +36,9 @@ def full_run(folder: Path, **options: object) -> Path:
         for completion in row["completions"]
     ]
     write_rows(folder / "completions.jsonl", sampled)
+    bins = {"reward": [[0, 0, 3], [1, 1, 1]], "length": [[1.5, 4, 4]], "advantage": [[-1, 1, 4]]}
+    row = {"completions": 4, "histograms": bins}
+    write_rows(folder / "histograms.jsonl", [{"step": step, **row} for step in (1, 20)])
     finding = dict.fromkeys(Finding.__dataclass_fields__, "x") | {"examples": [], "voids": True}
     write_rows(folder / "alarms.jsonl", [{"step": 0, "finding": finding}])
     if (folder / "summary.json").exists():
@@ -40,6 +49,9 @@ def full_run(folder: Path, **options: object) -> Path:
     event = {"time": 1.7e9, "role": "trainer", "number": 0, "event": "ended", "host": "a"}
     write_rows(folder / "logs" / "launch.jsonl", [{**event, "status": 1}])
     members = {"max_steps": 20, "ranks": [{"role": "trainer", "number": 0, "host": "a", "pid": 1}]}
+    facts = {"named": ["beta"], "versions": {"rloo": "1"}, "host": "a"}
+    facts |= {"git": {"commit": "0a", "changed": True}}
+    (folder / "facts.json").write_text(json.dumps(facts))
     (folder / ".members.json").write_text(json.dumps(members))
     (folder / "config.yaml").write_text("model: m\ndataset: d\nreward: [length]\nbeta: 0.1\n")
     return folder

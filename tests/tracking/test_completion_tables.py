@@ -6,7 +6,7 @@ from types import ModuleType
 import pytest
 
 from rloo import RLOOConfig
-from rloo.tracking.completion_tables import log_tables
+from rloo.tracking.completion_tables import log_tables, note_of_unscored
 from rloo.types import Group, Prompt
 
 
@@ -58,3 +58,12 @@ def test_loggers_that_are_not_asked_for_or_not_running_get_nothing(logged, monke
 def test_a_prompt_is_one_row_where_that_is_asked_for(logged):
     log_tables(3, groups(), RLOOConfig("run", report_to="wandb", log_unique_prompts=True))
     assert [row["completion"] for row in logged[0][1]] == ["one"]
+
+
+def test_one_completion_that_was_not_scored_is_told_in_the_singular():
+    def told(number, **options):
+        return note_of_unscored(4, number, {}, RLOOConfig("run", **options))
+
+    assert "None for 1 completion, which is left out; later" in told(1.0)
+    assert "None for 2 completions, which are left out; later" in told(2.0)
+    assert "1 completion, which counts in the loss" in told(1.0, preset="trl")

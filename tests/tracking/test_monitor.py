@@ -182,8 +182,8 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
     # first one: 0.6 - 0.2, error sqrt(2 * 0.03^2)
     line = shown(screen).splitlines()[-1]
     assert line.startswith("step 3/5  2 s a step  4 s left  reward")
-    assert "  reward 0.400 ± 0.017  +0.400 ± 0.042 since the start | signal in 75 %" in line
-    assert line.endswith(" | means of 3 steps")
+    assert "  reward 0.400 ± 0.017  +0.400 ± 0.042 since the start | signal 75 %" in line
+    assert line.endswith("  length 12 | KL 0.01") and len(line) < 120
 
 
 def test_progress_averages_over_the_last_eight_steps():
@@ -202,7 +202,26 @@ def test_progress_of_a_run_with_tools_tells_of_their_calls():
 def test_progress_leaves_out_what_is_not_known():
     row = {"reward": 0.5, "reward/standard_error": math.nan, "kl": math.nan}
     told = progress_line(1, 9, scored=[row], recent=[row])
-    assert told.line() == "step 1/9  reward 0.500 | of 1 step"
+    assert told.line() == "step 1/9  reward 0.500"
+
+
+def test_a_line_has_less_than_120_characters_and_keeps_what_matters_most():
+    row = make_metrics(0.2) | {
+        "step_time": 0.14, "kl": 0.0, "entropy": 0.341, "groups/signal": 0.0,
+        "completions/clipped_ratio": 0.004, "completions/mean_length": 11.8,
+        "rewards/right/mean": 0.2, f"rewards/{'a_very_long_name' * 6}/mean": 0.1,
+    }  # fmt: skip
+    told = progress_line(
+        41_000, 100_000, scored=[row] * 20, recent=[row] * 8, memory="at most 644.7 MB"
+    )
+    line = told.line()
+    assert line == (
+        "step 41000/100000  2 h 17 min left  reward 0.200 ± 0.011  +0.000 ± 0.017 since the start"
+        " | signal 0 %  length 11.8"
+    )
+    assert len(line) == 114 and "clipped" not in str(told.rows)  # 0.4 % is shown as 0 %
+    short = progress_line(1, 2, scored=[row], recent=[row], memory="644.7 MB").line()
+    assert short.endswith("| KL 0  entropy 0.341") and "0.14 s a step" in short
 
 
 def test_off_a_terminal_a_line_comes_at_every_log_or_after_ten_seconds(tmp_path, monkeypatch):
@@ -284,13 +303,14 @@ def test_progress_can_be_silenced_and_is_recorded_all_the_same(tmp_path):
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
 
 
-def test_a_line_in_a_pipe_is_no_longer_than_200_characters(tmp_path):
+def test_a_line_in_a_pipe_has_less_than_120_characters(tmp_path):
     long = {"rewards/right/mean": 0.123, "time/sample": 1.5, "time/update": 0.5, "entropy": 0.6}
     watcher, screen = make_monitor(tmp_path, logging_steps=1, max_steps=20_000)
     for step in range(1, 10):
         watcher.step(10_000 + step, make_metrics(-12.5, 1.0) | long)
     line = shown(screen).splitlines()[-1]
-    assert len(line) <= 200 and "time" not in line and "right" not in line and "memory" in line
+    assert len(line) < 120 and "time" not in line and "right" not in line
+    assert line.endswith("  length 12")  # KL and memory do not fit
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -317,6 +337,7 @@ def test_resuming_drops_later_steps_and_the_torn_line(tmp_path):
     for step, reward in enumerate([0.1, 0.2, 0.3], start=1):
         watcher.step(step, make_metrics(reward))
         watcher.completions(step, [make_group()])
+        watcher.histograms(step, lambda: {"completions": 2, "histograms": {"reward": [[0, 1, 2]]}})
         watcher.evaluation(step, "during", make_accuracy(0.5, 0.4, 0.6))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
@@ -324,7 +345,7 @@ def test_resuming_drops_later_steps_and_the_torn_line(tmp_path):
     logs = {"waiting": {}, "window": 1, "last_table": 0}
     resumed.load_state_dict(logs, step=2, evaluated_at=2)
     resumed.step(3, make_metrics(0.9))
-    for name in ("completions.jsonl", "evaluations.jsonl"):
+    for name in ("completions.jsonl", "evaluations.jsonl", "histograms.jsonl"):
         assert max(row["step"] for row in read_rows(tmp_path / name)) == 2
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["step"], row["reward"]) for row in rows] == [(1, 0.1), (2, 0.2), (3, 0.9)]
@@ -347,6 +368,7 @@ def test_some_completions_of_every_rollout_are_recorded_from_different_prompts(t
         "reward": None,
         "scores": {"math": None},
         "finish": "stop",
+        "num_tokens": 1,
         "extras": {"seen": "b"},
     }
     assert shown(screen) == ""
@@ -456,6 +478,14 @@ def test_verdict_rose():
         "1 min 52 s; greedy pass@1 went from 30.0 % [26.0, 34.0] to 92.0 % [90.0, 94.0]. "
         "The difference is larger than chance explains."
     )
+
+
+def test_the_verdict_says_one_in_the_singular():
+    one = {"num_prompts": 1}
+    summary = make_summary(make_accuracy(0.9, 0.5, 1.0) | one, make_accuracy(0.9, 0.5, 1.0) | one)
+    assert " after on 1 evaluation problem in " in summary_text(summary)
+    stopped = make_summary(status="interrupted", steps=0) | {"max_steps": 1}
+    assert summary_text(stopped).startswith("Stopped after 0 of 1 step.")
 
 
 def test_verdict_fell():

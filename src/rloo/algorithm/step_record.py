@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from rloo.algorithm.reward_shaping import shaped_rewards
+from rloo.algorithm.rollout_histograms import rollout_histograms
 from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
 from rloo.algorithm.token_records import detailed
 from rloo.config.estimator_config import running_decay_of
@@ -58,6 +59,7 @@ def record(
         parts.monitor.completions(state.step, rollout.groups)
         tokenizer = parts.policy.tokenizer
         parts.monitor.groups(state.step, partial(detailed, hand, config, tokenizer))
+        parts.monitor.histograms(state.step, partial(rollout_histograms, hand))
     state.generators = capture_rng()
     finish_step(parts, state, stats)
     if state.refused_in_a_row >= MAX_REFUSED_STEPS:

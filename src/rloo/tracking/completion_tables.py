@@ -10,6 +10,7 @@ from typing import Any
 
 from rloo.config.config import RLOOConfig
 from rloo.data.images import without_images
+from rloo.distributed.standard_streams import counted
 from rloo.types import Group
 
 _logger = logging.getLogger(__name__)
@@ -60,11 +61,13 @@ def note_of_unscored(
 ) -> str:
     """Return the note for the first step of a run in which some completions were not scored."""
     none = "NaN or None" if any(name.endswith("/nan") for name in metrics) else "None"
-    counted = config.loss_form.all_completions
-    then = "count in the loss with advantage 0" if counted else "are left out"
+    one, all_count = round(number) == 1, config.loss_form.all_completions
+    count, leave = ("counts", "is") if one else ("count", "are")
+    then = f"{count} in the loss with advantage 0" if all_count else f"{leave} left out"
+    unscored = counted(round(number), "completion")
     return (
-        f"in step {step} every reward function returned {none} for {number:.0f} completions, which "
-        f"{then}; later ones are counted in reward/unscored"
+        f"in step {step} every reward function returned {none} for {unscored}, which {then}; later "
+        "ones are counted in reward/unscored"
     )
 
 

@@ -16,15 +16,19 @@ from typing import Any
 from rloo import __version__
 from rloo.config.secrets import hide
 from rloo.distributed.atomic_io import fsync_path
+from rloo.tracking.run_environment import run_environment
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = "completions.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 GROUPS = "groups.jsonl"
 ALARMS = "alarms.jsonl"
+HISTOGRAMS = "histograms.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 PAGE = "report.html"
+# What is known at the start: host, commit, versions, and the options that the user set.
+FACTS = "facts.json"
 # The starting policy's completions of evaluation prompts, if an evaluation compares with them.
 START = "start_completions.json"
 # The folder with the output of all processes except the main process.
@@ -70,6 +74,11 @@ def versions() -> dict[str, str]:
     """Return the versions of the libraries that determine a result."""
     libraries = {name: _installed(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), **libraries, "rloo": __version__}
+
+
+def run_facts() -> dict[str, Any]:
+    """Return `versions`, and the host and the git commit of a run (see `run_environment`)."""
+    return {"versions": versions(), **run_environment()}
 
 
 @cache

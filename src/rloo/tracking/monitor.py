@@ -34,6 +34,7 @@ from rloo.tracking.jsonl import (
     COMPLETIONS,
     EVALUATIONS,
     GROUPS,
+    HISTOGRAMS,
     METRICS,
     SUMMARY,
     write_json,
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 NUM_RECORDED_COMPLETIONS = 4
 # The number of intervals of a run. At the first rollout of each, groups are recorded in full.
 MOMENTS = 8
+# The files with rows of steps.
+BY_STEP = (METRICS, COMPLETIONS, GROUPS, HISTOGRAMS, ALARMS)
 # Metrics that are logged as the last value of a window, not as its mean.
 LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
@@ -84,7 +87,7 @@ class Monitor:
         self._screen: LineDisplay = display(
             console, max_steps=max_steps, silent=silent, moves=moves
         )
-        self._journal = JsonlWriter(folder, (METRICS, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS))
+        self._journal = JsonlWriter(folder, (*BY_STEP, EVALUATIONS))
         run = ObservedRun(config, folder, self.say, self.note, self._found)
         self._observers = None if silent else Observers(run)
         self._every = resolve_interval(config.logging_steps, max_steps)
@@ -147,14 +150,10 @@ class Monitor:
             return
         self._journal.waiting |= saved["waiting"]
         self._last_table = saved["last_table"]
-        keep: dict[str, Callable[[Any], bool]] = {
-            METRICS: lambda row: row["step"] <= step,
-            COMPLETIONS: lambda row: row["step"] <= step,
-            GROUPS: lambda row: row["step"] <= step,
-            ALARMS: lambda row: row["step"] <= step,
-            # The best model is evaluated again at the end of the run.
-            EVALUATIONS: lambda row: row["step"] <= evaluated_at and row.get("name") != "best",
-        }
+        keep: dict[str, Callable[[Any], bool]]
+        keep = dict.fromkeys(BY_STEP, lambda row: row["step"] <= step)
+        # The best model is evaluated again at the end of the run.
+        keep[EVALUATIONS] = lambda row: row["step"] <= evaluated_at and row.get("name") != "best"
         files: dict[str, Sequence[Mapping[str, Any]]] = {}
         for name, belongs in keep.items():
             rows, unreadable = self._journal.truncate(name, belongs)
@@ -163,9 +162,8 @@ class Monitor:
                 for metrics in rows:
                     self._remember(metrics.pop("step"), metrics)
                 self.window = [*rows[max(0, len(rows) - saved["window"]) :]]
-            if name == EVALUATIONS:
-                for metrics in rows:
-                    self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
+            for metrics in rows if name == EVALUATIONS else ():
+                self._screen.evaluated(metrics["step"], metrics, metrics.get("dataset", ""))
             if unreadable:
                 self.note(f"{name}: {counted(unreadable, 'unreadable line')} dropped")
         self._notify("on_resume", files)
@@ -259,6 +257,13 @@ class Monitor:
             rows: Sequence[Mapping[str, Any]] = ()
             rows = attempt("what its groups were in detail", detailed, rows, self.note)
             self._record(GROUPS, [{"step": step, **row} for row in rows])
+
+    def histograms(self, step: int, counted: Callable[[], Mapping[str, Any]]) -> None:
+        """Record the histograms of a rollout."""
+        if not self._silent:
+            row: Mapping[str, Any] = {}
+            row = attempt("what its histograms were", counted, row, self.note)
+            self._record(HISTOGRAMS, [{"step": step, **row}])
 
     def evaluation(
         self, step: int, name: str, metrics: Mapping[str, Any], *, dataset: str = ""

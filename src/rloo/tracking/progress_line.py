@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -17,13 +17,15 @@ from rloo.tracking.console import (
     plus_minus,
 )
 
+LONGEST_LINE = 119
+
 
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
     """The progress after one step, as phrases by subject. A phrase is never broken. `progress` has
     the step, the seconds per step and the remaining time. `reward` is the mean reward and its
     change. `rows` are the other phrases, by name. `span` describes the steps over which metrics are
-    averaged."""
+    averaged; it is empty for one step."""
 
     step: int
     max_steps: int
@@ -33,22 +35,37 @@ class ProgressLine:
     span: str
 
     def line(self) -> str:
-        """Return one line for a file or a pipe. It leaves out the time of day, the time of each
-        phase (which is in metrics.jsonl), and the reward of the only reward function, which is the
-        total reward."""
-        names = {"rewards": ", ".join(self._functions())}
-        names |= {name: "  ".join(self.rows[name]) for name in ("rollout", "policy")}
+        """Return one line of less than 120 characters for a file or a pipe. Phrases that do not fit
+        are left out, the least important first; metrics.jsonl has all values. The line also leaves
+        out the time of day, the time of each phase, and the reward of the only reward function,
+        which is the total reward."""
+        speed, left = (self.progress[1:2], self.progress[2:3])
         memory = [phrase for phrase in self.rows["time"] if phrase.startswith("memory")]
-        head = "  ".join([*self.progress[:3], *self.reward])
-        return " | ".join(filter(None, [head, *names.values(), *memory, self.span]))
+        functions = [", ".join(self._functions())] if self._functions() else []
+        rollout, policy, span = self.rows["rollout"], self.rows["policy"], [self.span]
+        head = [self.progress[0], *speed, *left, *self.reward]
+        sections = [head, functions, rollout, policy, memory, span if self.span else []]
+        shown = {self.progress[0], self.reward[0]}
+        by_importance = [left, self.reward[1:], rollout, policy, functions, speed, memory, span]
+        for phrase in (phrase for some in by_importance for phrase in some):
+            if len(_joined(sections, shown | {phrase})) <= LONGEST_LINE:
+                shown.add(phrase)
+        return _joined(sections, shown)
 
     def brief(self) -> list[str]:
         """Return the phrases that stay in the scroll-back of a terminal."""
         rows = [phrase for name in ("rollout", "policy") for phrase in self.rows[name]]
-        return [self.progress[0], self.reward[0], *self._functions(), *rows, f"({self.span})"]
+        span = [f"({self.span})"] if self.span else []
+        return [self.progress[0], self.reward[0], *self._functions(), *rows, *span]
 
     def _functions(self) -> list[str]:
         return self.rows["rewards"] if len(self.rows["rewards"]) > 1 else []
+
+
+def _joined(sections: Sequence[Sequence[str]], shown: Collection[str]) -> str:
+    """The sections in one line, with the phrases in `shown`."""
+    parts = ("  ".join(phrase for phrase in section if phrase in shown) for section in sections)
+    return " | ".join(filter(None, parts))
 
 
 def progress_line(
@@ -84,7 +101,7 @@ def progress_line(
         ],
         "rollout": _phrases(
             shares,
-            ("signal in {:.0f} % of groups", "groups/signal", 100.0),
+            ("signal {:.0f} %", "groups/signal", 100.0),
             ("clipped {:.0f} %", "completions/clipped_ratio", 100.0),
             ("length {:.3g}", "completions/mean_length", 1.0),
             ("tool calls {:.2g}", "tools/call_frequency", 1.0),
@@ -103,17 +120,19 @@ def progress_line(
 
 
 def _phrases(means: Row, *shown: tuple[str, str, float]) -> list[str]:
-    return [
+    """Phrases of the means that are known. A share of 0 % says something only of the signal."""
+    phrases = [
         text.format(scale * mean)
         for text, name, scale in shown
         if math.isfinite(mean := means.get(name, math.nan))
     ]
+    return [text for text in phrases if not text.endswith(" 0 %") or text.startswith("signal")]
 
 
 def _span(scored: Sequence[Row], recent: Sequence[Row]) -> str:
     rollouts, steps = min(WINDOW_ROLLOUTS, len(scored)), len(recent)
     if rollouts in (0, steps):
-        return f"means of {counted(steps, 'step')}" if steps > 1 else "of 1 step"
+        return f"means of {counted(steps, 'step')}" if steps > 1 else ""
     return f"reward: mean of {counted(rollouts, 'rollout')}, others of {counted(steps, 'step')}"
 
 
@@ -123,7 +142,7 @@ def _time_split(recent: Sequence[Row]) -> Iterator[str]:
     total = math.fsum(spent.values())
     if total > 0:
         shares = {n.removeprefix("time/"): 100 * s / total for n, s in spent.items()}
-        yield from (f"{name} {share:.0f} %" for name, share in shares.items() if share >= 0.5)
+        yield from (f"{name} {share:.0f} %" for name, share in shares.items() if round(share))
     rate = _recent_mean(recent, "tokens_per_second/sample")
     if math.isfinite(rate):
         yield f"samples {rate:,.0f} tokens/s"

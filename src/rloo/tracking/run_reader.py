@@ -39,7 +39,9 @@ from rloo.tracking.jsonl import (
     CONFIG,
     EVALUATIONS,
     EVENTS,
+    FACTS,
     GROUPS,
+    HISTOGRAMS,
     METRICS,
     SUMMARY,
     strict,
@@ -48,6 +50,7 @@ from rloo.tracking.jsonl import (
 Row = Mapping[str, Any]
 # `RunFolder.status` of a run that has not ended: it is still running, or was killed.
 NOT_ENDED = "not ended"
+KNOWN_AT_START = ("named", "versions", "host", "git")
 
 
 def _finding(value: Any) -> dict[str, Any]:
@@ -86,6 +89,16 @@ _message = record(
 )
 _content = one_of(text, several(_message))
 _numbers = several(number_or_none)
+
+
+def _bin(value: Any) -> list[float]:
+    """The lowest and the highest value of a bin, and the number of values in it."""
+    low, high, size = several(number, 3)(value)
+    if not (low <= high and size >= 0):
+        raise UnfitValue
+    return [low, high, size]
+
+
 _SAMPLE: dict[str, Take] = {
     "completion": _content,
     "prompt": _content,
@@ -129,6 +142,8 @@ _SUMMARY = record(
         "named": several(text),
         "totals": record(others=number),
         "versions": record(others=text),
+        "host": text,
+        "git": record({"commit": text, "changed": switch}),
     }
 )
 _STEP: dict[str, Take] = {"step": count}
@@ -145,6 +160,7 @@ ROWS: dict[str, Take] = {
             "completions": several(record(known=_SAMPLE)),
         },
     ),
+    HISTOGRAMS: record(_STEP, {"completions": count, "histograms": record(others=several(_bin))}),
     ALARMS: record({**_STEP, "finding": _finding}),
     EVENTS: record(
         {"time": _moment, "role": text, "number": count, "event": text, "host": text},
@@ -157,17 +173,20 @@ ROWS: dict[str, Take] = {
 class RunFolder:
     """The rows of a run's files in the order of steps, its summary (empty if there is none), and
     its options. Unknown numbers are NaN in `metrics` and left out in `evaluations`. `alarms` are
-    findings that were reported during the run. `faults` lists the data that could not be read.
-    """
+    findings that were reported during the run. `facts` are those of the summary that are known at
+    the start: `named`, `versions`, `host` and `git`. `faults` lists the data that could not be
+    read."""
 
     path: Path
     metrics: Sequence[Row]
     evaluations: Sequence[Row]
     completions: Sequence[Row]
     groups: Sequence[Row]
+    histograms: Sequence[Row]
     alarms: Sequence[Row]
     summary: Row
     options: Row
+    facts: Row
     faults: Sequence[str]
 
     @property
@@ -187,13 +206,17 @@ def read_folder(folder: Path, options: Row | None = None) -> RunFolder:
     """Read a folder. `options` are by default read from the folder. A folder without a run has no
     rows and no summary."""
     faults: list[str] = []
-    names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, ALARMS)
+    names = (METRICS, EVALUATIONS, COMPLETIONS, GROUPS, HISTOGRAMS, ALARMS)
+    rows: dict[str, Any]
     rows = {name.removesuffix(".jsonl"): read_rows(folder / name, faults) for name in names}
     summary = read_summary(folder, faults)
     if options is None:
         written = summary.get("config") or _options(folder / CONFIG, faults)
         options = dict(_well_typed(written))
-    return RunFolder(folder, summary=summary, options=options, faults=tuple(faults), **rows)
+    facts = read_object(folder / FACTS, _SUMMARY, faults)
+    facts |= {name: summary[name] for name in KNOWN_AT_START if name in summary}
+    known: dict[str, Any] = {"summary": summary, "options": options, "facts": facts}
+    return RunFolder(folder, faults=tuple(faults), **known, **rows)
 
 
 def read_begun(folder: Path) -> RunFolder:

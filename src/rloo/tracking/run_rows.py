@@ -23,6 +23,7 @@ class JsonlWriter:
         self.folder = folder
         self.waiting: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         self.errors: dict[str, OSError] = {}
+        self._unsynced: set[str] = set()
 
     def append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append one line per row. If the process is killed, at most the last line is torn."""
@@ -32,7 +33,7 @@ class JsonlWriter:
     def write(self, name: str, *, sync: bool = False) -> None:
         """Write the waiting rows; on failure, `errors` has the reason."""
         path, rows = self.folder / name, self.waiting[name]
-        if not rows and not (sync and path.exists()):
+        if not rows and not (sync and name in self._unsynced):
             return
         lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         try:
@@ -51,6 +52,10 @@ class JsonlWriter:
         else:
             self.waiting[name] = []
             self.errors.pop(name, None)
+            if sync:
+                self._unsynced.discard(name)
+            else:
+                self._unsynced.add(name)
 
     def sync(self) -> None:
         """Sync all files to disk, as far as possible, before a checkpoint that relies on their

@@ -123,6 +123,7 @@ def record_of(step: int, group: Group, index: int, *, images: Path | None) -> di
         "reward": group.rewards[index],
         "scores": {name: values[index] for name, values in group.scores.items()},
         "finish": group.completions[index].finish,
+        "num_tokens": len(group.completions[index].token_ids),
         "extras": {name: values[index] for name, values in group.extras.items()},
     }
     record |= counts_of(group.completions[index].episode)

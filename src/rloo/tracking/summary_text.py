@@ -85,7 +85,8 @@ def _judge_that_fell(
 
 def _status(summary: Mapping[str, Any]) -> str:
     words = {"interrupted": "Stopped", "died": "Died"}.get(summary.get("status", ""))
-    return f"{words} after {summary['steps']} of {summary['max_steps']} steps." if words else ""
+    steps = f"{summary['steps']} of {counted(summary['max_steps'], 'step')}"
+    return f"{words} after {steps}." if words else ""
 
 
 def _held_out(summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]) -> str:
@@ -102,7 +103,8 @@ def _held_out(summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping
 
 
 def _where(summary: Mapping[str, Any], end: Mapping[str, Any]) -> str:
-    problems = f" on {end['num_prompts']:,} evaluation problems" if "num_prompts" in end else ""
+    number = end.get("num_prompts")
+    problems = "" if number is None else f" on {counted(int(number), 'evaluation problem')}"
     return f"{problems} in {duration(summary['wall_seconds'])}"
 
 
@@ -125,7 +127,7 @@ def _unjudged(summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping
     training = summary.get("training")
     values = [training[side]["reward"][0] for side in ("start", "end")] if training else []
     if not values or not all(map(_is_number, values)):
-        return f"{counted(summary['steps'], 'step')} were made"
+        return f"{counted(summary['steps'], 'step', ('was', 'were'))} made"
     return f"the training reward was {values[0]:.3f} before and {values[1]:.3f} after"
 
 
@@ -148,9 +150,13 @@ def _training_reward(summary: Mapping[str, Any]) -> str:
     if moved is None:
         return f"{change}; with so few steps this may be chance."
     words = _sentence("The training reward", moved, *(plus_minus(*side) for side in sides))
-    words += f" (first and last {training['num_steps']} rollouts) in "
+    words += f" ({_first_and_last(training['num_steps'])}) in "
     words += duration(summary["wall_seconds"])
     return f"{words}{_chance(moved)} There was no evaluation before and after training."
+
+
+def _first_and_last(number: int) -> str:
+    return "first and last rollout" if number == 1 else f"first and last {number} rollouts"
 
 
 def _by_reward(summary: Mapping[str, Any], start: Mapping[str, Any], end: Mapping[str, Any]) -> str:

@@ -18,7 +18,9 @@ from rloo.tracking.jsonl import (
     COMPLETIONS,
     CONFIG,
     EVALUATIONS,
+    FACTS,
     GROUPS,
+    HISTOGRAMS,
     LOGS,
     METRICS,
     PAGE,
@@ -42,7 +44,8 @@ from rloo.trainer.run_lock import LOCK, locked
 
 MARK = "# The options of this run, as they were resolved; `rloo train` reads them.\n"
 RUN_FILES = (
-    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, ALARMS, START, CONFIG, PAGE,
+    METRICS, SUMMARY, COMPLETIONS, EVALUATIONS, GROUPS, HISTOGRAMS, ALARMS, START, CONFIG,
+    FACTS, PAGE,
     f"profile/{TRACE}", f"profile/{REPORT}",
 )  # fmt: skip
 AUTO = "auto"

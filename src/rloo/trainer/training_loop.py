@@ -23,7 +23,7 @@ from rloo.model.memory_estimate import process_peaks
 from rloo.model.policy import describe_parameters
 from rloo.model.training_state import NotFiniteError, WeightsDiverged, capture_rng, restore_rng
 from rloo.tracking.hub_upload import HubUploader
-from rloo.tracking.jsonl import CONFIG, SUMMARY, versions, write_json, write_text
+from rloo.tracking.jsonl import CONFIG, SUMMARY, run_facts, write_json, write_text
 from rloo.tracking.profiler import StepProfile
 from rloo.tracking.run_reader import read_object
 from rloo.trainer.checkpoint import verify_checkpoint
@@ -392,7 +392,7 @@ class TrainingLoop:
             "named": sorted(self._named),
             "totals": self._totals,
             **({"pushed": False} if self.config.push_to_hub else {}),
-            "versions": versions(),
+            **run_facts(),
         }
 
     def _seconds(self) -> float:

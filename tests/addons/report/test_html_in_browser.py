@@ -10,7 +10,7 @@ import pytest
 from rloo.addons.report.html import PAGE, write_page
 from rloo.addons.report.html.server import server_of
 from support.browser import Browser, chromium
-from support.run_folders import HOSTILE, make_run
+from support.run_folders import HOSTILE, make_groups, make_run
 
 pytestmark = pytest.mark.slow
 # Words of the page as they are seen, and what hostile text would have done.
@@ -111,6 +111,26 @@ def test_keys_reach_everything(browser, page):
     assert browser.run(chosen) == "middle, step 150"
 
 
+def test_the_tab_key_goes_down_the_page_and_the_focus_is_seen(browser, page):
+    browser.look()
+    browser.open(page)
+    state = """
+        const [active, last] = [document.activeElement, window.before];
+        window.before = active;
+        const follows = !last || last.compareDocumentPosition(active) & 4;
+        return [Boolean(follows), active.id || active.className || active.tagName,
+                getComputedStyle(active).outlineStyle];
+    """
+    seen = []
+    for _ in range(30):
+        browser.press("Tab")
+        seen.append(browser.run(state))
+    assert all(follows for follows, *_ in seen)
+    assert {style for *_, style in seen} <= {"solid", "auto"}
+    names = [name for _, name, _ in seen]
+    assert names.index("theme") < names.index("smoothing") < names.index("plot")
+
+
 def test_the_theme_button_and_the_shades(browser, page):
     browser.look()
     browser.open(page)
@@ -193,3 +213,40 @@ def test_a_page_that_follows_a_run_shows_its_new_steps(browser, tmp_path):
         assert len(browser.run("return [...document.querySelectorAll('details[open]')]")) == 1
         assert browser.console() == []
         server.shutdown()
+
+
+def test_a_page_that_follows_keeps_the_search_the_zoom_and_the_focus(browser, tmp_path):
+    folder = make_run(tmp_path / "run", ended=False)
+    with server_of([folder], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.look()
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/")
+        focus(browser, ".plot")
+        browser.press("Home", "+")
+        focus(browser, "#query-text")
+        browser.write("never said")
+        count = "return document.querySelector('.count').innerText"
+        assert browser.run(count) == "0 of 24 completions"
+        with (folder / "groups.jsonl").open("a") as file:
+            file.write(json.dumps(make_groups(21, "never said", 4)[0]) + "\n")
+        soon = (
+            "return new Promise(done => { const look = () => document.querySelector('.count')"
+            ".innerText === '4 of 28 completions' ? done(true) : setTimeout(look, 100); look() })"
+        )
+        assert browser.run(soon) is True
+        assert browser.run("return document.activeElement.value") == "never said"
+        assert browser.run("return document.querySelector('.all').hidden") is False
+        assert browser.console() == []
+        server.shutdown()
+
+
+def test_the_commit_the_host_and_the_versions_are_named(browser, tmp_path):
+    folder = make_run(tmp_path / "run")
+    summary = json.loads((folder / "summary.json").read_text())
+    told = {"host": f"a{HOSTILE}", "git": {"commit": "0123abcd", "changed": True}}
+    (folder / "summary.json").write_text(json.dumps(summary | told))
+    browser.look()
+    browser.open(write_page([folder], folder / PAGE))
+    seen = browser.run("return document.getElementById('options').innerText")
+    assert "commit 0123abcd, with changes that are not committed, host a</script>" in seen
+    assert "python 3.11, rloo 0.1.0" in seen and browser.run(OWNED) == ["undefined", 0, 2]

@@ -67,22 +67,22 @@ def test_the_policy_allows_this_script_and_style_and_nothing_else(tmp_path):
 
 
 def test_a_long_run_is_a_small_file_that_keeps_its_peaks(tmp_path):
-    folder = make_run(tmp_path / "run", steps=1000, text="word")
+    folder = make_run(tmp_path / "run", steps=5000, text="word")
     (run,) = written(folder)["runs"]
-    assert (folder / PAGE).stat().st_size < 500_000
+    assert (folder / PAGE).stat().st_size < 600_000
     norm = run["curves"]["grad_norm"]
-    assert max(norm["high"]) == 10.0 and len(norm["mean"]) == 200
-    assert (norm["from"][99], norm["to"][99]) == (496, 500)
-    assert norm["mean"][99] == (4 * 1.0 + 10.0) / 5
+    assert max(norm["high"]) == 10.0 and len(norm["mean"]) == 1000
+    assert (norm["from"][499], norm["to"][499]) == (2496, 2500)
+    assert norm["mean"][499] == (4 * 1.0 + 10.0) / 5
 
 
 def test_a_curve_of_uneven_length_loses_no_step():
-    values = [(step, float(step)) for step in range(1, 402)]
+    values = [(step, float(step)) for step in range(1, 2003)]
     shown = curve(values)
-    assert shown["from"][0] == 1 and shown["to"][-1] == 401
+    assert shown["from"][0] == 1 and shown["to"][-1] == 2002
     assert shown["from"][1:] == [step + 1 for step in shown["to"][:-1]]
-    assert shown["mean"][:2] == [2.0, 5.0] and shown["mean"][-1] == 400.5
-    assert "low" not in curve(values[:200])
+    assert shown["mean"][:2] == [2.0, 5.0] and shown["mean"][-1] == 2002
+    assert len(shown["mean"]) == 668 and "low" not in curve(values[:1000])
 
 
 def test_scripts_and_styles_are_in_a_wheel():
@@ -92,7 +92,7 @@ def test_scripts_and_styles_are_in_a_wheel():
     inside = [
         p.relative_to(package) for p in (package / "addons" / "report").rglob("*.*s") if p.is_file()
     ]
-    assert len(inside) == 5
+    assert len(inside) == 12
     assert all(any(fnmatch(str(path), pattern) for pattern in patterns) for path in inside)
 
 
@@ -241,9 +241,21 @@ def test_options_that_were_chosen_automatically_are_not_called_set(tmp_path):
 
     given = ["max_completion_length", "learning_rate", "model", "num_threads"]
     assert shown() == (given, True)
-    del summary["named"]  # of an older version, or of a run that goes on
+    del summary["named"]  # of an older version
     path.write_text(json.dumps(summary))
     assert shown() == ([*given, "packing", "bf16"], False)
+
+
+def test_a_run_that_goes_on_names_its_commit_and_the_options_that_were_set(tmp_path):
+    folder = make_run(tmp_path / "run", ended=False)
+    (folder / "config.yaml").write_text("beta: 0.1\nbf16: true\n")
+    facts = {"named": ["beta"], "host": HOSTILE, "versions": {"rloo": "1"}}
+    facts["git"] = {"commit": "ab", "changed": False}
+    (folder / "facts.json").write_text(json.dumps(facts))
+    found = written(folder)
+    (run,) = found["runs"]
+    assert ([o["name"] for o in found["options"] if o["set"]], found["named"]) == (["beta"], True)
+    assert (run["host"], run["commit"], run["versions"]) == (HOSTILE, "ab", {"rloo": "1"})
 
 
 def test_several_runs_have_names_that_differ_and_the_options_that_differ(tmp_path):
@@ -274,6 +286,10 @@ def test_a_run_leaves_its_report_and_whole_groups(tmp_path):
         "num_threads", "seed",
     }  # fmt: skip
     assert run["facts"]["peak memory"].endswith(" GB")
+    facts = json.loads((folder / "facts.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert facts == {name: summary[name] for name in facts} and facts["host"] == run["host"] != ""
+    assert {"named", "versions", "host"} <= facts.keys()
     rows = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     steps = sorted({row["step"] for row in rows})
     assert len(steps) == 9 and (steps[0], steps[-1]) == (1, 12)

@@ -173,11 +173,11 @@ def test_finished_lines_stay_and_there_is_one_view_below_them(width):
             r"━{20}  step 12/12  2.5 s a step",
             r"training reward 0.370 ± 0.011 +held-out pass@1 47.0 %",
             r"rewards  right 0.37  form 0.98",
-            r"rollout  signal in 75 % of groups  clipped 25 %  length 12",
+            r"rollout  signal 75 %  clipped 25 %  length 12",
         )
     ]
     assert places == sorted(places)
-    assert text.count("training reward") == text.count("signal in") - 2 == 1
+    assert text.count("training reward") == text.count("signal 75") - 2 == 1
     assert text.count("Make 15:") == 2 and "step 6/12" not in text
 
 
@@ -238,18 +238,27 @@ def test_elsewhere_there_are_plain_lines_with_rewards_and_clipped_share():
     ]  # fmt: skip
     assert all(line.isprintable() for line in lines)
     assert lines[1] == (
-        "step 5/12  2.5 s a step  18 s left  reward 0.260 ± 0.013  "
-        "+0.080 ± 0.042 since the start | right 0.26, form 0.98 | "
-        "signal in 75 % of groups  clipped 25 %  length 12 | KL 0.01  entropy 1.25 | memory "
-        + re.search(r"memory ([\d.]+ [MG]B)", lines[1])[1]
-        + " | means of 5 steps"
+        "step 5/12  18 s left  reward 0.260 ± 0.013  +0.080 ± 0.042 since the start | "
+        "signal 75 %  clipped 25 %  length 12"
     )
+
+
+def test_after_one_step_there_is_no_line_about_a_mean():
+    console, row = terminal(80), make_metrics()
+    shown = Screen(console, max_steps=9, silent=False)
+    shown.step(1, scored=[row], recent=[row], due=False)
+    shown.alarm(ALARM)
+    shown.step(1, scored=[row], recent=[row], due=False)
+    shown.stop()
+    lines, _ = replay(console.file.getvalue())
+    last = max(n for n, line in enumerate(lines) if line.startswith("alarm at step"))
+    assert "samples 4,321 tokens/s" in lines[last - 1]
 
 
 def test_values_say_over_how_many_steps_they_are_means():
     row = make_metrics()
     bare = {"step_time": 1.0}  # a further step on the same rollout
-    assert progress_line(1, 9, scored=[row], recent=[row]).span == "of 1 step"
+    assert progress_line(1, 9, scored=[row], recent=[row]).span == ""
     assert progress_line(9, 9, scored=[row] * 9, recent=[row] * 8).span == "means of 8 steps"
     assert progress_line(8, 9, scored=[row] * 2, recent=[row, bare, bare, bare] * 2).span == (
         "reward: mean of 2 rollouts, others of 8 steps"

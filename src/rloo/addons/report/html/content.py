@@ -12,6 +12,7 @@ from typing import Any
 from rloo import __version__
 from rloo.addons.report.html.downsampling import bounds_of, curve, ends, known, outside, rounded
 from rloo.addons.report.html.sample_rows import moments
+from rloo.addons.report.html.time_axes import histograms_over_time, time_axes
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import default_of
 from rloo.distributed.standard_streams import counted
@@ -84,7 +85,14 @@ def content(runs: Sequence[RunFolder]) -> dict[str, Any]:
     return {
         "version": __version__,
         "runs": [
-            {"name": name, **_head(run), "curves": of_run, "samples": moments(run, tokens)}
+            {
+                "name": name,
+                **_head(run),
+                "curves": of_run,
+                "samples": moments(run, tokens),
+                "axes": time_axes(run),
+                "histograms": histograms_over_time(run),
+            }
             for name, run, of_run in zip(names, runs, curves, strict=True)
         ],
         "sections": list(_sections(every, {n for n in every if _is_zero(n, curves)})),
@@ -122,8 +130,16 @@ def _head(run: RunFolder) -> dict[str, Any]:
         "facts": dict(_facts(run, series)),
         "seconds": {name.removeprefix("time/"): rounded(s) for name, s in phases.items()},
         "limit": options.get("max_completion_length"),
-        "versions": summary.get("versions", {}),
+        "versions": run.facts.get("versions", {}),
+        "host": run.facts.get("host", ""),
+        "commit": _commit(run.facts.get("git")),
     }
+
+
+def _commit(git: Mapping[str, Any] | None) -> str:
+    if git is None:
+        return ""
+    return git["commit"] + (", with changes that are not committed" if git.get("changed") else "")
 
 
 def _going_on(run: RunFolder) -> str:
@@ -256,8 +272,8 @@ def _meaning(name: str) -> dict[str, Any]:
 
 
 def _know_what_was_named(runs: Sequence[RunFolder]) -> bool:
-    """Whether the options that users have set are known: a run records them when it ends."""
-    return all("named" in run.summary for run in runs)
+    """Whether the options that users have set are known. Earlier versions did not record them."""
+    return all("named" in run.facts for run in runs)
 
 
 def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
@@ -265,7 +281,7 @@ def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     is `set`. A value is `set` if it differs from the default and, if that is known, the user has
     named the option."""
     known = _know_what_was_named(runs)
-    named = {name for run in runs for name in run.summary.get("named", ())}
+    named = {name for run in runs for name in run.facts.get("named", ())}
     defaults = {field.name: strict(default_of(field)) for field in fields(RLOOConfig)}
     names = dict.fromkeys(name for run in runs for name in run.options if name != "output_dir")
     rows = []

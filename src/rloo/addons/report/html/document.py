@@ -5,40 +5,41 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from rloo.addons.report.html.completion_records import completion_records
 from rloo.addons.report.html.content import content
-from rloo.distributed.standard_streams import inert
+from rloo.addons.report.html.json_text import embedded, without_controls
 from rloo.tracking.jsonl import strict, write_text
 from rloo.tracking.run_reader import read_begun
 
-SCRIPTS = ("dom.js", "chart.js", "samples.js", "page.js")
+# A page with all completions is at most this large. `PAGE_BYTES` is room for script and style.
+MOST_BYTES, PAGE_BYTES = 50_000_000, 100_000
+SCRIPTS = (
+    "dom.js", "axis.js", "export.js", "frame.js", "chart.js", "heat.js", "samples.js", "search.js",
+    "completions.js", "compare.js", "page.js",
+)  # fmt: skip
 STYLE = "page.css"
 
 
-def write_page(folders: Sequence[Path], path: Path) -> Path:
-    """Write the report of one or several runs. Raises ValueError for a folder without a run."""
-    write_text(path, document(data_of(folders)))
+def write_page(folders: Sequence[Path], path: Path, most_bytes: int = MOST_BYTES) -> Path:
+    """Write the report of one or several runs, of at most about `most_bytes`. Raises ValueError for
+    a folder without a run."""
+    write_text(path, document(data_of(folders, most_bytes)))
     return path
 
 
-def data_of(folders: Sequence[Path]) -> dict[str, Any]:
-    """The page's data for these runs, without control characters in its texts."""
-    found: dict[str, Any] = _inert(strict(content([read_begun(folder) for folder in folders])))
-    return found
-
-
-def _inert(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {inert(name): _inert(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_inert(item) for item in value]
-    return inert(value) if isinstance(value, str) else value
+def data_of(folders: Sequence[Path], most_bytes: int = MOST_BYTES) -> dict[str, Any]:
+    """The page's data for these runs, without control characters in its texts. Completions are left
+    out if the data is larger than `most_bytes` as JSON (see `completion_records`)."""
+    runs = [read_begun(folder) for folder in folders]
+    found: dict[str, Any] = without_controls(strict(content(runs)))
+    left = most_bytes - len(embedded(found)) - PAGE_BYTES
+    return found | {"log": completion_records(runs, max(left, 0))}
 
 
 def document(data: dict[str, Any], *, follows: bool = False) -> str:
@@ -75,15 +76,6 @@ def document(data: dict[str, Any], *, follows: bool = False) -> str:
 </body>
 </html>
 """
-
-
-def embedded(data: Any) -> str:
-    """JSON for a script element: ASCII without `<`, `>` and `&`, so that no text ends the
-    element."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
 
 
 @cache

@@ -46,6 +46,10 @@ function plain(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+function counted(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
 function seconds(value) {
   if (value < 60) return `${plain(value)} s`;
   if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;

@@ -1,5 +1,5 @@
-"""Curves with at most 200 points. A point for several steps has their mean, minimum and maximum, so
-that no peak is lost."""
+"""Curves with at most 1,000 points. A point for several steps has their mean, minimum and maximum,
+so that no peak is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rloo.tracking.metric_registry import find
 
-POINTS = 200
+POINTS = 1000
 # Steps at either end whose mean is compared with the healthy band.
 WINDOW = 8
 

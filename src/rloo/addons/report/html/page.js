@@ -4,14 +4,17 @@ let data = JSON.parse(document.getElementById("data").textContent);
 const chosen = { run: 0, moment: 0, group: 0, shade: "advantage" };
 
 function page() {
+  view.redraws = [];
   const several = data.runs.length > 1;
   const set = section("options", several ? "Options that differ" : data.named ? "Options that were set" : "Options unlike their defaults", options(several));
   const sections = [
     section("verdict", several ? "What the runs did" : "What the run did", verdicts(several)),
     several ? set : null,
-    ...data.sections.map((s) => charts(s, several)),
+    ...data.sections.map((s, i) => charts(s, several, i === 0 ? viewBar() : null)),
+    distributions(several),
     section("spent", "Where time and memory went", spent()),
     section("samples", "What was sampled", samplesOf()),
+    section("completions", "All recorded completions", completionsSection()),
     several ? null : set,
   ].filter(Boolean);
   const links = sections.map((s) => el("a", { href: `#${s.id}` }, s.dataset.title));
@@ -76,24 +79,24 @@ function alarms(run) {
   }))];
 }
 
-function charts(of, several) {
+function charts(of, several, bar) {
   const id = of.title.toLowerCase().replace(/[^a-z]+/g, "-");
   const made = of.charts.flatMap((c) => several ? c.names.map((name) => overlay(c, name)) : [single(c)]);
   const grid = el("div", { class: "charts" });
   const zero = of.zero.length ? el("p", { class: "small" }, "Always 0: ", of.zero.map((name, i) => [i ? ", " : "", el("code", {}, name)]), ".") : null;
-  if (!of.closed) { grid.append(...made.map((one) => one())); return section(id, of.title, grid, zero); }
+  if (!of.closed) { grid.append(...made.map((one) => one())); return section(id, of.title, bar, grid, zero); }
   const more = el("details", {}, el("summary", {}, `${made.length} more charts`), grid);
   more.addEventListener("toggle", () => { if (more.open && !grid.childElementCount) grid.append(...made.map((one) => one())); });
-  return section(id, of.title, more, zero);
+  return section(id, of.title, bar, more, zero);
 }
 
 function single(of) {
-  const curves = data.runs[0].curves;
+  const { curves, axes } = data.runs[0];
   const first = data.metrics[of.names[0]];
   return () => chart({
     title: of.title, meaning: first.meaning, band: bandOf(first),
     limit: limitOf(of.names[0]),
-    curves: of.names.map((name) => ({ ...curves[name], label: short(name, of.names), unit: data.metrics[name].unit })),
+    curves: of.names.map((name) => ({ ...curves[name], axes, label: short(name, of.names), unit: data.metrics[name].unit })),
   });
 }
 
@@ -102,8 +105,24 @@ function overlay(of, name) {
   return () => chart({
     title: of.names.length > 1 && short(name, of.names) !== of.title.toLowerCase() ? `${of.title}: ${short(name, of.names)}` : of.title,
     meaning: meta.meaning, band: bandOf(meta), limit: limitOf(name),
-    curves: having.map((run) => ({ ...run.curves[name], label: run.name, unit: meta.unit })),
+    curves: having.map((run) => ({ ...run.curves[name], axes: run.axes, label: run.name, unit: meta.unit })),
   });
+}
+
+const HISTOGRAMS = {
+  reward: ["Rewards", "The rewards of all completions: the stronger the colour, the larger the share of completions."],
+  length: ["Lengths", "The lengths of all completions in tokens."],
+  advantage: ["Advantages", "The advantages of all completions. Advantages by token are averaged over a completion."],
+};
+
+function distributions(several) {
+  const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.histograms)))];
+  if (!names.length) return null;
+  const made = names.flatMap((name) => data.runs.filter((run) => run.histograms[name]).map((run) => {
+    const [title, meaning] = HISTOGRAMS[name] || [`Scores of ${name.replace("rewards/", "")}`, "The scores of one reward function."];
+    return heat({ ...run.histograms[name], axes: run.axes, unit: "", title: several ? `${title}: ${run.name}` : title, meaning });
+  }));
+  return section("distributions", "Distributions over time", el("div", { class: "charts" }, made));
 }
 
 function bandOf(meta) {
@@ -167,6 +186,8 @@ function options(several) {
     first.length ? table(several ? "Options that differ" : "Options with another value than their default", head, rows(first)) : el("p", {}, several ? "All options are the same." : "All options have their defaults."),
     data.options.length ? all : null,
     [...new Set(versions)].filter(Boolean).map((line) => el("p", { class: "small" }, line)),
+    data.runs.filter((run) => run.commit || run.host).map((run) => el("p", { class: "small" }, several ? `${run.name}: ` : "",
+      run.commit ? ["commit ", el("code", {}, run.commit)] : null, run.commit && run.host ? ", " : "", run.host ? `host ${run.host}` : "")),
   ];
 }
 
@@ -176,7 +197,7 @@ function placeOf(details) {
 }
 
 function reachable() {
-  return [...document.querySelectorAll("a, button, input, summary, [tabindex='0']:not(.scroll)")];
+  return [...document.querySelectorAll("a, button, input, select, summary, [tabindex='0']:not(.scroll)")];
 }
 
 async function follow() {
@@ -188,10 +209,11 @@ async function follow() {
         follow.last = fresh;
         data = { ...JSON.parse(fresh), follows: true };
         const open = [...document.querySelectorAll("details[open]")].map(placeOf), at = scrollY;
-        const active = reachable().indexOf(document.activeElement), count = reachable().length;
+        const active = reachable().indexOf(document.activeElement), count = reachable().length, named = document.activeElement.id;
         page();
         document.querySelectorAll("details").forEach((d) => { d.open = open.includes(placeOf(d)); });
-        if (reachable().length === count) reachable()[active]?.focus({ preventScroll: true });
+        const again = (named && document.getElementById(named)) || (reachable().length === count && reachable()[active]);
+        if (again) again.focus({ preventScroll: true });
         scrollTo(0, at);
       }
     }

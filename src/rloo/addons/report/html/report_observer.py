@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rloo.addons.report.html.document import write_page
-from rloo.tracking.jsonl import PAGE
+from rloo.tracking.jsonl import FACTS, PAGE, run_facts
 from rloo.tracking.observer import Observer
 
 
 class PageObserver(Observer):
     """Writes report.html into the run's folder."""
+
+    def on_start(self, parts: Any, sets: Mapping[str, Any]) -> None:
+        """Record what the summary of a run that does not end lacks. A resumed run keeps the record
+        of its first session."""
+        if not (self.run.folder / FACTS).exists():
+            facts = {"named": sorted(self.run.config.named), **run_facts()}
+            (self.run.folder / FACTS).write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
     def on_end(self) -> None:
         """Write the page."""

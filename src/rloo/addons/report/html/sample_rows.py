@@ -18,7 +18,7 @@ def moments(run: RunFolder, most_tokens: int) -> list[dict[str, Any]]:
     """Up to three steps of a run with their groups. The completions are shortened so that all
     together have about `most_tokens` tokens. For a run without recorded groups, recorded
     completions are shown."""
-    rows = run.groups or _as_groups(run.completions)
+    rows = run.groups or grouped(run.completions)
     steps = sorted({row["step"] for row in rows})
     chosen = dict.fromkeys((0, (len(steps) - 1) // 2, len(steps) - 1)) if steps else {}
     shown = [[row for row in rows if row["step"] == steps[place]] for place in chosen]
@@ -32,11 +32,13 @@ def moments(run: RunFolder, most_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-def _as_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of completions.jsonl as groups: the completions of a prompt in a step."""
     groups: dict[Any, dict[str, Any]] = {}
     for row in rows:
         place = row["step"], row.get("prompt_id")
-        empty = {"step": row["step"], "prompt": row.get("prompt", ""), "completions": []}
+        empty = dict(zip(("step", "prompt_id"), place, strict=True))
+        empty |= {"prompt": row.get("prompt", ""), "completions": []}
         groups.setdefault(place, empty)["completions"].append(row)
     return list(groups.values())
 
@@ -44,7 +46,7 @@ def _as_groups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _group(row: Mapping[str, Any], most: int) -> dict[str, Any]:
     completions = [_completion(of, most) for of in row.get("completions", ())]
     total = row.get("num_completions")
-    return {"prompt": _text(row.get("prompt")), "total": total, "completions": completions}
+    return {"prompt": shortened(row.get("prompt")), "total": total, "completions": completions}
 
 
 def _completion(row: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def _completion(row: Mapping[str, Any], most: int) -> dict[str, Any]:
         **({"episode": row["episode"]} if row.get("episode") else {}),
     }
     if not tokens:
-        return shown | {"text": _text(row.get("completion")), "advantage": row.get("advantage")}
+        return shown | {"text": shortened(row.get("completion")), "advantage": row.get("advantage")}
     kept = slice(len(tokens)) if len(tokens) <= most else None
     head, tail = most // 2, len(tokens) - most // 2
 
@@ -79,9 +81,10 @@ def _completion(row: Mapping[str, Any], most: int) -> dict[str, Any]:
     return shown | ({"gap": left_out, "head": len(shown["tokens"]) // 2} if left_out > 0 else {})
 
 
-def _text(text: Any) -> str:
+def shortened(text: Any, most: int = CHARACTERS) -> str:
+    """A prompt or a completion as one string, of which at most `most` characters are shown."""
     shown = as_string(text if isinstance(text, (str, list)) else str(text))
-    if len(shown) <= CHARACTERS:
+    if len(shown) <= most:
         return shown
-    half = CHARACTERS // 2
+    half = most // 2
     return f"{shown[:half]} [... {len(shown) - 2 * half:,} characters ...] {shown[-half:]}"

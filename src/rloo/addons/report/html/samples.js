@@ -19,7 +19,7 @@ function samples(run, chosen, redraw) {
     scale ? el("p", { class: "key" }, scale) : null,
     group.completions.some((c) => c.trained) ? el("p", { class: "key" }, "Grey: not the model's words but a tool's, with what the template puts around them; not trained.") : null,
     el("h3", {}, "Prompt"), el("pre", { class: "text" }, group.prompt),
-    el("h3", {}, `${order.length}${total} completions, best reward first`),
+    el("h3", {}, `${total ? `${order.length}${total} completions` : counted(order.length, "completion")}, best reward first`),
     el("ol", { class: "completions" }, order.map((c) => completion(c, chosen.shade, most))));
 }
 
@@ -53,7 +53,7 @@ function completion(of, shade, most) {
   const facts = [
     Object.keys(of.scores).length > 1 || !scores.length ? [`reward ${shown(of.reward)}`, ...scores] : [`reward ${shown(of.reward)}`],
     advantage === null || advantage === undefined ? [] : [`advantage ${advantage > 0 ? "+" : ""}${plain(advantage)}`],
-    of.length === null || of.length === undefined ? [] : [`${of.length.toLocaleString("en")} tokens`],
+    of.length === null || of.length === undefined ? [] : [counted(of.length, "token")],
     of.finish === "length" ? ["cut off"] : [],
     apart === null ? [] : [`mismatch at most ${plain(apart)}`],
     of.episode ? episode(of.episode) : [],
@@ -63,7 +63,6 @@ function completion(of, shade, most) {
 }
 
 function episode(of) {
-  const counted = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
   return [counted(of.turns, "turn"), of.calls ? counted(of.calls, "call") : [], of.errors ? counted(of.errors, "error") : [], of.failed ? `failed: ${of.failed}` : []].flat();
 }
 
@@ -78,6 +77,6 @@ function tokens(of, shade, most) {
     span.style.setProperty("--strength", `${Math.round(45 * Math.abs(value) / most)}%`);
     return span;
   });
-  if (of.gap) parts.splice(of.head, 0, el("span", { class: "gap" }, ` [${of.gap.toLocaleString("en")} tokens left out] `));
+  if (of.gap) parts.splice(of.head, 0, el("span", { class: "gap" }, ` [${counted(of.gap, "token")} left out] `));
   return el("pre", { class: "text" }, parts);
 }

@@ -12,6 +12,8 @@ from pathlib import Path
 from rloo.addons.report.html.document import data_of, document
 
 HOST = "127.0.0.1"
+# The page of an active run loads its data every few seconds.
+FOLLOWED_BYTES = 4_000_000
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -32,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _report(self) -> None:
         try:
-            data = data_of(self._folders)
+            data = data_of(self._folders, FOLLOWED_BYTES)
         except ValueError as error:  # the run was moved away meanwhile
             self._answer(503, "text/plain", f"{error}\n")
             return

@@ -69,7 +69,8 @@ class StatusView:
         for name, phrases in figures.rows.items():
             if phrases:
                 yield from _labelled(console, name, phrases, width)
-        yield safe(f"{' ' * _LABEL}{figures.span}", console, "dim")
+        if figures.span:
+            yield safe(f"{' ' * _LABEL}{figures.span}", console, "dim")
         if self.alarms:
             step, text = self.alarms[-1]
             which = f"{len(self.alarms)} alarms, the last" if len(self.alarms) > 1 else "alarm"
