@@ -195,6 +195,28 @@ def num_embedded(model: PreTrainedModel) -> int:
     return shape_of(embedding.weight)[0]
 
 
+def stop_tokens_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All tokens that end a completion: those of the model, then those of the tokenizer. Raises
+    ValueError if there are none."""
+    listed = model.generation_config.eos_token_id if model.generation_config else None
+    listed = list(listed or []) if isinstance(listed, (list, tuple, type(None))) else [listed]
+    if tokenizer.eos_token_id is not None:
+        listed.append(tokenizer.eos_token_id)
+    if wrong := [token for token in listed if not isinstance(token, int)]:
+        raise ValueError(
+            f"the model's eos_token_id has {wrong[0]!r}; it must be a token's number "
+            "(generation_config.json of the model)"
+        )
+    vocabulary = num_embedded(model)
+    drawn = [token for token in listed if token < vocabulary]
+    if not drawn:
+        raise ValueError(
+            "neither the tokenizer nor the model has an end-of-sequence token that the model "
+            "can draw; a completion could never end (tokenizer.eos_token)"
+        )
+    return tuple(dict.fromkeys(drawn))
+
+
 def _loading_options(config: RLOOConfig) -> dict[str, Any]:
     given = {n: value for n, value in (config.model_init_kwargs or {}).items() if value is not None}
     # The named implementation might need a library that is not installed.
