@@ -1,6 +1,7 @@
 """`rloo chat`, by scripted lines of stdin; its replies are those of transformers' `generate`."""
 
 import io
+import json
 import sys
 
 import pytest
@@ -135,6 +136,17 @@ def test_an_adapter_is_loaded_with_its_base_and_a_checkpoint_with_the_runs_optio
     assert talk("Hello\n", checkpoint, "--greedy")[:2] == (0, f"{reply}\n")
 
 
+def test_an_adapter_whose_base_is_gone_is_refused_by_its_name_and_the_bases(tmp_path, talk):
+    make_adapted().save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    given = {**json.loads(file.read_text()), "base_model_name_or_path": "runs/gone/model"}
+    file.write_text(json.dumps(given))
+    status, out, err = talk("Hello\n", tmp_path)
+    assert (status, out) == (2, "")
+    assert f"{tmp_path} is an adapter of runs/gone/model: " in err
+    assert "adapter_config.json (base_model_name_or_path)" in err
+
+
 @pytest.fixture(scope="module")
 def plain(folder, tmp_path_factory):
     """The same model, without a chat template and with a short context."""
@@ -174,6 +186,10 @@ def test_a_reply_is_written_while_it_is_generated(plain):
         (("{plain}", "--learning_rate", "1"), "chat does not use learning_rate"),
         (("{plain}", "--temperatur", "1"), "temperatur"),
         (("{plain}", "--temperature", "0"), "temperature is 0"),
+        (
+            ("{plain}", "--greedy", "--top_p", "0.5"),
+            "--greedy chooses the most likely tokens; leave",
+        ),
         (("{plain}", "--system", "Be brief"), "has no chat template, and a system message needs"),
     ],
 )

@@ -21,6 +21,8 @@ OPTIONS = (
     "stop_strings", "generation_kwargs", "seed", "chat_template", "chat_template_kwargs",
     "load_in_4bit", "load_in_8bit", "model_init_kwargs", "trust_remote_code", "use_cpu",
 )  # fmt: skip
+# Options that have no effect on greedy replies.
+DRAWN = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 RUN_FILE = "config.yaml"
 
 
@@ -136,4 +138,6 @@ def _parse(arguments: Sequence[str]) -> tuple[str, list[str], str | None, bool]:
             options.append(name + is_given + value)
     if not folder:
         raise ValueError(f"chat needs the folder of a model, first; {USAGE}")
+    if greedy and (idle := sorted(given_names(options) & {*DRAWN})):
+        raise ValueError(f"--greedy chooses the most likely tokens; leave out it or {idle[0]}")
     return folder, options, system, greedy
