@@ -15,8 +15,8 @@ from rloo.types import Group
 
 _logger = logging.getLogger(__name__)
 _NAME = "completions"
-# The module of each logger. TensorBoard's writer belongs to its callback.
-_MODULES = {"wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow", "comet_ml": "comet_ml"}
+# Loggers whose module has the name. TensorBoard's writer belongs to its callback.
+_LOGGERS = ("wandb", "trackio", "mlflow", "comet_ml")
 _TENSORBOARD = "tensorboard"
 
 
@@ -28,7 +28,7 @@ def log_tables(
     `log_unique_prompts` there is one row per prompt. The writer of TensorBoard is found in
     `callbacks`. A logger without a running experiment gets nothing."""
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to
-    chosen = [name for name in (_TENSORBOARD, *_MODULES) if name in named or "all" in named]
+    chosen = [name for name in (_TENSORBOARD, *_LOGGERS) if name in named or "all" in named]
     if not chosen:
         return
     rows = _rows(step, groups, unique=config.log_unique_prompts)
@@ -39,7 +39,7 @@ def log_tables(
                 writer.add_text(_NAME, _markdown(rows), step)
             continue
         try:
-            logger = importlib.import_module(_MODULES[name])
+            logger = importlib.import_module(name)
         except ImportError:  # "all" means all installed loggers
             continue
         _send(name, logger, rows, step)
