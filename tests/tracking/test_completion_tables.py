@@ -1,7 +1,7 @@
-"""The table of completions that Weights & Biases and trackio show."""
+"""The tables of completions that loggers show. tests/peers/test_loggers.py has the real loggers."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -53,6 +53,32 @@ def test_loggers_that_are_not_asked_for_or_not_running_get_nothing(logged, monke
     monkeypatch.setattr(sys.modules["wandb"], "run", None)
     log_tables(3, groups(), RLOOConfig("run", report_to="wandb"))
     assert logged == []
+
+
+class Writer:
+    """What TensorBoard's writer is given."""
+
+    def __init__(self):
+        self.texts = []
+
+    def add_text(self, *text):
+        self.texts.append(text)
+
+
+def test_tensorboard_gets_a_table_of_text_in_which_completions_have_no_marks():
+    (group,) = groups()
+    group.texts[0] = "a | b\n<script>"
+    writer = Writer()
+    callbacks = [object(), SimpleNamespace(tb_writer=None), SimpleNamespace(tb_writer=writer)]
+    log_tables(3, [group], RLOOConfig("run", report_to="tensorboard"), callbacks)
+    ((name, text, step),) = writer.texts
+    assert (name, step) == ("completions", 3)
+    assert text.splitlines() == [
+        "| step | prompt | completion | length | words | seen | reward |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| 3 | how many | a &#124; b<br>&lt;script&gt; | 1.0 | 0.5 | a | 1.5 |",
+        "| 3 | how many | two | None | None | b | None |",
+    ]
 
 
 def test_a_prompt_is_one_row_where_that_is_asked_for(logged):

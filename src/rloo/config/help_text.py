@@ -79,6 +79,18 @@ COMMANDS = {
             "rloo eval -m FOLDER --eval_dataset test.jsonl -r exact_match",
         ),
     ),
+    "chat": CommandHelp(
+        "FOLDER [--system TEXT] [--greedy] [--option value ...]",
+        "talk to the model, checkpoint or LoRA adapter in FOLDER, with the run's chat template and "
+        "sampling options, which the command line overrides (--temperature, --top_p, "
+        "--max_completion_length, --stop_strings, ...); reads a turn from each line of stdin, "
+        "/reset and /exit, and a line that ends with a backslash goes on in the next",
+        (
+            "rloo chat runs/gsm8k --system 'Be brief.'",
+            "echo 'What is 7 x 8?' | rloo chat runs/gsm8k/checkpoint-100 --greedy",
+        ),
+        takes_options=False,
+    ),
     "merge": CommandHelp(
         "FOLDER OUT [--save_dtype float32 | bfloat16 | float16]",
         "merge the LoRA adapter in FOLDER into its base model and write the result to the folder "

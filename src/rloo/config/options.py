@@ -420,7 +420,8 @@ class TrainingOptions(MappingsAsValues):
     hub_revision: str | None = HUB.shared(None,
         "Branch of the hub repository to push to.", expert=True)
     report_to: str | list[str] = LOGGING.shared("none",
-        "Loggers in addition to the run's files: tensorboard, wandb, trackio.", basic=True)
+        "Loggers in addition to the run's files: tensorboard, wandb, trackio, mlflow, comet_ml.",
+        basic=True)
     run_name: str | None = LOGGING.shared(None, "Name of the run in the loggers.")
     project: str = LOGGING.shared("huggingface", "Project of the run in the loggers.", expert=True)
     trackio_space_id: str | None = LOGGING.shared(None,

@@ -12,6 +12,13 @@ from rloo.config.options import TrainingOptions
 # On the trainer's GPU: TRL's default for `vllm_mode colocate`. On separate GPUs: the default of
 # `trl vllm-serve` (vLLM 0.32 itself: 0.92).
 SHARED_GPU, SEPARATE_GPUS = 0.3, 0.9
+# The values that vLLM accepts for --max-lora-rank.
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def served_rank(rank: int) -> int:
+    """The value of vLLM's --max-lora-rank for adapters of this rank, at most 512."""
+    return next((allowed for allowed in _LORA_RANKS if allowed >= rank), _LORA_RANKS[-1])
 
 
 def servers_dtype(options: TrainingOptions) -> str:

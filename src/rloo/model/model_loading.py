@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -132,7 +134,8 @@ def load_model(
     base = lora.find_base(name, revision)
     if base is not None:
         options.pop("revision", None)
-    auto_class = _auto_class(base or name, options.get("revision", "main"), trust)
+    with _naming_adapter(name, base):
+        auto_class = _auto_class(base or name, options.get("revision", "main"), trust)
     if processing_class is None:
         own = base is None or lora.find_file(name, "tokenizer_config.json", revision)
         processing_class = load_processing_class(
@@ -159,6 +162,20 @@ def load_model(
             f"{wrong} of the model {name} is not finite; nothing can be learned from there (model)"
         )
     return model, processing_class
+
+
+@contextmanager
+def _naming_adapter(name: str, base: str | None) -> Iterator[None]:
+    """In this block, an error about the base of an adapter also names the adapter."""
+    try:
+        yield
+    except ValueError as error:
+        if base is None:
+            raise
+        raise ValueError(
+            f"{name} is an adapter of {base}: {error}; the base is named in the adapter's "
+            f"{lora.CONFIG_FILE} (base_model_name_or_path)"
+        ) from error
 
 
 def dtype_on_disk(name: str, revision: str = "main") -> str | None:
@@ -193,6 +210,28 @@ def num_embedded(model: PreTrainedModel) -> int:
     """The number of rows of the input embedding. All token ids must be smaller than this number."""
     embedding: Any = model.get_input_embeddings()
     return shape_of(embedding.weight)[0]
+
+
+def stop_tokens_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """All tokens that end a completion: those of the model, then those of the tokenizer. Raises
+    ValueError if there are none."""
+    listed = model.generation_config.eos_token_id if model.generation_config else None
+    listed = list(listed or []) if isinstance(listed, (list, tuple, type(None))) else [listed]
+    if tokenizer.eos_token_id is not None:
+        listed.append(tokenizer.eos_token_id)
+    if wrong := [token for token in listed if not isinstance(token, int)]:
+        raise ValueError(
+            f"the model's eos_token_id has {wrong[0]!r}; it must be a token's number "
+            "(generation_config.json of the model)"
+        )
+    vocabulary = num_embedded(model)
+    drawn = [token for token in listed if token < vocabulary]
+    if not drawn:
+        raise ValueError(
+            "neither the tokenizer nor the model has an end-of-sequence token that the model "
+            "can draw; a completion could never end (tokenizer.eos_token)"
+        )
+    return tuple(dict.fromkeys(drawn))
 
 
 def _loading_options(config: RLOOConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rloo.model.exact_kl import ReferenceStates
 from rloo.model.forward import LogprobModel, balancing_coefficient
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
 from rloo.model.micro_batch import MicroBatch, make_sample, pack, pad, shortened, split
-from rloo.model.model_loading import num_embedded
+from rloo.model.model_loading import num_embedded, stop_tokens_of
 from rloo.model.offload import activations_on_host
 from rloo.model.optimizer_step import PolicyOptimizer
 from rloo.model.optimizers import Given, Scheduler, make_optimizers
@@ -350,20 +350,4 @@ class Policy:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """All tokens that end a completion: those of the model, then those of the tokenizer."""
-        listed = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        listed = list(listed or []) if isinstance(listed, (list, tuple, type(None))) else [listed]
-        if self.tokenizer.eos_token_id is not None:
-            listed.append(self.tokenizer.eos_token_id)
-        if wrong := [token for token in listed if not isinstance(token, int)]:
-            raise ValueError(
-                f"the model's eos_token_id has {wrong[0]!r}; it must be a token's number "
-                "(generation_config.json of the model)"
-            )
-        vocabulary = num_embedded(self.model)
-        drawn = [token for token in listed if token < vocabulary]
-        if not drawn:
-            raise ValueError(
-                "neither the tokenizer nor the model has an end-of-sequence token that the model "
-                "can draw; a completion could never end (tokenizer.eos_token)"
-            )
-        return tuple(dict.fromkeys(drawn))
+        return stop_tokens_of(self.model, self.tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,23 +13,47 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, 
 
 from rloo.config.compat.training_arguments import to_training_arguments
 from rloo.config.config import RLOOConfig
+from rloo.config.options import TrainingOptions
 from rloo.model.policy import Policy
 
 # Events that the main process may send alone, or whose flags have no effect.
 ALONE = ("on_init_end", "on_log", "on_save", "on_push_begin", "on_train_end")
 Callback = TrainerCallback | type[TrainerCallback]
+# Environment variables from which loggers read the project. trackio's callback reads the option.
+_PROJECT_VARIABLES = ("WANDB_PROJECT", "MLFLOW_EXPERIMENT_NAME", "COMET_PROJECT_NAME")
 
 
 def make_loggers(config: RLOOConfig) -> list[TrainerCallback]:
-    """Return the loggers of `report_to`. Raises ValueError for an unknown or unusable logger."""
+    """Return the loggers of `report_to`. Raises ValueError for an unknown or unusable logger. The
+    option `project`, if it is not the default, overrides the loggers' environment variables."""
     if config.report_to in ("none", [], ["none"]):
         return []
-    from transformers.integrations import get_reporting_integration_callbacks
+    from transformers.integrations import MLflowCallback, get_reporting_integration_callbacks
 
+    if config.project != TrainingOptions.project:
+        os.environ.update(dict.fromkeys(_PROJECT_VARIABLES, config.project))
     try:
-        return [_made(logger) for logger in get_reporting_integration_callbacks(config.report_to)]
+        kinds = get_reporting_integration_callbacks(config.report_to)
+        loggers = [_made(kind) for kind in kinds]
     except (ImportError, RuntimeError, ValueError) as error:
         raise ValueError(f"report_to is {config.report_to}: {error} (report_to)") from error
+    if MLflowCallback in kinds:
+        _refuse_file_store()
+    return loggers
+
+
+def _refuse_file_store() -> None:
+    """Raise ValueError if MLflow would write to a folder. It makes a file of the metric `reward`
+    and a folder of `reward/standard_error`, and would lose the metrics of most steps."""
+    import mlflow
+
+    uri = mlflow.get_tracking_uri()
+    if uri.startswith("file:") or (":" not in uri and not uri.startswith(("databricks", "uc"))):
+        raise ValueError(
+            f"MLflow's tracking URI is {uri}, a folder, which cannot hold both of the metrics "
+            "reward and reward/standard_error; name a database or a server "
+            "(MLFLOW_TRACKING_URI=sqlite:///mlflow.db)"
+        )
 
 
 class _Unmade:

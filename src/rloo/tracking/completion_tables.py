@@ -1,8 +1,9 @@
-"""Tables of a rollout's completions for loggers that have tables (Weights & Biases, trackio), and a
-warning in Python's `logging` for completions that no function scored."""
+"""Tables of a rollout's completions for the loggers of transformers, and a warning in Python's
+`logging` for completions that no function scored."""
 
 from __future__ import annotations
 
+import html
 import importlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -14,27 +15,62 @@ from rloo.distributed.standard_streams import counted
 from rloo.types import Group
 
 _logger = logging.getLogger(__name__)
-# Loggers with a class Table, whose argument is a DataFrame.
-_LOGGERS = ("wandb", "trackio")
+_NAME = "completions"
+# Loggers whose module has the name. TensorBoard's writer belongs to its callback.
+_LOGGERS = ("wandb", "trackio", "mlflow", "comet_ml")
+_TENSORBOARD = "tensorboard"
 
 
-def log_tables(step: int, groups: Sequence[Group], config: RLOOConfig) -> None:
-    """Send the completions of a rollout, as the table `completions`, to the loggers of `report_to`
-    that support tables. Each completion is a row, with a column per reward function and per column
-    of `log_extra`. With `log_unique_prompts` there is one row per prompt."""
+def log_tables(
+    step: int, groups: Sequence[Group], config: RLOOConfig, callbacks: Sequence[Any] = ()
+) -> None:
+    """Send the completions of a rollout, as the table `completions`, to the loggers of `report_to`.
+    Each completion is a row, with a column per reward function and per column of `log_extra`. With
+    `log_unique_prompts` there is one row per prompt. The writer of TensorBoard is found in
+    `callbacks`. A logger without a running experiment gets nothing."""
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to
-    chosen = [name for name in _LOGGERS if name in named or "all" in named]
+    chosen = [name for name in (_TENSORBOARD, *_LOGGERS) if name in named or "all" in named]
+    if not chosen:
+        return
+    rows = _rows(step, groups, unique=config.log_unique_prompts)
     for name in chosen:
+        if name == _TENSORBOARD:
+            writers = (getattr(callback, "tb_writer", None) for callback in callbacks)
+            for writer in filter(None, writers):
+                writer.add_text(_NAME, _markdown(rows), step)
+            continue
         try:
             logger = importlib.import_module(name)
         except ImportError:  # "all" means all installed loggers
             continue
-        if name == "wandb" and logger.run is None:
-            continue
-        import pandas as pd
+        _send(name, logger, rows, step)
 
-        frame = pd.DataFrame(_rows(step, groups, unique=config.log_unique_prompts))
-        logger.log({"completions": logger.Table(dataframe=frame)})
+
+def _send(name: str, logger: Any, rows: list[dict[str, Any]], step: int) -> None:
+    import pandas as pd
+
+    frame = pd.DataFrame(rows)
+    if name == "mlflow":
+        if logger.active_run() is not None:  # log_table would start a run
+            # One file for all steps: MLflow lists the files in a tag of limited length.
+            logger.log_table(frame, f"{_NAME}.json")
+    elif name == "comet_ml":
+        experiment = logger.get_running_experiment()
+        if experiment is not None:
+            experiment.log_table(f"{_NAME}-{step}.csv", frame)
+    elif name != "wandb" or logger.run is not None:
+        logger.log({_NAME: logger.Table(dataframe=frame)})
+
+
+def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as a Markdown table. The text is untrusted, and its HTML is escaped."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[_cell(row.get(name)) for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [names, ["---"] * len(names), *lines])
+
+
+def _cell(value: Any) -> str:
+    return html.escape(str(value), quote=False).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def warn_of_unscored(groups: Sequence[Group]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rloo.config.presets import objective_line
 from rloo.model.policy import Policy
+from rloo.tracking.after_run import commands
 from rloo.tracking.console import percent
 from rloo.tracking.jsonl import EVALUATIONS, versions, write_text
 from rloo.tracking.run_reader import read_rows
@@ -78,6 +79,7 @@ def write_card(
         f"{kind} with REINFORCE Leave-One-Out{where}.",
         *([_result_table(evaluations, held_out)] if evaluations else []),
         "\n".join(f"- {fact}: {value}" for fact, value in facts.items()),
+        _usage(policy, base if _is_hub_name(base_model) else "BASE", title),
         "`rloo train config.yaml --output_dir again` repeats it, with the config.yaml beside this "
         "file.",
         f"Versions: {', '.join(f'{library} {number}' for library, number in versions().items())}.",
@@ -85,6 +87,12 @@ def write_card(
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / FILE, "\n\n".join(paragraphs))
+
+
+def _usage(policy: Policy, base: str, name: str) -> str:
+    """The commands that use the model or adapter."""
+    lines = [f"# {what}\n{line}" for what, line in commands(policy, ".", base, name=name).items()]
+    return "In this folder:\n\n```bash\n" + "\n".join(lines) + "\n```"
 
 
 def write_merged_card(folder: Path, adapter: str, base: str) -> None:

@@ -244,7 +244,8 @@ class Monitor:
                 unique_prompts=self.config.log_unique_prompts,
             )
             self._screen.show(table)
-            log_tables(step, groups, self.config)
+            callbacks = self._events.handler.callbacks if self._events is not None else ()
+            log_tables(step, groups, self.config, callbacks)
         elif not self.config.disable_tqdm and self._log_between(self._screen.sampled_at, step):
             self._screen.sample(step, groups[0])
 

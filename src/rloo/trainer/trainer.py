@@ -29,6 +29,7 @@ from rloo.model.model_loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler, decayed_names
 from rloo.model.policy import Policy
 from rloo.model.token_budget import workload_of
+from rloo.tracking.after_run import after_lines
 from rloo.tracking.callbacks import Events, make_loggers
 from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.model_card import write_card
@@ -171,8 +172,10 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
             with heartbeat(parts), self.args.in_training():
                 totals = session.train(start)
         session.push()
+        folder = self.args.output_dir
+        for line in after_lines(self.policy, folder):
+            self.monitor.say(line)
         if self.args.dataset is not None:
-            folder = self.args.output_dir
             self.monitor.say(f"Evaluate it: rloo eval {folder}/config.yaml --model {folder}")
         return TrainOutput(self.state.global_step, totals["train_loss"], totals)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.optional_packages import install
+from rloo.config.vllm_options import served_rank
 from rloo.distributed.child_process import ChildProcess, last_lines
 from rloo.engines.vllm.client import ServerError, VLLMClient
 from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
@@ -30,8 +31,6 @@ OURS = (
     "TORCHELASTIC_", "GROUP_", "ROLE_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-# The values that vLLM accepts for --max-lora-rank.
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Two adapters, so that one is in use while its successor is loaded.
 ADAPTERS = 2
 SHOWN_LINES = 15
@@ -83,8 +82,7 @@ class ServerConfig:
         for name, value in options.items():
             command += [] if value is None else [name, str(value)]
         if self.lora_rank is not None:
-            rank = next((rank for rank in LORA_RANKS if rank >= self.lora_rank), LORA_RANKS[-1])
-            command += ["--enable-lora", "--max-lora-rank", str(rank)]
+            command += ["--enable-lora", "--max-lora-rank", str(served_rank(self.lora_rank))]
             command += ["--max-loras", str(ADAPTERS), "--max-cpu-loras", str(ADAPTERS)]
         command += ["--hf-overrides", '{"tie_word_embeddings": false}'] if self.tied else []
         command += ["--enable-sleep-mode"] if self.sleeps else []

@@ -1,0 +1,44 @@
+"""The commands that use the result of a run: to talk to the model, to serve it, and to convert it
+to GGUF."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from rloo.config.vllm_options import served_rank
+from rloo.data.tasks import resolve_model
+from rloo.model.export import largest_rank, why_merged
+from rloo.model.policy import Policy
+
+# The script is in llama.cpp's repository.
+GGUF = "python convert_hf_to_gguf.py {folder} --outfile model.gguf"
+
+
+def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[str, str]:
+    """The commands by purpose, for the result in `folder`: a model, or an adapter of the model
+    `base`, which is served as `name`. An adapter that vLLM cannot load is merged first."""
+    whole, serving, merging = shlex.quote(folder), f"vllm serve {shlex.quote(folder)}", ""
+    if policy.adapter is not None:
+        merging, whole = f"rloo merge {shlex.quote(folder)} merged && ", "merged"
+        serving = f"{merging}vllm serve merged"
+        if why_merged(policy.adapter) is None:
+            rank = served_rank(largest_rank(policy.adapter))
+            serving = (
+                f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {rank} "
+                f"--lora-modules {shlex.quote(f'{name}={folder}')}"
+            )
+    return {
+        "Talk to it": f"rloo chat {shlex.quote(folder)}",
+        "Serve it": serving,
+        "Make a GGUF of it": merging + GGUF.format(folder=whole),
+    }
+
+
+def after_lines(policy: Policy, folder: str) -> list[str]:
+    """The last lines of a run, about its result in `folder`."""
+    base = policy.config.model or policy.model.name_or_path
+    name = Path(folder).absolute().name
+    uses = commands(policy, folder, resolve_model(str(base)), name=name)
+    return [f"{purpose}: {uses[purpose]}" for purpose in ("Talk to it", "Serve it")]
