@@ -60,8 +60,7 @@ LAST_VALUE = ("num_tokens", "learning_rate", "grad_norm")
 
 
 class Monitor:
-    """The console output of a run, and its files in `folder`, which must exist before the first
-    step.
+    """The console output of a run, and its files in `folder`, which exists before the first step.
 
     Step numbers count finished optimizer steps, from 1. The order of calls is: `load_state_dict` if
     the run resumes, `start`, `attach`, the calls of the loop, and `finish`. `finish` also restores
