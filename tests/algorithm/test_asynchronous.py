@@ -56,6 +56,7 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
         reward_N=REWARDS[list(group)],
         weight_N=torch.ones(size, dtype=torch.float64),
         truncated_N=torch.zeros(size, dtype=torch.bool),
+        pilot_N=None,
         keys=[(0, index) for index in range(size)],
         lengths=lengths,
         policy_T=behavior,

@@ -60,7 +60,7 @@ RANGES: tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...] = (
     ("must be at most 1,000", lambda x: x <= 1_000,
      ("prompt_sampling_kwargs.max_resample_times", "max_restarts", "engine_kwargs.restarts")),
     ("must be at most 1,024", lambda x: x <= 1_024, (
-        "prompt_sampling_kwargs.max_generations",
+        "prompt_sampling_kwargs.max_generations", "prompt_sampling_kwargs.pilot",
         "async_kwargs.reward_workers", "max_staleness", "sampler_processes",
     )),
     ("must be at most 1,024; null takes as many as a launcher has started", lambda x: x <= 1_024,
