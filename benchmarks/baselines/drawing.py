@@ -22,10 +22,11 @@ from benchmarks.baselines.middle import middle_model, rate_of
 from benchmarks.baselines.results import Results
 from benchmarks.baselines.training import make_trainer
 from benchmarks.baselines.variance import OPTIONS, Gradients, draw
+from rloo.config.kwargs_options import PromptSamplingKwargs
 from rloo.data.variance_sampler import shares_of
 from rloo.types import Sample
 
-FLOOR = 0.25
+FLOOR = PromptSamplingKwargs().floor
 SETTINGS: dict[str, Any] = {"num_prompts": 120, "num_groups": 32}
 _DIGITS = 5
 

@@ -61,7 +61,7 @@ class Results:
 
     def read_figures(self, name: str) -> dict[str, dict[str, Any]]:
         """Measured figures by task, such as "variance"; empty if there are none."""
-        path = self._figures(name)
+        path = self.committed / f"{name}.json"
         found: dict[str, dict[str, Any]] = (
             json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         )
@@ -70,11 +70,8 @@ class Results:
     def write_figures(self, name: str, figures: Mapping[str, Any]) -> None:
         """Write the figures of some tasks. Those of other tasks stay."""
         text = json.dumps(self.read_figures(name) | dict(figures), separators=(",", ":"))
-        _write(self._figures(name), text + "\n")
-
-    def _figures(self, name: str) -> Path:
-        folder = self.committed if name == "variance" else self.committed.parent
-        return folder / f"{name}.json"
+        self.committed.mkdir(parents=True, exist_ok=True)
+        _write(self.committed / f"{name}.json", text + "\n")
 
 
 def write_result(out: Path, cell: Cell, result: Result) -> None:

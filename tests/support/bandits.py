@@ -45,7 +45,7 @@ class BanditGroup(NamedTuple):
         return [place < (self.pilot or 0) for place, _ in enumerate(self.members)]
 
     def weights(self) -> list[float]:
-        """Of the completions."""
+        """The weight of each completion."""
         if self.pilot is None:
             return [self.weight] * len(self.members)
         return [self.weight if first else self.weight_after for first in self.pilots()]

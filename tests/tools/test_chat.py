@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def talk(capsys):
-    """What `rloo chat` writes for lines of stdin: its status, stdout and stderr."""
+    """Status, stdout and stderr of `rloo chat` for lines of stdin."""
 
     def talk(lines, *arguments):
         before, sys.stdin = sys.stdin, io.StringIO(lines)

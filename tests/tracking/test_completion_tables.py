@@ -56,7 +56,7 @@ def test_loggers_that_are_not_asked_for_or_not_running_get_nothing(logged, monke
 
 
 class Writer:
-    """What TensorBoard's writer is given."""
+    """The calls of TensorBoard's writer."""
 
     def __init__(self):
         self.texts = []

@@ -38,7 +38,7 @@ def test_the_commit_of_the_working_directory_and_whether_files_differ(tmp_path, 
         host,
         host,
     ]
-    # What a run started with stays, even if the next commit is made during the run.
+    # The commit at the start stays, even if the next one is made during the run.
     monkeypatch.chdir(places[1] / "inside")
     git(places[1], "commit", "-qam", "two")
     assert run_environment()["git"]["commit"] == commits[1]

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rloo.addons.report.html import PAGE, write_page
-from support.browser import chromium
+from support.browser import OWNED, chromium
 from support.run_folders import HOSTILE, make_metrics, make_run, write_rows
 
 pytestmark = pytest.mark.slow
@@ -250,8 +250,7 @@ def test_hostile_names_are_text_and_every_chart_fits_a_phone(browser, tmp_path, 
     browser.run("document.querySelectorAll('details').forEach(d => { d.open = true })")
     browser.run("return new Promise(done => setTimeout(done, 300))")
     browser.run("document.querySelectorAll('figure').forEach(picture)")
-    owned = "return [typeof window.owned, document.images.length, document.scripts.length]"
-    assert browser.run(owned) == ["undefined", 0, 2]
+    assert browser.run(OWNED) == ["undefined", 0, 2]
     seen = browser.run("return document.getElementById('distributions').innerText")
     assert f"Scores of {HOSTILE.strip()}" in seen
     assert browser.run("return document.documentElement.scrollWidth") == width

@@ -3,7 +3,7 @@
 import pytest
 
 from rloo.addons.report.html import PAGE, write_page
-from support.browser import chromium
+from support.browser import OWNED, chromium
 from support.run_folders import HOSTILE, make_run, write_rows
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def browser(tmp_path_factory):
 
 
 def sampled_rows(steps=30, prompts=4):
-    """Of each prompt one completion at each step: `answer STEP PROMPT`."""
+    """One completion of each prompt at each step: `answer STEP PROMPT`."""
     return [
         {
             "step": step, "prompt_id": prompt, "prompt": f"Question {prompt}?",
@@ -157,6 +157,8 @@ def test_the_fields_have_names_and_follow_in_the_order_of_the_page(page):
 
 def test_runs_are_filtered_and_stand_side_by_side(browser, tmp_path):
     rows = sampled_rows(steps=3, prompts=2)
+    for row in rows:
+        row["scores"]["step check"] = 0.25  # its name starts as the fact `step 3` does
     runs = [run_with(tmp_path / name, rows, learning_rate=1e-5) for name in "ab"]
     browser.look()
     browser.open(write_page(runs, tmp_path / PAGE))
@@ -166,6 +168,8 @@ def test_runs_are_filtered_and_stand_side_by_side(browser, tmp_path):
     browser.run("return new Promise(done => setTimeout(done, 100))")
     browser.run("document.querySelector('.compare').click()")
     assert browser.run(COLUMNS) == [f"{run}, step {step}" for step in (1, 2, 3) for run in "ab"]
+    facts = browser.run("return document.querySelector('.compared .facts').innerText")
+    assert "step check 0.25" in facts and "step 1" not in facts
     assert browser.console() == []
 
 
@@ -182,8 +186,7 @@ def test_hostile_texts_are_text_everywhere_and_fit_a_phone(browser, tmp_path, wi
     browser.run("document.querySelector('.results summary').click()")
     browser.run("return new Promise(done => setTimeout(done, 100))")
     browser.run("document.querySelector('.compare').click()")
-    owned = "return [typeof window.owned, document.images.length, document.scripts.length]"
-    assert browser.run(owned) == ["undefined", 0, 2]
+    assert browser.run(OWNED) == ["undefined", 0, 2]
     seen = browser.run("return document.getElementById('completions').innerText")
     assert seen.count(HOSTILE.strip()) >= 6
     assert browser.run("return document.documentElement.scrollWidth") == width

@@ -3,24 +3,25 @@
 import json
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from rloo.addons.report.html import PAGE, write_page
 from rloo.addons.report.html.server import server_of
-from support.browser import Browser, chromium
+from support.browser import OWNED, Browser, chromium
 from support.run_folders import HOSTILE, make_groups, make_run
 
 pytestmark = pytest.mark.slow
-# Words of the page as they are seen, and what hostile text would have done.
+# Words of the page as they are seen.
 SEEN = "return document.getElementById('page').innerText"
 # How many of a second kind of element there are in each of a first kind.
 COUNT = """
     const [outer, inner] = arguments;
     return [...document.querySelectorAll(outer)].map((o) => o.querySelectorAll(inner).length);
 """
-OWNED = "return [typeof window.owned, document.images.length, document.scripts.length]"
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,17 @@ def page(tmp_path) -> Path:
 
 def focus(browser: Browser, selector: str) -> None:
     browser.run("document.querySelector(arguments[0]).focus()", selector)
+
+
+@contextmanager
+def followed(browser: Browser, folder: Path) -> Iterator[None]:
+    """A page that follows the run, in the browser."""
+    with server_of([folder], 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.look()
+        browser.open(f"http://127.0.0.1:{server.server_address[1]}/")
+        yield
+        server.shutdown()
 
 
 @pytest.mark.parametrize("width, dark", [(1280, False), (1280, True), (390, False)])
@@ -194,10 +206,7 @@ def test_the_page_prints(browser, page):
 
 def test_a_page_that_follows_a_run_shows_its_new_steps(browser, tmp_path):
     folder = make_run(tmp_path / "run", ended=False)
-    with server_of([folder], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        browser.look()
-        browser.open(f"http://127.0.0.1:{server.server_address[1]}/")
+    with followed(browser, folder):
         assert "20 steps so far" in browser.run(SEEN)
         browser.run("document.querySelectorAll('details.data')[1].open = true")
         focus(browser, ".plot")
@@ -212,15 +221,11 @@ def test_a_page_that_follows_a_run_shows_its_new_steps(browser, tmp_path):
         assert browser.run("return document.querySelectorAll('details.data')[1].open")
         assert len(browser.run("return [...document.querySelectorAll('details[open]')]")) == 1
         assert browser.console() == []
-        server.shutdown()
 
 
 def test_a_page_that_follows_keeps_the_search_the_zoom_and_the_focus(browser, tmp_path):
     folder = make_run(tmp_path / "run", ended=False)
-    with server_of([folder], 0) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        browser.look()
-        browser.open(f"http://127.0.0.1:{server.server_address[1]}/")
+    with followed(browser, folder):
         focus(browser, ".plot")
         browser.press("Home", "+")
         focus(browser, "#query-text")
@@ -237,7 +242,6 @@ def test_a_page_that_follows_keeps_the_search_the_zoom_and_the_focus(browser, tm
         assert browser.run("return document.activeElement.value") == "never said"
         assert browser.run("return document.querySelector('.all').hidden") is False
         assert browser.console() == []
-        server.shutdown()
 
 
 def test_the_commit_the_host_and_the_versions_are_named(browser, tmp_path):

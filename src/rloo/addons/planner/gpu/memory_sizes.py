@@ -26,9 +26,8 @@ class MemorySizes:
     layers, `other` of all other frozen parameters. The matrices may be `quantised`: they are then
     dequantised to `other` bytes for each product. `state` is the optimizer's state of a trained
     parameter, and `lookup` that of a trained embedding. With `parked` the state is in host memory
-    except during the optimizer step. `reference`
-    is the size of a separate reference model. With `offloads`, activations that one layer does not
-    need are in host memory."""
+    except during the optimizer step. `reference` is the size of a separate reference model. With
+    `offloads`, activations that one layer does not need are in host memory."""
 
     linear: float = FULL
     other: float = FULL

@@ -211,7 +211,7 @@ def _all_of(config: RLOOConfig, make: Make, kind: Sequence[dict[str, Any]]) -> l
 
 
 def alternatives(config: RLOOConfig, make: Make) -> list[Change]:
-    """What other choices of one option would cost."""
+    """The costs with other choices of one option."""
     single = [
         {"gradient_checkpointing": not config.gradient_checkpointing},
         {"activation_offloading": not config.activation_offloading},

@@ -23,10 +23,11 @@ function axesOfAll(runs) {
   return Object.keys(AXES).filter((name) => having.every((run) => run.axes[name]));
 }
 
-// Where the end of a step lies on the chosen axis. Between recorded steps it is interpolated.
-function axisValue(axes, step) {
-  const values = axes[view.axis], steps = axes.step;
-  if (view.axis === "step" || !values || !steps.length) return step;
+// The place of the end of a step on an axis, by default the chosen one. Between recorded steps it is
+// interpolated.
+function axisValue(axes, step, axis = view.axis) {
+  const values = axes[axis], steps = axes.step;
+  if (axis === "step" || !values || !steps.length) return step;
   let low = 0, high = steps.length - 1;
   if (step >= steps[high]) return values[high];
   while (low < high) {

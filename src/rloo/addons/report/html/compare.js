@@ -50,5 +50,5 @@ function column(of) {
   return el("section", { class: "column" },
     el("h4", {}, `${name} ${of.step.toLocaleString("en")}`),
     el("p", { class: "small" }, `${counted(best.length, "completion")}, mean reward ${shown(mean)}`),
-    best.map((record) => el("div", {}, el("p", { class: "facts" }, factsOf(record).filter((fact) => !fact.startsWith("step ") && fact !== data.runs[of.run].name).join(" · ")), el("pre", { class: "text" }, record.text))));
+    best.map((record) => el("div", {}, el("p", { class: "facts" }, valuesOf(record).join(" · ")), el("pre", { class: "text" }, record.text))));
 }

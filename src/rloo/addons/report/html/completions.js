@@ -79,9 +79,13 @@ function showResults(list, compared) {
 }
 
 function factsOf(record) {
+  const name = data.runs.length > 1 ? [data.runs[record.run].name] : [];
+  return [...name, `step ${record.step.toLocaleString("en")}`, ...valuesOf(record)];
+}
+
+function valuesOf(record) {
   return [
-    data.runs.length > 1 ? data.runs[record.run].name : [],
-    `step ${record.step.toLocaleString("en")}`, `reward ${shown(record.reward)}`,
+    `reward ${shown(record.reward)}`,
     record.scores.length > 1 ? record.scores.map((score, i) => `${browsed.log.functions[i]} ${shown(score)}`) : [],
     record.advantage === null ? [] : `advantage ${record.advantage > 0 ? "+" : ""}${plain(record.advantage)}`,
     record.length === null || record.length === undefined ? [] : counted(record.length, "token"),

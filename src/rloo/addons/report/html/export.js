@@ -24,13 +24,8 @@ function csvCell(value) {
 
 // The columns of a step: itself, and its place on the other axes.
 function csvPlaces(axes, from, to) {
-  const { axis } = view;
-  const places = ["completions", "tokens", "seconds"].map((name) => {
-    view.axis = name;
-    return axes[name] ? axisValue(axes, to) : null;
-  });
-  view.axis = axis;
-  return [from, to, ...places];
+  const others = ["completions", "tokens", "seconds"];
+  return [from, to, ...others.map((name) => (axes[name] ? axisValue(axes, to, name) : null))];
 }
 
 const CSV_PLACES = ["first_step", "last_step", "completions", "tokens", "seconds"];
