@@ -4,9 +4,9 @@
     python -m benchmarks.chaos.clusters slurm [--each 5] [--seed S] [--out .data/chaos]
 
 The cluster is a real one of two nodes on this machine, started by this command. A run must end with
-weights that are bit-identical to an undisturbed run's. A run that samples ahead on servers (a
-stand-in with vLLM's protocol) must have the groups and prompts of the undisturbed run. Trials that
-have a result for the same sources are not repeated.
+weights that are bit-identical to an undisturbed run's. A run that samples ahead (on servers: a
+stand-in with vLLM's protocol; or in Ray's workers) must have the groups and prompts of the
+undisturbed run. Trials that have a result for the same sources are not repeated.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ COMMON = (
 )  # fmt: skip
 CONFIGS = {
     "native": ("--trainer_gpus=2", "--engine_gpus=2"),
+    "ahead": ("--trainer_gpus=2", "--engine_gpus=2", "--max_staleness=2"),
     "served": (
         "--trainer_gpus=1", "--engine_gpus=2", "--rollout_engine=vllm", "--max_staleness=1",
         f'--engine_kwargs.executable=["{sys.executable}", "{SERVER}"]',
@@ -88,7 +89,7 @@ class Trials:
         if told(run) != told(whole):
             return f"groups {told(run)} are not {told(whole)}"
         weights = [(folder / "model.safetensors").read_bytes() for folder in (whole, run)]
-        return "" if config == "served" or weights[0] == weights[1] else "the weights differ"
+        return "" if config != "native" or weights[0] == weights[1] else "the weights differ"
 
 
 def by_ray(trials: Trials, ray: LocalRay, kind: str, name: str) -> str:
@@ -99,9 +100,9 @@ def by_ray(trials: Trials, ray: LocalRay, kind: str, name: str) -> str:
     driver = launch()
     _reach(run, rng)
     match kind:
-        case "actor":
+        case "actor" | "ahead actor":
             _kill(psutil.Process(rng.choice(processes(run, "worker"))).ppid())
-        case "node":
+        case "node" | "ahead node":
             lost = ray.node_of(rng.choice([rank(run, 0), *processes(run, "worker")]))
             ray.kill(lost)
             ray.add(lost, 2)
@@ -184,14 +185,14 @@ def _servers() -> list[int]:
 
 
 def _config(kind: str) -> str:
-    return "served" if kind == "server" else "native"
+    return "served" if kind == "server" else "ahead" if kind.startswith("ahead") else "native"
 
 
 # Cluster -> (function that starts it, function of a trial, kinds of trials, trials of each kind).
 BACKENDS: dict[str, tuple[Any, Any, tuple[str, ...], int]] = {
     "ray": (
         lambda home: LocalRay(one=(2, 0), two=(2, 0)), by_ray,
-        ("actor", "node", "rank", "server", "driver"), 10,
+        ("actor", "node", "rank", "server", "driver", "ahead actor", "ahead node"), 10,
     ),
     "slurm": (
         lambda home: LocalSlurm(home / "slurm"), by_slurm,

@@ -218,7 +218,7 @@ class Rig:
         # Expected differences: paths, rows that a checkpoint keeps for later, output of ranks and
         # servers, arguments of the resuming command, and the keys of remote workers.
         kept = r"best_model_checkpoint|findings\[\d+\] command| logs waiting|^logs/(rank|vllm)-"
-        kept += r"|^\.workers\.json|^(summary|checkpoint-\d+/trainer_state)\.json named\b"
+        kept += r"|^\.workers\.json|^(summary|facts|checkpoint-\d+/trainer_state)\.json named\b"
         found = [d for d in found if not (ignoring and ignoring.search(d.place))]
         wrong = [str(d) for d in found if not re.search(kept, d.place)]
         return f"{len(wrong)} differences: {'; '.join(wrong[:3])}" if wrong else ""

@@ -126,8 +126,12 @@ def _begun(prompt: Prompt, completions: Sequence[Completion]) -> Prompt:
     begun = (c.episode.prompt for c in completions if c.episode and c.episode.prompt)
     # Engines in other processes do not receive what the draw determined.
     found = next(begun, prompt)
-    drawn: dict[str, Any] = {"num_completions": prompt.num_completions, "pilot": prompt.pilot}
-    return replace(found, weight=prompt.weight, **drawn)
+    return replace(
+        found,
+        weight=prompt.weight,
+        num_completions=prompt.num_completions,
+        pilot=prompt.pilot,
+    )
 
 
 def begun_prompts(

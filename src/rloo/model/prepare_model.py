@@ -19,7 +19,7 @@ from rloo.model import attention, lora, offload, quantization
 from rloo.model.forward import LogprobModel
 from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import MicroBatch, pack, pad
-from rloo.model.token_memory import activation_bytes
+from rloo.model.token_memory import activation_bytes, tokens_at_once
 from rloo.model.training_state import digest
 from rloo.types import Sample
 
@@ -174,7 +174,7 @@ def token_budget(model: PreTrainedModel, device: torch.device, config: RLOOConfi
         again = config.gradient_checkpointing and model.supports_gradient_checkpointing
         half = config.bf16 or config.fp16
         a_token = activation_bytes(layers, width, half=bool(half), checkpointing=again)
-        return max(1024, min(65536, free // 4 // a_token))
+        return tokens_at_once(free, a_token)
     # Larger micro-batches are not faster on a CPU, and exceed its caches.
     return max(1024, min(8192, 2**32 // (4 * 34 * width * layers)))
 

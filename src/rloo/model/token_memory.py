@@ -1,4 +1,4 @@
-"""The memory of a token's activations, computed without a model."""
+"""The memory of a token's activations and the tokens of a micro-batch, without a model."""
 
 
 def activation_bytes(layers: int, width: int, *, half: bool, checkpointing: bool) -> int:
@@ -9,3 +9,9 @@ def activation_bytes(layers: int, width: int, *, half: bool, checkpointing: bool
     number = 3 if half else 4
     a_layer = 34 * number * width
     return a_layer + 4 * layers * width if checkpointing else layers * a_layer
+
+
+def tokens_at_once(free: float, token: float) -> int:
+    """Tokens of a micro-batch whose activations, `token` bytes each, take a quarter of the `free`
+    bytes of a GPU: from 1,024 to 65,536."""
+    return max(1024, min(65536, int(free / 4 // token)))

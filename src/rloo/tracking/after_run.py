@@ -19,9 +19,10 @@ GGUF = "python convert_hf_to_gguf.py {folder} --outfile model.gguf"
 def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[str, str]:
     """The commands by purpose, for the result in `folder`: a model, or an adapter of the model
     `base`, which is served as `name`. An adapter that vLLM cannot load is merged first."""
-    whole, serving, merging = shlex.quote(folder), f"vllm serve {shlex.quote(folder)}", ""
+    quoted = shlex.quote(folder)
+    whole, serving, merging = quoted, f"vllm serve {quoted}", ""
     if policy.adapter is not None:
-        merging, whole = f"rloo merge {shlex.quote(folder)} merged && ", "merged"
+        merging, whole = f"rloo merge {quoted} merged && ", "merged"
         serving = f"{merging}vllm serve merged"
         if why_merged(policy.adapter) is None:
             rank = served_rank(largest_rank(policy.adapter))
@@ -30,7 +31,7 @@ def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[st
                 f"--lora-modules {shlex.quote(f'{name}={folder}')}"
             )
     return {
-        "Talk to it": f"rloo chat {shlex.quote(folder)}",
+        "Talk to it": f"rloo chat {quoted}",
         "Serve it": serving,
         "Make a GGUF of it": merging + GGUF.format(folder=whole),
     }

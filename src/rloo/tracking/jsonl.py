@@ -27,7 +27,7 @@ HISTOGRAMS = "histograms.jsonl"
 SUMMARY = "summary.json"
 CONFIG = "config.yaml"
 PAGE = "report.html"
-# What is known at the start: host, commit, versions, and the options that the user set.
+# Facts that are known at the start: host, commit, versions, the names of the options that were set.
 FACTS = "facts.json"
 # The starting policy's completions of evaluation prompts, if an evaluation compares with them.
 START = "start_completions.json"

@@ -308,6 +308,21 @@ def test_a_run_leaves_its_report_and_whole_groups(tmp_path):
                 assert max(map(abs, completion["mismatch"])) < 1e-4
 
 
+@pytest.mark.parametrize("left", ["", '{"named": ["be'])
+def test_a_resumed_run_writes_again_what_a_power_cut_left_incomplete(tmp_path, left):
+    def train(steps, **options):
+        config = make_config(tmp_path, max_steps=steps, save_steps=1, **options)
+        make_trainer(config, count_words).train()
+        return Path(config.output_dir) / "facts.json"
+
+    facts = train(1)
+    whole = json.loads(facts.read_text())
+    facts.write_text(left)
+    written = json.loads(train(2, resume_from_checkpoint=True).read_text())
+    assert written.pop("named") == sorted([*whole.pop("named"), "resume_from_checkpoint"])
+    assert written == whole
+
+
 def test_a_report_that_cannot_be_written_is_no_error_of_the_run(tmp_path, capsys, monkeypatch):
     def fails(folders, path):
         raise RuntimeError("what nobody thought of")

@@ -9,11 +9,9 @@ from typing import Any
 from rloo.addons.planner.gpu.cost_model import COPY, MODULE, SERVER, USABLE, RolloutCost, Sampler
 from rloo.addons.planner.gpu.layouts import Forecast, ParallelLayout, fastest, forecast
 from rloo.config.config import RLOOConfig
+from rloo.model.token_memory import tokens_at_once
 
 ALONE = ParallelLayout(trainers=1, engines=0, parallel=1, divided=False, staleness=0)
-# The tokens of a micro-batch that a run chooses: at most, at least, and the share of the free
-# memory (`rloo.model.prepare_model.token_budget`).
-_MOST, _LEAST, _SHARE = 65536, 1024, 0.25
 # The groups and lengths of the table of what fits.
 SIZES, LENGTHS = (4, 8, 16, 32), (256, 512, 1024, 2048, 4096, 8192, 16384)
 # Changes of options that leave the results as they are, and changes that do not: what is trained
@@ -128,7 +126,7 @@ def run_budget(job: RolloutCost) -> float:
     parts = job.lasting()
     held = sum(parts.get(name, 0.0) for name in ("weights", "base model", "adapter", "reference"))
     size = job.activations + job.parked_activations
-    return max(_LEAST, min(_MOST, _SHARE * (job.gpu.memory - held) // size))
+    return tokens_at_once(job.gpu.memory - held, size)
 
 
 def server_share(job: RolloutCost) -> float:
