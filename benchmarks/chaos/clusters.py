@@ -1,7 +1,8 @@
 """Failures of runs on Ray or Slurm: parts are lost at random moments (docs/reliability.md).
 
     PYTHONPATH=src "$(tools/peers_env.sh ray)" -m benchmarks.chaos.clusters ray [--each 10]
-    python -m benchmarks.chaos.clusters slurm [--each 5] [--seed S] [--out .data/chaos]
+    python -m benchmarks.chaos.clusters slurm [--each 5] [--kinds preempted ...] [--seed S]
+        [--out .data/chaos]
 
 The cluster is a real one of two nodes on this machine, started by this command. A run must end with
 weights that are bit-identical to an undisturbed run's. A run that samples ahead (on servers: a
@@ -31,7 +32,15 @@ from benchmarks.chaos.results import ROOT, Store, Trial, digest, run_all
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.launched_runs import environment_here, processes, rank, rloo, steps, wait_until
+from support.launched_runs import (
+    environment_here,
+    processes,
+    rank,
+    rloo,
+    steps,
+    wait_until,
+    workers,
+)
 from support.local_ray import LocalRay
 from support.local_slurm import LocalSlurm
 
@@ -101,9 +110,9 @@ def by_ray(trials: Trials, ray: LocalRay, kind: str, name: str) -> str:
     _reach(run, rng)
     match kind:
         case "actor" | "ahead actor":
-            _kill(psutil.Process(rng.choice(processes(run, "worker"))).ppid())
+            _kill(psutil.Process(rng.choice(workers(run, "sampler"))).ppid())
         case "node" | "ahead node":
-            lost = ray.node_of(rng.choice([rank(run, 0), *processes(run, "worker")]))
+            lost = ray.node_of(rng.choice([rank(run, 0), *workers(run, "sampler")]))
             ray.kill(lost)
             ray.add(lost, 2)
         case "rank":
@@ -206,11 +215,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos.clusters")
     parser.add_argument("backend", choices=BACKENDS)
     parser.add_argument("--each", type=int, help="trials of each kind")
+    parser.add_argument(
+        "--kinds", nargs="+", metavar="KIND", help="kinds of trials, all by default"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=ROOT / ".data" / "chaos", help="results")
     options = parser.parse_args()
     os.environ |= environment_here()
     make, judge, kinds, each = BACKENDS[options.backend]
+    if unknown := set(options.kinds or ()) - set(kinds):
+        parser.error(f"no kind {', '.join(sorted(unknown))}; the kinds are {', '.join(kinds)}")
+    kinds = options.kinds or kinds
     store = Store(options.out.resolve() / digest(), options.backend)
     with tempfile.TemporaryDirectory(prefix="rloo-") as home, closing(make(Path(home))) as cluster:
         trials = Trials(Path(home), cluster.environment)

@@ -107,6 +107,13 @@ def processes(run: Path, *words: str) -> list[int]:
     return sorted(found)
 
 
+def workers(run: Path, role: str) -> list[int]:
+    """The processes that compute for the workers of a role, each below its actor."""
+    rows = [json.loads(line) for line in (run / "logs" / "launch.jsonl").read_text().splitlines()]
+    newest = {r["number"]: r["pid"] for r in rows if r["role"] == role and r["event"] == "started"}
+    return [pid for _, pid in sorted(newest.items()) if psutil.pid_exists(pid)]
+
+
 def rank(run: Path, number: int) -> int:
     """The process of a rank."""
     return json.loads((run / ".members.json").read_text())["ranks"][number]["pid"]

@@ -27,6 +27,7 @@ from support.launched_runs import (
     vllm,
     wait_until,
     weights,
+    workers,
 )
 from support.local_ray import LocalRay, why_not
 
@@ -78,13 +79,6 @@ def is_free(run: Path) -> bool:
     except ValueError:
         return False
     return True
-
-
-def workers(run: Path, role: str) -> list[int]:
-    """The processes that compute for the workers of a role, each below its actor."""
-    rows = [json.loads(line) for line in (run / "logs" / "launch.jsonl").read_text().splitlines()]
-    newest = {r["number"]: r["pid"] for r in rows if r["role"] == role and r["event"] == "started"}
-    return [pid for _, pid in sorted(newest.items()) if psutil.pid_exists(pid)]
 
 
 def lost(run: Path) -> float:
