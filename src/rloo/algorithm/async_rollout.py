@@ -149,7 +149,8 @@ class AsyncRolloutGenerator(RankRollout):
         self.prompts.load_state_dict(state["prompts"])
         self.rewards.load_state_dict(state["rewards"])
         self._after, self._epoch = state["prompts"], self.prompts.epoch
-        self.step, self._pace = step, None
+        self.step: int = step
+        self._pace = None
         # Without dynamic_sample the number follows from the step.
         rollouts = step // self.batches.steps_per_rollout
         self._next_number = state["prompts"].get(

@@ -25,7 +25,8 @@ class Stopped(SystemExit):
     failure."""
 
     def __init__(self, number: int) -> None:
-        self.status, self.signal = 128 + number, signal.Signals(number)
+        self.status: int = 128 + number
+        self.signal: signal.Signals = signal.Signals(number)
         super().__init__(self.status)
 
     def __str__(self) -> str:
@@ -45,7 +46,7 @@ class StopSignals:
     `usr1_saves`, SIGUSR1 sets `save_wanted` instead."""
 
     def __init__(self, *, usr1_saves: bool = False) -> None:
-        self.save_wanted = False
+        self.save_wanted: bool = False
         self.received: int | None = None  # the first signal
         self._seen: dict[int, float] = {}  # time of the first signal of each kind
         self.usr1_saves = usr1_saves

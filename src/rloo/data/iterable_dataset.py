@@ -36,7 +36,8 @@ class IterablePromptDataset:
     ) -> None:
         """Raises ValueError for a stream without rows, and for invalid rows in the first block."""
         self._given, self._make_source, self._seed = rows, make_source, seed
-        self.dropped = self.truncated = 0
+        self.dropped: int = 0
+        self.truncated: int = 0
         self._begin_pass(0)
         while len(self._block) == 0:
             self._next_block()

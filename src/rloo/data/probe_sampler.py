@@ -33,7 +33,7 @@ class ProbedEstimate(RewardEstimate):
 
     def __init__(self, pools: Sequence[Hashable], *, half_life: float, size: int) -> None:
         super().__init__(pools, half_life=half_life)
-        self.probe = RewardProbe(size, half_life=half_life)
+        self.probe: RewardProbe = RewardProbe(size, half_life=half_life)
 
     def copy(self) -> Self:
         """Return an estimate that can change independently."""

@@ -138,8 +138,8 @@ class PromptDataset:
                 "prompts of a dataset with images cannot be cut, since each image needs all of its "
                 "tokens (overlong_prompts, max_prompt_length)"
             )
-        self.dropped = len(too_long) if overlong == "drop" else 0
-        self.truncated = len(too_long) if overlong == "left" else 0
+        self.dropped: int = len(too_long) if overlong == "drop" else 0
+        self.truncated: int = len(too_long) if overlong == "left" else 0
         if self.dropped == len(rows) and not limit.may_be_empty:
             raise ValueError(
                 f"no prompt of {counted(len(rows), 'row')} has at most {max_prompt_length} tokens: "

@@ -48,7 +48,7 @@ class EpochSampler:
     all passes have the order of the dataset."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
-        self.drawn = 0
+        self.drawn: int = 0
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._order: tuple[int, np.ndarray] | None = None
 

@@ -52,8 +52,10 @@ class VarianceSampler:
         floor: float,
         lag: int = 0,
     ) -> None:
-        self.drawn = 0
-        self.size, self.seed, self.estimate = len(rows), seed, estimate
+        self.drawn: int = 0
+        self.size: int = len(rows)
+        self.seed = seed
+        self.estimate = estimate
         self._number = {row: number for number, row in enumerate(rows)}
         # `estimate` has the rewards of all rollouts but the last `lag`; here are these.
         self._recent: list[list[RewardedPrompt]] = []

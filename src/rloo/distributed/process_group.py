@@ -77,11 +77,12 @@ class Collectives:
     ) -> None:
         self.where: Callable[[], str] = lambda: "the start"
         self.signals: Signals = IgnoredSignals()
-        self.seconds, self.received = 0.0, 0
+        self.seconds: float = 0.0
+        self.received: int = 0
         self._rank, self._size, self._timeout = rank, size, timeout
         self._store, self._group, self._make_group = store, group, make_group
         self._waits = False
-        self.left_behind = False
+        self.left_behind: bool = False
         self._broken: RankError | None = None
         self._stale = self._met = False
         self._runs = 0

@@ -106,7 +106,7 @@ class RemotePool(Pool):
 
     def __init__(self, size: int, jobs: RemoteJobs) -> None:
         super().__init__(size, jobs)
-        self.close = weakref.finalize(self, jobs.close)
+        self.close: Callable[[], object] = weakref.finalize(self, jobs.close)
 
 
 class RemoteJobs(JobQueue):
@@ -115,8 +115,8 @@ class RemoteJobs(JobQueue):
 
     def __init__(self, kind: str, size: int, setup: bytes, seconds: float, links: Links) -> None:
         super().__init__()
-        self.kind, self._size, self._setup, self._seconds = kind, size, setup, seconds
-        self._links = links
+        self.kind = kind
+        self._size, self._setup, self._seconds, self._links = size, setup, seconds, links
         self._idle: deque[RemoteWorker] = deque()
         self._without_worker_since: float | None = None
         # The reason why no worker can connect any more.
@@ -181,7 +181,7 @@ class RemoteJobs(JobQueue):
     def drop(self, worker: RemoteWorker, error: WorkerDied) -> None:
         """Take a lost worker out of the pool. Its job gets the error."""
         with self.changed:
-            self.lost += not self.closed
+            self.lost += int(not self.closed)
             self.workers.remove(worker)
         if worker in self._idle:
             self._idle.remove(worker)

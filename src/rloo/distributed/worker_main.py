@@ -8,13 +8,15 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.distributed.user_traceback import of_the_user
 from rloo.distributed.worker_process import ANSWER, FAILURE, describe
 
-leave = os._exit  # os._exit is replaced while a reward function runs
+leave: Callable[[int], NoReturn] = os._exit  # os._exit is replaced while a reward function runs
 
 
 def main(target: str, channel: int, lifeline: int) -> None:

@@ -105,7 +105,7 @@ class WorkerPool(Pool):
     def __init__(self, size: int, make: Callable[[], Worker]) -> None:
         shared = _Threads(make)
         super().__init__(size, shared)
-        self.close = weakref.finalize(self, shared.close)
+        self.close: Callable[[], object] = weakref.finalize(self, shared.close)
         for _ in range(size):
             # A thread refers to `shared` only, so the pool can be garbage collected.
             threading.Thread(target=shared.work, daemon=True).start()
@@ -162,11 +162,13 @@ class JobQueue:
     """The jobs and workers of a pool. Thread-safe."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed: threading.Condition = threading.Condition()
         self.jobs: deque[Job] = deque()
         self.workers: list[Any] = []
         self.begun: dict[int, float] = {}
-        self.busy, self.lost, self.closed = 0.0, 0, False
+        self.busy: float = 0.0
+        self.lost: int = 0
+        self.closed: bool = False
 
     def submit(self, do: Callable[[Any], Any], *, first: bool, tries: int) -> Future[Any]:
         """See `Pool.submit`."""

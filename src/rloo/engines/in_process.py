@@ -161,7 +161,7 @@ class InProcessEngine(ABC):
         self._whole = nullcontext if copies_weights else whole
         self.version = -1
         self._cache_bytes = cache_bytes
-        self.capabilities = EngineCapabilities(
+        self.capabilities: EngineCapabilities = EngineCapabilities(
             self.name,
             copies_weights=copies_weights,
             shares_memory=True,

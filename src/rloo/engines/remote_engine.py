@@ -76,7 +76,7 @@ class RemoteEngine:
     def __init__(
         self, how: EngineWorkerConfig, source: WeightExporter, workers: RemoteEngineConfig
     ) -> None:
-        self.capabilities = EngineCapabilities(
+        self.capabilities: EngineCapabilities = EngineCapabilities(
             how.engine,
             copies_weights=True,
             shares_memory=False,
@@ -84,11 +84,13 @@ class RemoteEngine:
             filters=True,
             central=True,
         )
-        self.version = -1
+        self.version: int = -1
         self._source, self._workers = source, workers
         self._crew: Pool | None = workers.make(how) if source.world.is_main else None
         self._state, self._waiting = _State(workers.seconds), _WaitingRows()
-        self.close = weakref.finalize(self, _close, self._crew, self._state)
+        self.close: weakref.finalize[..., RemoteEngine] = weakref.finalize(
+            self, _close, self._crew, self._state
+        )
 
     def load(self, weights: Weights, version: int) -> None:
         """Publish the weights, which all later sampling uses. See `rloo.types.Engine`. A

@@ -177,7 +177,7 @@ class StopStringMatcher:
             assert sampling.decode is not None
             self._ends = _ends_of(sampling.decode, sampling.stop_strings)
         # The number of tokens up to the end of a stop string; max_tokens + 1 if there is none.
-        self.lengths = torch.full((rows,), sampling.max_tokens + 1, device=device)
+        self.lengths: Tensor = torch.full((rows,), sampling.max_tokens + 1, device=device)
 
     def update(self, tokens: Tensor, index: Tensor, position: int) -> Tensor | None:
         """Whether each of the rows `index` (R',) of tokens (R, max_tokens) contains a stop string

@@ -26,7 +26,8 @@ class WeightStore:
     incomplete version."""
 
     def __init__(self, folder: Path, lock: FileLock | None = None) -> None:
-        self.folder, self._lock = folder, lock
+        self.folder = folder
+        self._lock = lock
 
     @classmethod
     def made_in(cls, parent: Path | None, token: str, size: int = 0) -> WeightStore:

@@ -59,8 +59,10 @@ class EnvironmentPool:
         self._around: dict[str | None, type[Any]] = {}
         for name in factories:  # one example per factory has the tools
             self._free[name].append(self._make(name))
-        self.examples = {name: free[0] for name, free in self._free.items()}
-        self.close = weakref.finalize(self, _close_all, self._free)
+        self.examples: dict[str | None, Any] = {name: free[0] for name, free in self._free.items()}
+        self.close: weakref.finalize[..., EnvironmentPool] = weakref.finalize(
+            self, _close_all, self._free
+        )
 
     def rewards(self) -> list[Callable[..., Any]]:
         """A reward function for each class of environments that has a method `get_reward`."""

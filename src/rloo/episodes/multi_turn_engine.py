@@ -70,7 +70,7 @@ class MultiTurnEngine:
         self.capabilities: EngineCapabilities = replace(
             inner.capabilities, whole_groups=stage is not None
         )
-        self.version = inner.version
+        self.version: int = inner.version
 
     def load(self, weights: Weights, version: int) -> None:
         """Load the weights into the inner engine."""

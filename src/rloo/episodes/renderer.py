@@ -84,7 +84,10 @@ class Renderer:
     def __init__(
         self, template: ChatTemplate, schema: dict[str, Any], *, opening: str, end: int
     ) -> None:
-        self.template, self.schema, self.opening, self.end = template, schema, opening, end
+        self.template = template
+        self.schema = schema
+        self.opening = opening
+        self.end = end
         self._end_text = template.decode([end])
         added = template.tokenizer.get_added_vocab()
         # Added tokens that consist of spaces are ordinary text.

@@ -109,7 +109,7 @@ class RolloutFuncEngine:
         self._vocabulary = vocabulary
         # Reward functions get the function's results, which only this process has.
         self.capabilities: EngineCapabilities = replace(inner.capabilities, whole_groups=True)
-        self.version = inner.version
+        self.version: int = inner.version
         # The call of `sample` that runs.
         self._foreground: FunctionCall | None = None
 

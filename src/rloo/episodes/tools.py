@@ -52,7 +52,9 @@ class ToolSet:
         methods: Sequence[str] = (),
     ) -> None:
         self._characters, self._methods, self._caller = characters, list(methods), ToolExecutor()
-        self.functions = {_name_of(function): function for function in functions}
+        self.functions: dict[str, Callable[..., Any]] = {
+            _name_of(function): function for function in functions
+        }
         names = [*map(_name_of, functions), *methods]
         if len(set(names)) < len(names):
             raise ValueError(
@@ -61,7 +63,7 @@ class ToolSet:
             )
         self.names = names
         described = [*functions, *(getattr(example, name) for name in methods)]
-        self.schemas = [_schema_of(function) for function in described]
+        self.schemas: list[dict[str, Any]] = [_schema_of(function) for function in described]
 
     def call(self, requests: Sequence[ToolRequest]) -> list[ToolReply]:
         """The replies to the calls. Plain functions run one after another, then coroutine functions

@@ -125,11 +125,13 @@ class PackedMatrix:
     multiple of `columns()`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> None:
+        self.size: int
+        self.depth: int
         self.size, self.depth = weight.shape
         pack = _gates_to_panels if gated else to_panels
         self._weight = pack(weight)
         self._bias = None if bias is None else pack(bias.float()[:, None]).flatten()
-        self.struct = _Matrix(
+        self.struct: ctypes.Structure = _Matrix(
             self._weight.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self.depth,
@@ -192,7 +194,7 @@ class CDecoder:
     ) -> None:
         embedding, norm, head = others
         self.sizes = sizes
-        self.num_layers = len(layers)
+        self.num_layers: int = len(layers)
         norms = [None if layer[4] is None else layer[4].contiguous() for layer in layers]
         self._layers = (_Layer * len(layers))(
             *(
@@ -201,7 +203,7 @@ class CDecoder:
             )
         )
         self._kept = layers, others, norms, norm, embedding
-        self.struct = _Model(
+        self.struct: ctypes.Structure = _Model(
             layers=len(layers),
             **{name: getattr(sizes, name) for name in _SIZES if name != "layers"},
             hidden_floor=sizes.hidden_floor,
@@ -361,10 +363,10 @@ class TokenSampling:
         temperature: float,
         greedy: bool,
     ) -> None:
-        self.width = tokens.shape[1]
+        self.width: int = tokens.shape[1]
         last = tokens[:, 0].clone()
         self._kept = tokens, logprobs, limits, stops, last
-        self.struct = _Drawing(
+        self.struct: ctypes.Structure = _Drawing(
             temperature=temperature,
             greedy=int(greedy),
             stops=stops.data_ptr(),

@@ -17,16 +17,16 @@ def _operation(library: str, name: str) -> Any:
 
 
 # Attention over segments on a GPU: tested by `flash_gpu.has_segments`. Fallback: padded rows.
-flash_forward = _operation("aten", "_flash_attention_forward")
-flash_backward = _operation("aten", "_flash_attention_backward")
+flash_forward: Any = _operation("aten", "_flash_attention_forward")
+flash_backward: Any = _operation("aten", "_flash_attention_backward")
 # Attention with a mask: tested by `flash_gpu.has_dense`. Fallback: attention by its definition.
-efficient_attention = _operation("aten", "_scaled_dot_product_efficient_attention")
+efficient_attention: Any = _operation("aten", "_scaled_dot_product_efficient_attention")
 # Attention on a CPU: tested by `prepare_model.check_forward`. Fallback: padded rows.
-cpu_flash = _operation("aten", "_scaled_dot_product_flash_attention_for_cpu")
-cpu_flash_backward = _operation("aten", "_scaled_dot_product_flash_attention_for_cpu_backward")
+cpu_flash: Any = _operation("aten", "_scaled_dot_product_flash_attention_for_cpu")
+cpu_flash_backward: Any = _operation("aten", "_scaled_dot_product_flash_attention_for_cpu_backward")
 # Products by oneDNN: tested by `cpu_matmul.unavailable_reason`. Fallback: MKL.
-pack_matrix = _operation("mkldnn", "_reorder_linear_weight")
-multiply_packed = _operation("mkldnn", "_linear_pointwise")
+pack_matrix: Any = _operation("mkldnn", "_reorder_linear_weight")
+multiply_packed: Any = _operation("mkldnn", "_linear_pointwise")
 
 
 def has_cpu_flash() -> bool:

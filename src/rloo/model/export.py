@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from rloo.distributed import World
 from rloo.distributed.sharded_tensor import full_tensor, is_sharded, to_local
 from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import make_sample
@@ -49,7 +50,8 @@ class LayerSink(Protocol):
 class CompleteFiles:
     """Writes every layer into `folder` as safetensors: one file per layer and an index."""
 
-    complete, rounds = True, False
+    complete: bool = True
+    rounds: bool = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -151,12 +153,17 @@ class PolicyExport:
     def __init__(
         self, policy: Policy, dtype: torch.dtype, *, merge: bool = False, untie: bool = False
     ) -> None:
-        self.world, self.tokenizer = policy.world, policy.tokenizer
-        self.vocabulary = num_embedded(policy.model)
-        self._policy, self.dtype, self.untie = policy, dtype, untie
+        self.world: World = policy.world
+        self.tokenizer: PreTrainedTokenizerBase = policy.tokenizer
+        self.vocabulary: int = num_embedded(policy.model)
+        self._policy = policy
+        self.dtype = dtype
+        self.untie = untie
         adapter = policy.adapter
         alone = adapter is not None and not merge and why_merged(adapter) is None
-        self.adapter_rank = largest_rank(adapter) if alone and adapter is not None else None
+        self.adapter_rank: int | None = (
+            largest_rank(adapter) if alone and adapter is not None else None
+        )
 
     def write(self, folder: Path | None, sink: LayerSink | None = None) -> None:
         """Write the trained weights into `folder`, in the main process: only the adapter, or a full

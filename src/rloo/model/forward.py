@@ -52,7 +52,7 @@ class LogprobModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.head = OutputHead(model)
+        self.head: OutputHead = OutputHead(model)
         self._body = _path_of_body(model)
         self.temperature = temperature
         self._balanced = balanced

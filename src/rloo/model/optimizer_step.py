@@ -53,7 +53,7 @@ class PolicyOptimizer:
     ) -> None:
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.parked = (
+        self.parked: ParkedState | None = (
             ParkedState(optimizer, world.device) if "optimizer" in config.offload else None
         )
         # Called with the advantages after the last backward pass of a step.

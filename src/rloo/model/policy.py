@@ -22,6 +22,7 @@ from rloo.model import prepare_model
 from rloo.model.exact_kl import ReferenceStates
 from rloo.model.forward import LogprobModel, balancing_coefficient
 from rloo.model.logprobs import CHUNK_ELEMENTS, TokenScores
+from rloo.model.lora import LoRAAdapter
 from rloo.model.micro_batch import MicroBatch, make_sample, pack, pad, shortened, split
 from rloo.model.model_loading import num_embedded, stop_tokens_of
 from rloo.model.offload import activations_on_host
@@ -32,7 +33,7 @@ from rloo.model.parallel.deepspeed_optimizer import ZeroOptimizer
 from rloo.model.parallel.sequence_parallel import SequenceParallel
 from rloo.model.parallel.tensor_parallel import TensorParallel
 from rloo.model.quantization import count_parameters
-from rloo.model.reference import has_plain_head, make_reference
+from rloo.model.reference import ReferenceModel, has_plain_head, make_reference
 from rloo.model.save_load import ModelFiles
 from rloo.model.training_state import WeightsVersion, digest
 from rloo.types import Engine, Sample
@@ -85,45 +86,49 @@ class Policy:
         self.world = world
         self.processing_class = processing_class
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(processing_class)
-        self.device = world.device
+        self.device: torch.device = world.device
         group, tensors = world.sequence_group, world.tensor_group
-        self.sequence_parallel = SequenceParallel(group) if group else None
-        self.tensor_parallel = TensorParallel(tensors) if tensors else None
-        self.divides = config.parallel != "replicate" or tensors is not None
+        self.sequence_parallel: SequenceParallel | None = SequenceParallel(group) if group else None
+        self.tensor_parallel: TensorParallel | None = TensorParallel(tensors) if tensors else None
+        self.divides: bool = config.parallel != "replicate" or tensors is not None
         # Whether processes exchange data in the midst of a forward or a backward.
-        self.in_lockstep = self.divides or group is not None
+        self.in_lockstep: bool = self.divides or group is not None
         prepared = prepare_model.prepare(model, config, self.device)
-        self.model, self.adapter = prepared.model, prepared.adapter
+        self.model: PreTrainedModel = prepared.model
+        self.adapter: LoRAAdapter | None = prepared.adapter
         pad, vocabulary = self.tokenizer.pad_token_id, num_embedded(self.model)
         known = pad is not None and pad < vocabulary  # padding is masked, so any token will do
-        self.pad_token_id = int(pad) if known else self.stop_token_ids[0]
-        self.packed, self.checked = prepared.packed, False
+        self.pad_token_id: int = int(pad) if known else self.stop_token_ids[0]
+        self.packed: bool = prepared.packed
+        self.checked: bool = False
         self.peaks: dict[object, int] = {}  # see `memory_estimate.predicted_peak_bytes`
-        self.initial_weights = prepared.initial_weights
-        self.notes = prepared.notes
+        self.initial_weights: str = prepared.initial_weights
+        self.notes: list[str] = prepared.notes
         self.why_threads = "as torch has chosen"
-        self.aux_loss_weight = balancing_coefficient(self.model, config)
-        self.scorer = LogprobModel(
+        self.aux_loss_weight: float = balancing_coefficient(self.model, config)
+        self.scorer: LogprobModel = LogprobModel(
             self.model, temperature=config.temperature, balanced=self.aux_loss_weight != 0
         )
-        self.reference = make_reference(self.scorer, self.adapter, config)
+        self.reference: ReferenceModel = make_reference(self.scorer, self.adapter, config)
         self.notes += prepare_model.enable_checkpointing(self.model, config)
-        self.start = digest(list(self.model.parameters()))
+        self.start: str = digest(list(self.model.parameters()))
         if self.divides:
             self._divide()
         if self.sequence_parallel:
             self.sequence_parallel.check(self.scorer, self.device)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.parameters: list[torch.nn.Parameter] = [
+            p for p in self.model.parameters() if p.requires_grad
+        ]
         optimizer, scheduler = make_optimizers(optimizers, self.model, config, num_training_steps)
         self._version = WeightsVersion(self.model, optimizer, world)
-        self.stepper = self._make_stepper(optimizer, scheduler)
-        self.files = ModelFiles(
+        self.stepper: PolicyOptimizer = self._make_stepper(optimizer, scheduler)
+        self.files: ModelFiles = ModelFiles(
             self.model, self.adapter, self.reference, processing_class, world, self.in_step
         )
         self.files.dtype = getattr(torch, config.save_dtype) if config.save_dtype else None
         if "paged" in config.optim and self.device.type == "cpu":
             self.notes.append(f"optim is {config.optim}; on a CPU nothing is paged (optim)")
-        self.max_tokens = config.max_tokens_per_micro_batch or (
+        self.max_tokens: int = config.max_tokens_per_micro_batch or (
             config.parallel_options.sp_size
             * prepare_model.token_budget(self.model, self.device, config)
         )

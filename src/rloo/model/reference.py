@@ -141,7 +141,7 @@ class FrozenCopy(ReferenceModel):
 
     def collect(self, state_of: Callable[[PreTrainedModel], dict[str, Tensor]]) -> None:
         """See `ReferenceModel`."""
-        self.collected = state_of(self.model) if self.moves else None
+        self.collected: dict[str, Tensor] | None = state_of(self.model) if self.moves else None
 
     def save(self, checkpoint: str | Path) -> None:
         """Write the copy to a folder in the checkpoint, if `moves` is true."""

@@ -45,7 +45,7 @@ class RewardModel:
     ) -> None:
         """Raises ValueError for several labels, no padding token, or a `batch_tokens` below 1."""
         path = getattr(model.config, "_name_or_path", "")
-        self.__name__ = path.rstrip("/").split("/")[-1] or type(model).__name__
+        self.__name__: str = path.rstrip("/").split("/")[-1] or type(model).__name__
         if model.config.num_labels != 1:
             raise ValueError(_describe_labels(self.__name__, model.config.num_labels))
         if isinstance(batch_tokens, bool) or not isinstance(batch_tokens, int) or batch_tokens < 1:
@@ -65,7 +65,7 @@ class RewardModel:
         text_config.pad_token_id = self._pad
         text_config.use_cache = False
         self._limit = context_of(text_config)
-        self.model = model.eval()
+        self.model: Any = model.eval()
         self.tokenizer = tokenizer
         self._batch_tokens = batch_tokens
         self._template_options = dict(chat_template_kwargs or {})

@@ -122,9 +122,9 @@ class RewardSet:
             raise ValueError(f"reward_weights is {list(weights)}; weights need to be finite")
         named = zip(functions, _make_distinct(names), weights, strict=True)
         self._rewards = [read_signature(f, name, float(w)) for f, name, w in named]
-        self.timeout = timeout if timeout and math.isfinite(timeout) else None
+        self.timeout: float | None = timeout if timeout and math.isfinite(timeout) else None
         self.on_error: Literal["raise", "missing"] = on_error
-        self.sources = list(sources or [None] * len(functions))
+        self.sources: list[Any] = list(sources or [None] * len(functions))
         # Arguments besides columns that functions may take, if completions are episodes.
         self.offered: tuple[str, ...] = ()
         self._loop: LoopThread | None = None

@@ -55,7 +55,7 @@ class RewardWorkerPool:
         self._missing = rewards.on_error == "missing"
         for _ in range(size):  # they start while the first group is sampled
             self._crew.submit(partial(call_once, b"", START_SECONDS))
-        self.close = self._crew.close
+        self.close: Callable[[], object] = self._crew.close
 
     def submit(
         self, seed: int, make: Callable[[], Sequence[Any]], state: bytes = b""

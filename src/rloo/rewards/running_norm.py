@@ -47,7 +47,7 @@ class RunningNormReward:
     deviation of the training scores so far."""
 
     def __init__(self, function: Callable[..., list[float]]) -> None:
-        self.__name__ = function.__name__
+        self.__name__: str = function.__name__
         self._function = function
         self._past = RunningMoments()
 

@@ -41,7 +41,7 @@ class Chat:
         self._tokenizer = tokenizer_of(self._processing_class)
         if config.chat_template is not None:
             self._processing_class.chat_template = config.chat_template
-        self.has_template = self._processing_class.chat_template is not None
+        self.has_template: bool = self._processing_class.chat_template is not None
         if system is not None and not self.has_template:
             raise ValueError(
                 f"the tokenizer of {config.model} has no chat template, and a system message needs "

@@ -89,10 +89,11 @@ class Events:
         state: TrainerState,
         control: TrainerControl,
     ) -> None:
-        self.state, self.control = state, control
+        self.state = state
+        self.control = control
         self._arguments, self._stepper = to_training_arguments(config), policy.stepper
         self._world = policy.world
-        self.handler = CallbackHandler(
+        self.handler: CallbackHandler = CallbackHandler(
             [DefaultFlowCallback, *callbacks],
             policy.model,
             policy.processing_class,

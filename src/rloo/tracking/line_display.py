@@ -37,7 +37,7 @@ class LineDisplay:
     def __init__(
         self, console: Console | None, *, max_steps: int, silent: bool, moves: bool = True
     ) -> None:
-        self.console = nowhere() if silent else console or make_console()
+        self.console: Console = nowhere() if silent else console or make_console()
         self._max_steps = max_steps
         self._progress: Callable[..., ProgressLine] | None = None
         self._said = -math.inf

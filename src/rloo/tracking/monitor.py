@@ -77,7 +77,9 @@ class Monitor:
         console: Console | None = None,
         silent: bool = False,
     ) -> None:
-        self.config, self.output_dir, self.max_steps = config, folder, max_steps
+        self.config = config
+        self.output_dir: Path = folder
+        self.max_steps = max_steps
         self.notes: list[str] = []
         self.last_groups: Sequence[Group] = ()
         self._silent = silent

@@ -33,7 +33,7 @@ class StepProfile:
         self._profiler = profile(activities=activities, profile_memory=not self._cuda)
         self._seconds: dict[str, float] = defaultdict(float)
         self._peaks: dict[str, int] = defaultdict(int)
-        self.total = 0.0
+        self.total: float = 0.0
 
     def __enter__(self) -> StepProfile:
         self._profiler.__enter__()
@@ -166,7 +166,7 @@ class PhaseTimer:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.profile: StepProfile | None = None
-        self.current = ""
+        self.current: str = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.async_rollout import make_rollouts
@@ -20,15 +21,17 @@ from rloo.algorithm.oom_retry import recompute_advantages, with_oom_retry
 from rloo.algorithm.stages import advantages_stage, after_backward, update_stage
 from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.stop_signals import StopSignals
-from rloo.config.batch_sizes import batches_of
+from rloo.config.batch_sizes import BatchSizes, batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.launcher_env import check_launch
 from rloo.config.presets import remarks
 from rloo.data.iterable_dataset import IterablePromptDataset, Prompts
+from rloo.distributed import World
 from rloo.model.model_loading import obtain_config, obtain_model
 from rloo.model.optimizers import Given, Scheduler, build_optimizer, build_scheduler, decayed_names
 from rloo.model.policy import Policy
 from rloo.model.token_budget import workload_of
+from rloo.rewards import RewardSet
 from rloo.tracking.after_run import after_lines
 from rloo.tracking.callbacks import Events, make_loggers
 from rloo.tracking.hub_upload import HubUploader
@@ -42,7 +45,7 @@ from rloo.trainer.cpu_settings import keep_freed_memory
 from rloo.trainer.eval_rewards import EvalRewards
 from rloo.trainer.evaluate import Evaluator, Results, check_evaluation, flatten
 from rloo.trainer.heartbeat import heartbeat
-from rloo.trainer.multi_turn import Factories, RolloutFunc, multi_turn_setup
+from rloo.trainer.multi_turn import Factories, MultiTurnSetup, RolloutFunc, multi_turn_setup
 from rloo.trainer.prompt_sampling import (
     check_pilot,
     check_terms,
@@ -53,7 +56,7 @@ from rloo.trainer.rank_checks import check_ranks_agree, ranks_in_sync
 from rloo.trainer.run_dir import AUTO, acquire_run_dir_on_main
 from rloo.trainer.schedule import unused_intervals
 from rloo.trainer.training_loop import TrainingLoop
-from rloo.types import Prompt
+from rloo.types import Engine, Prompt
 
 Rewards = RewardFunction | Sequence[RewardFunction]
 
@@ -110,29 +113,35 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)  # the class may have changed
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
-        self.args = obtain_config(args, model)
+        self.args: RLOOConfig = obtain_config(args, model)
         check_launch(self.args)
-        self.world = build.world_of(self.args)
+        self.world: World = build.world_of(self.args)
         with self.world.reporting_failure():
-            self.batches = batches_of(self.args, self.world.size)
+            self.batches: BatchSizes = batches_of(self.args, self.world.size)
             require_estimator(self.args)
             build.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.turns = multi_turn_setup(tools, environment_factory, rollout_func, self.args)
-            self.tools = self.turns.functions
+            self.turns: MultiTurnSetup = multi_turn_setup(
+                tools, environment_factory, rollout_func, self.args
+            )
+            self.tools: list[Callable[..., Any]] = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
             given, weighed = self.turns.with_rewards(given, self.args)
-            self.rewards = self.turns.with_environment_rewards(
+            self.rewards: RewardSet = self.turns.with_environment_rewards(
                 build.make_rewards(
                     given, weighed, reward_processing_classes, device=self.world.device
                 )
             )
-            self.reward_func_names = self.rewards.names
-            self.reward_funcs = trl_attributes.functions_of(self.rewards)
-            self.reward_processing_classes = trl_attributes.processing_classes(
-                self.rewards, reward_processing_classes
+            self.reward_func_names: list[str] = self.rewards.names
+            self.reward_funcs: list[Any] = trl_attributes.functions_of(self.rewards)
+            self.reward_processing_classes: list[PreTrainedTokenizerBase | None] = (
+                trl_attributes.processing_classes(self.rewards, reward_processing_classes)
             )
-            self.judging = EvalRewards.of(eval_reward_funcs, self.args, self.rewards, self.world)
+            self.judging: EvalRewards = EvalRewards.of(
+                eval_reward_funcs, self.args, self.rewards, self.world
+            )
+            self.model: PreTrainedModel
+            self.processing_class: Any
             self.model, self.processing_class, self.args = obtain_model(
                 model,
                 processing_class,
@@ -142,8 +151,10 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
                 peft_config=peft_config,
             )
             rows = self.args.dataset if train_dataset is None else train_dataset
-            self.train_dataset = self.turns.dataset(rows, self.args, self.batches)
-            self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
+            self.train_dataset: Any = self.turns.dataset(rows, self.args, self.batches)
+            self.eval_dataset: Any = (
+                self.args.eval_dataset if eval_dataset is None else eval_dataset
+            )
             self._load_prompts()
             self._set_up(optimizers, [*loggers, *(callbacks or [])])
             self.events.send("on_init_end")
@@ -309,13 +320,15 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self._notes += unused_intervals(self.args) if trains else []
 
     def _set_up(self, given: Given, callbacks: Sequence[TrainerCallback]) -> None:
-        self.state = build.make_state(self._source, self.args, self.batches)
+        self.state: transformers.TrainerState = build.make_state(
+            self._source, self.args, self.batches
+        )
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
-        self.control = transformers.TrainerControl()
+        self.control: transformers.TrainerControl = transformers.TrainerControl()
         num_steps = max(self.state.max_steps, 1)
         optimizers = trl_overrides.own_optimizers(self, given, num_steps, _OWN)
-        self.policy = Policy(
+        self.policy: Policy = Policy(
             self.model,
             self.processing_class,
             self.args,
@@ -327,22 +340,24 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
         # None without `beta`, and with an adapter: the adapter's base model is then the reference.
-        self.ref_model = self.policy.reference.model
+        self.ref_model: PreTrainedModel | None = self.policy.reference.model
         if self.policy.device.type == "cpu":
             keep_freed_memory()
         engine = build.make_engine(self.policy, self.args, self)
-        self.engine = self.turns.wrap_engine(engine, self.policy, self)
+        self.engine: Engine = self.turns.wrap_engine(engine, self.policy, self)
         self.policy.notes += self._notes
-        self.events = Events(
+        self.events: Events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
         lambdas = trl_overrides.schedule_of(self, given, _OWN)
         self._schedule = restart.InitialLearningRates(self.lr_scheduler, lambdas)
         self._folder = Path(self.args.output_dir).absolute()  # a reward may change the cwd
         self._make_monitor()
-        self.callback_handler = self.events.handler
-        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
-        self.hub = HubUploader(self.args)
+        self.callback_handler: CallbackHandler = self.events.handler
+        self.evaluator: Evaluator = Evaluator(
+            self.policy, self.engine, self.rewards, self.state, self.judging
+        )
+        self.hub: HubUploader = HubUploader(self.args)
         called, data = self.turns.user_functions(self.rewards), None
         if self._source:
             data = self._source.state_dict()
@@ -351,7 +366,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
     def _make_monitor(self) -> None:
         silent = not self.world.is_main
         steps = self.state.max_steps
-        self.monitor = Monitor(self.args, self._folder, max_steps=steps, silent=silent)
+        self.monitor: Monitor = Monitor(self.args, self._folder, max_steps=steps, silent=silent)
         self.monitor.attach(self.events, lambda logs: self.log(logs))
 
     def _begin_again(self, resume: str | bool | None) -> str | bool | None:

@@ -58,7 +58,7 @@ class TrainingLoop:
     _seconds_before: float = 0.0
 
     def __post_init__(self) -> None:
-        self.config = self.parts.config
+        self.config: RLOOConfig = self.parts.config
         self._folder = self.parts.monitor.output_dir
         self._named = self.config.named
 

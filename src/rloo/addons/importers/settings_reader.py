@@ -57,8 +57,8 @@ class SettingsReader:
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str] | None = None) -> None:
         """For `take_same`, `names` maps keys to our options if the keys are no aliases of our
         options."""
-        self.values = dict(values)
-        self.original = dict(values)
+        self.values: dict[str, Any] = dict(values)
+        self.original: dict[str, Any] = dict(values)
         self._names = names or {}
         self.taken: list[str] = []
         self.left: list[Unmapped] = []

@@ -24,7 +24,9 @@ class OpenEnvironment:
     sum over the episode's steps. `done` is whether the last step ended the episode."""
 
     def __init__(self, client: Any) -> None:
-        self.client, self.reward, self.done = client, 0.0, False
+        self.client = client
+        self.reward: float = 0.0
+        self.done: bool = False
         self._connection: Any = None
 
     async def reset(self, **row: Any) -> str | None:

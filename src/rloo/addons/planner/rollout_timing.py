@@ -101,7 +101,7 @@ class RolloutTimer:
     def __init__(self, engine: Engine, watch: Stopwatch, noise: int) -> None:
         self.watch = watch
         self._engine, self._noise = engine, noise
-        self.decoding = DecodingTimes(engine.capabilities.keeps_finished)
+        self.decoding: DecodingTimes = DecodingTimes(engine.capabilities.keeps_finished)
         # Rows -> seconds of their prompts and first tokens.
         self._firsts: dict[int, float] = {}
         # The shares `alive` of the last rollout that was sampled to its end.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rloo.config.compat import deepspeed_config, retired
 from rloo.config.compat.accelerate_env import launched_options
@@ -46,7 +46,7 @@ class TRLCompatibleOptions(TrainingArgumentsMixin):
     _fixed = False
     _checked: dict[str, Any] | None = None
     _named = frozenset[str]()
-    __signature__ = ConfigSignature()
+    __signature__: ClassVar[ConfigSignature] = ConfigSignature()
 
     def __init__(self, output_dir: str | None = None, **options: Any) -> None:
         if output_dir is not None:

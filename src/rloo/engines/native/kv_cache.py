@@ -133,7 +133,8 @@ class DecodeCache(Cache):
     ) -> None:
         super().__init__(layers=[])
         # The numbers of completion tokens of the longest and the shortest active row.
-        self.length = self._least = 0
+        self.length: int = 0
+        self._least = 0
         self._width = prompts.width
         self._max_tokens = max_tokens
         self._rounded = prompts.rounded

@@ -99,7 +99,7 @@ class NativeEngine(InProcessEngine):
         if version != self.version:
             self._kept = None
         if self._decoder is not None and version != self.version:
-            self.version = -1  # until all weights are loaded
+            self.version: int = -1  # until all weights are loaded
             self._load(weights())
         self.version = version
 

@@ -15,7 +15,7 @@ class PackedPrompts:
     """Keys and values of P prompts. Each forward pass computes those of some of the prompts."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.lengths = torch.tensor(lengths)
+        self.lengths: Tensor = torch.tensor(lengths)
         self._table = SpanTable(torch.empty(0), torch.empty(0), 0)
         self._states: dict[int, list[tuple[Tensor, Tensor]]] = {}
 

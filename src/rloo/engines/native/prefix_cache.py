@@ -60,7 +60,8 @@ class PrefixCache:
         shared: Sequence[int],
         max_tokens: int,
     ) -> None:
-        self.cache, self._max_tokens = cache, max_tokens
+        self.cache = cache
+        self._max_tokens = max_tokens
         self._begun: dict[tuple[int, int], _PrefilledRow] = {}
         every = zip(rows, drawn.tolist(), shared, cache.cached(), strict=True)
         for number, ((prompt, k), tokens, prefix, own) in enumerate(every):

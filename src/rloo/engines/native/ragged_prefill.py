@@ -20,7 +20,8 @@ class RaggedBatch:
     def __init__(
         self, lengths: Tensor, width: int, pads: Tensor | None, *, least: int, most: int
     ) -> None:
-        self.least, self.most = least, most
+        self.least = least
+        self.most = most
         columns = torch.arange(width, device=lengths.device)
         self._slots = lengths[:, None] - width + columns
         if pads is None:

@@ -20,11 +20,13 @@ class ActiveRows:
         self, rows: list[PromptRow], keys: Tensor, sampling: Sampling, *, vocabulary: int
     ) -> None:
         device = keys.device
-        self.index = torch.arange(len(rows), device=device)
-        self.alive = torch.ones(len(rows), dtype=torch.bool, device=device)
+        self.index: Tensor = torch.arange(len(rows), device=device)
+        self.alive: Tensor = torch.ones(len(rows), dtype=torch.bool, device=device)
         # The position of each row's last token; `advance` moves it to the sampled token.
-        self.positions = torch.tensor([len(p.token_ids) - 1 for p, _ in rows], device=device)
-        self.tokens = torch.zeros_like(self.index)
+        self.positions: Tensor = torch.tensor(
+            [len(p.token_ids) - 1 for p, _ in rows], device=device
+        )
+        self.tokens: Tensor = torch.zeros_like(self.index)
         self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1.0 and not sampling.greedy:
             self.seen = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)

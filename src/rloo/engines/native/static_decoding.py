@@ -65,10 +65,10 @@ class StaticCache:
         assert prompts.dtype is not None
         device, pads = prompt_of_row.device, torch.cat(prompts.padding)
         self._dtype, self._slots, self._width = prompts.dtype, slots, prompts.width
-        self.size = len(prompt_of_row)
+        self.size: int = len(prompt_of_row)
         self._prompt_of_row = prompt_of_row
         # The number of completion tokens of each row before the token that is computed.
-        self.length = torch.zeros(1, dtype=torch.long, device=device)
+        self.length: Tensor = torch.zeros(1, dtype=torch.long, device=device)
         real = torch.arange(self._width, device=device) >= pads[:, None]
         place = real.flatten().nonzero()[:, 0]
         lengths = F.pad((self._width - pads).cumsum(0), (1, 0))
@@ -84,7 +84,7 @@ class StaticCache:
             shape = self.size, slots, heads, size
             own = (torch.zeros(shape, dtype=self._dtype, device=device) for _ in pair)
             self._own[layer] = next(own), next(own)
-        self.used = torch.ones(self.size, dtype=torch.int32, device=device)
+        self.used: Tensor = torch.ones(self.size, dtype=torch.int32, device=device)
         self._settle()
 
     def _settle(self) -> None:

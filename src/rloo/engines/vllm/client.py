@@ -41,7 +41,7 @@ class VLLMClient:
     answer. Every method raises ServerError."""
 
     def __init__(self, url: str, *, key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+        self.url: str = url.rstrip("/")
         key = key or os.environ.get("VLLM_API_KEY")
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},

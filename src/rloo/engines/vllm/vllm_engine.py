@@ -53,7 +53,7 @@ class VLLMEngine:
         source: WeightPublisher,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.capabilities = EngineCapabilities(
+        self.capabilities: EngineCapabilities = EngineCapabilities(
             name,
             copies_weights=True,
             shares_memory=False,
@@ -62,7 +62,7 @@ class VLLMEngine:
             central=settings.ranks_per_engine is None,
             ranks_per_engine=settings.ranks_per_engine or 1,
         )
-        self.version = -1
+        self.version: int = -1
         self._settings, self._source, self._say = settings, source, say
         # Distinguishes this run's versions, since other runs, and a resumed run, also count from 0.
         self._token = secrets.token_hex(4)
@@ -78,7 +78,9 @@ class VLLMEngine:
         self._base: Path | None = None  # an adapter's base model
         self._counts: dict[str, float] = {}  # of the other ranks
         self._open = OpenResources()
-        self.close = weakref.finalize(self, self._open.close, self._loop)
+        self.close: weakref.finalize[..., VLLMEngine] = weakref.finalize(
+            self, self._open.close, self._loop
+        )
         if settings.urls and source.world.is_main:
             self._run(self._examine_given())
 

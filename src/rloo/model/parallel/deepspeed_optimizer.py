@@ -37,7 +37,7 @@ class ZeroOptimizer(PolicyOptimizer):
             [self._names[id(p)] for p in group["params"]] for group in optimizer.param_groups
         ]
         self._divided, self._factor = True, 1.0
-        self.zero = ZeroModel(scorer, optimizer, settings, world)
+        self.zero: ZeroModel = ZeroModel(scorer, optimizer, settings, world)
 
     def backward(self, loss: Tensor, *, last: bool = True, sums: bool = False) -> None:
         """See `PolicyOptimizer`. All processes must make the same number of calls. DeepSpeed sums

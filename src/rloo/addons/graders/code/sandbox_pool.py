@@ -161,7 +161,9 @@ class SandboxPool:
                 return made[-1]
 
         self._crew = WorkerPool(size, make)
-        self.close = weakref.finalize(self, _end, self._crew, made)
+        self.close: weakref.finalize[..., SandboxPool] = weakref.finalize(
+            self, _end, self._crew, made
+        )
 
     def submit(self, request: dict[str, Any]) -> Future[dict[str, Any]]:
         """Submit a request. The future raises the handler's exceptions, and WorkerDied if the

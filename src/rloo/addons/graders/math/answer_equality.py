@@ -75,7 +75,7 @@ class ReferenceAnswer:
             self._based,
             self._remainder,
         )
-        self.is_readable = bool(self._text)
+        self.is_readable: bool = bool(self._text)
         if known == _NOTHING_READ and self.is_readable:
             try:
                 self._form = parse_form(self._text)

@@ -57,14 +57,16 @@ class MathWorker:
     """A forked process that judges one pair at a time."""
 
     def __init__(self, verifier: Verifier, others: list[MathWorker]) -> None:
+        self.connection: Connection
         self.connection, theirs = _FORK.Pipe()
         ends = [self.connection, *(other.connection for other in others)]
         self.process: BaseProcess = _FORK.Process(target=_judge_all, args=(verifier, theirs, ends))
         self.process.start()
         theirs.close()
         self.index: int | None = None
-        self.seconds = self.spent = 0.0
-        self.at_answer = False
+        self.seconds: float = 0.0
+        self.spent: float = 0.0
+        self.at_answer: bool = False
 
     def give(self, index: int, pair: list[str], seconds: float) -> None:
         """Start judging a pair, with at most `seconds` of CPU time."""
@@ -164,7 +166,7 @@ class Verifier:
         self._latex = [replace(plain, normalization_config=letters)]
         self._parse, self._verify, self._sympy = math_verify.parse, math_verify.verify, sympy
         self._zero = [sympy.Integer(0)]
-        self.read_gold = lru_cache(maxsize=16)(self._read_gold)
+        self.read_gold: Callable[[str], list[Any]] = lru_cache(maxsize=16)(self._read_gold)
         for gold, answer in _EXAMPLES:
             self.is_equal(self._read_gold(f"${gold}$"), f"${answer}$")
 

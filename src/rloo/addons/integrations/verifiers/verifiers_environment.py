@@ -42,7 +42,7 @@ class VerifiersEnvironment:
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
-        self.__name__ = environment.env_id or type(environment).__name__
+        self.__name__: str = environment.env_id or type(environment).__name__
         # The event loop is reused, since the environment's connections belong to the loop that
         # opened them.
         self._loop: LoopThread | None = None

@@ -44,7 +44,8 @@ class Screen(LineDisplay):
         self._followed: str | None = None  # the evaluation set whose curve is shown
         self._alarms: list[tuple[int, str]] = []
         self._started = ""
-        self._step, self.sampled_at = 0, -STEPS_BETWEEN_SAMPLES
+        self._step = 0
+        self.sampled_at: int = -STEPS_BETWEEN_SAMPLES
 
     @property
     def is_live(self) -> bool:

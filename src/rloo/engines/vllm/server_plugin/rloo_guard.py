@@ -33,7 +33,7 @@ class RouteGuard:
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
-        self.key = os.environ.get("VLLM_API_KEY", "")
+        self.key: str = os.environ.get("VLLM_API_KEY", "")
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Reject a request, or pass it to the server."""

@@ -59,10 +59,11 @@ class SandboxedProcess:
     processes."""
 
     def __init__(self, wall: dict[str, Any], limits: dict[str, Any], channel: int) -> None:
-        self._wall, self.limits, self._worker = wall, limits, os.getppid()
+        self._wall, self._worker = wall, os.getppid()
+        self.limits = limits
         self._isolated = wall["kind"] == "bwrap"
         self._over: str | None = None
-        self.closed = False
+        self.closed: bool = False
         self._running: int | None = None
         self._clock = resource_limits.ProgramClock(limits)
         if self._isolated:

@@ -244,7 +244,8 @@ class ExtendedProxy(Proxy):
     def __eq__(self, other: Any) -> bool:
         return super().__eq__(other) if isinstance(other, Proxy) else self._plain() == other
 
-    __hash__ = Proxy.__hash__
+    def __hash__(self) -> int:
+        return super().__hash__()
 
     def __index__(self) -> int:
         return operator.index(self._plain())

@@ -76,11 +76,11 @@ class TestSuite:
         own |= {n.arg for n in nodes if isinstance(n, ast.arg)}
         own |= {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
-        self.used = used - own
+        self.used: set[str] = used - own
         self.asked = {name: self._aliases.get(name, name) for name in sorted(self.used)}
-        self.helpers = _called_on_calls(nodes)
+        self.helpers: set[str] = _called_on_calls(nodes)
         # Library modules that the tests use without an import.
-        self.taken = (
+        self.taken: frozenset[str] = (
             LIBRARY
             & self.used
             & {
