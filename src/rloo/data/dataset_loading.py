@@ -19,7 +19,12 @@ from pyarrow import csv, parquet
 from rloo.config.file_checks import check_file, one_line, reading
 from rloo.types import sound
 
-Given: TypeAlias = Dataset | IterableDataset | datasets.DatasetDict | datasets.IterableDatasetDict
+Given: TypeAlias = (
+    datasets.Dataset
+    | datasets.IterableDataset
+    | datasets.DatasetDict
+    | datasets.IterableDatasetDict
+)
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 # Arrow schemas have at most 64 levels; Python's recursion limit allows fewer.
 _MOST_LEVELS = 20

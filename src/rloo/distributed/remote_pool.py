@@ -113,6 +113,8 @@ class RemoteJobs(JobQueue):
     """The state of a `RemotePool`. The thread of a `WorkerLoop` calls `dispatch`, `answered`,
     `check_deadlines`, `drop` and `end`."""
 
+    lost: int
+
     def __init__(self, kind: str, size: int, setup: bytes, seconds: float, links: Links) -> None:
         super().__init__()
         self.kind = kind
@@ -181,7 +183,7 @@ class RemoteJobs(JobQueue):
     def drop(self, worker: RemoteWorker, error: WorkerDied) -> None:
         """Take a lost worker out of the pool. Its job gets the error."""
         with self.changed:
-            self.lost += int(not self.closed)
+            self.lost += not self.closed
             self.workers.remove(worker)
         if worker in self._idle:
             self._idle.remove(worker)

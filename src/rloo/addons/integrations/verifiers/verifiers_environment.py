@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verifiers.clients import Client
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Response, ResponseMessage, ResponseTokens, Usage
 
@@ -30,6 +29,15 @@ from rloo.addons.integrations.verifiers.conversation import (
 from rloo.episodes.rollout_func import FAILED, MASK, SampledTurn
 from rloo.rewards.async_functions import LoopThread
 from rloo.types import Message, Prompt
+
+if TYPE_CHECKING:
+
+    class _Client:
+        # The part of the base class that is used here: `verifiers` is optional and not typed.
+        def __init__(self, client: object) -> None: ...
+
+else:
+    from verifiers.clients import Client as _Client
 
 # Seconds to wait for further requests, so that they are sampled together.
 _GATHERS = 0.02
@@ -141,7 +149,7 @@ def _waiting(asked: queue.SimpleQueue[_Asked], over: Future[Any]) -> list[_Asked
     return waiting
 
 
-class EngineClient(Client):  # type: ignore[misc, unused-ignore]
+class EngineClient(_Client):
     """The client with which an environment requests the model's turns. Each of its rollouts has a
     number. Messages and tools are plain dicts. A response is a `Response` of `verifiers`."""
 
