@@ -78,15 +78,14 @@ class Monitor:
         silent: bool = False,
     ) -> None:
         self.config = config
-        self.output_dir: Path = folder
         self.max_steps = max_steps
+        self.output_dir: Path = folder
         self.notes: list[str] = []
         self.last_groups: Sequence[Group] = ()
         self._silent = silent
-        moves = not config.disable_tqdm
         display = plugins.find("parts", "live_display") or LineDisplay
         self._screen: LineDisplay = display(
-            console, max_steps=max_steps, silent=silent, moves=moves
+            console, max_steps=max_steps, silent=silent, moves=not config.disable_tqdm
         )
         self._journal = JsonlWriter(folder, (*BY_STEP, EVALUATIONS))
         run = ObservedRun(config, folder, self.say, self.note, self._found)
@@ -94,9 +93,8 @@ class Monitor:
         self._every = resolve_interval(config.logging_steps, max_steps)
         self._scored: list[Mapping[str, float]] = []
         self._recent: deque[Mapping[str, float]] = deque(maxlen=WINDOW_ROLLOUTS)
-        self._refused_steps = 0
         self._told_of_unscored = self._told_of_mismatch = self._warned_of_unscored = False
-        self._last_table = 0
+        self._refused_steps = self._last_table = 0
         self._epoch, self._epoch_ended = 0, False  # of the last step, and whether it ended an epoch
         self._steps_per_rollout = 1
         self.window: list[Mapping[str, float]] = []  # the metrics of steps since the last log

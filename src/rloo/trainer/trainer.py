@@ -74,8 +74,32 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
     ValueError for every error that can be found before sampling.
     """
 
-    optimizer: Any
+    args: RLOOConfig
+    batches: BatchSizes
+    callback_handler: CallbackHandler
+    control: transformers.TrainerControl
+    engine: Engine
+    eval_dataset: Any
+    evaluator: Evaluator
+    events: Events
+    hub: HubUploader
+    judging: EvalRewards
     lr_scheduler: Any
+    model: PreTrainedModel
+    monitor: Monitor
+    optimizer: Any
+    policy: Policy
+    processing_class: Any
+    ref_model: PreTrainedModel | None
+    reward_func_names: list[str]
+    reward_funcs: list[Any]
+    reward_processing_classes: list[PreTrainedTokenizerBase | None]
+    rewards: RewardSet
+    state: transformers.TrainerState
+    tools: list[Callable[..., Any]]
+    train_dataset: Any
+    turns: MultiTurnSetup
+    world: World
     on_measured: Callable[[Results], None] | None = None
     _session: TrainingLoop | None = None
 
@@ -113,35 +137,29 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         trl_overrides.refuse_overrides(type(self), _OWN, _SHOWN)  # the class may have changed
         if reward_funcs is not None and reward_model is not None:
             raise ValueError("reward_funcs and reward_model mean the same; give only one of them")
-        self.args: RLOOConfig = obtain_config(args, model)
+        self.args = obtain_config(args, model)
         check_launch(self.args)
-        self.world: World = build.world_of(self.args)
+        self.world = build.world_of(self.args)
         with self.world.reporting_failure():
-            self.batches: BatchSizes = batches_of(self.args, self.world.size)
+            self.batches = batches_of(self.args, self.world.size)
             require_estimator(self.args)
             build.seed_all(self.args)
             loggers = make_loggers(self.args)
-            self.turns: MultiTurnSetup = multi_turn_setup(
-                tools, environment_factory, rollout_func, self.args
-            )
-            self.tools: list[Callable[..., Any]] = self.turns.functions
+            self.turns = multi_turn_setup(tools, environment_factory, rollout_func, self.args)
+            self.tools = self.turns.functions
             given = reward_model if reward_funcs is None else reward_funcs
             given, weighed = self.turns.with_rewards(given, self.args)
-            self.rewards: RewardSet = self.turns.with_environment_rewards(
+            self.rewards = self.turns.with_environment_rewards(
                 build.make_rewards(
                     given, weighed, reward_processing_classes, device=self.world.device
                 )
             )
-            self.reward_func_names: list[str] = self.rewards.names
-            self.reward_funcs: list[Any] = trl_attributes.functions_of(self.rewards)
-            self.reward_processing_classes: list[PreTrainedTokenizerBase | None] = (
-                trl_attributes.processing_classes(self.rewards, reward_processing_classes)
+            self.reward_func_names = self.rewards.names
+            self.reward_funcs = trl_attributes.functions_of(self.rewards)
+            self.reward_processing_classes = trl_attributes.processing_classes(
+                self.rewards, reward_processing_classes
             )
-            self.judging: EvalRewards = EvalRewards.of(
-                eval_reward_funcs, self.args, self.rewards, self.world
-            )
-            self.model: PreTrainedModel
-            self.processing_class: Any
+            self.judging = EvalRewards.of(eval_reward_funcs, self.args, self.rewards, self.world)
             self.model, self.processing_class, self.args = obtain_model(
                 model,
                 processing_class,
@@ -151,10 +169,8 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
                 peft_config=peft_config,
             )
             rows = self.args.dataset if train_dataset is None else train_dataset
-            self.train_dataset: Any = self.turns.dataset(rows, self.args, self.batches)
-            self.eval_dataset: Any = (
-                self.args.eval_dataset if eval_dataset is None else eval_dataset
-            )
+            self.train_dataset = self.turns.dataset(rows, self.args, self.batches)
+            self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
             self._load_prompts()
             self._set_up(optimizers, [*loggers, *(callbacks or [])])
             self.events.send("on_init_end")
@@ -320,15 +336,13 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self._notes += unused_intervals(self.args) if trains else []
 
     def _set_up(self, given: Given, callbacks: Sequence[TrainerCallback]) -> None:
-        self.state: transformers.TrainerState = build.make_state(
-            self._source, self.args, self.batches
-        )
+        self.state = build.make_state(self._source, self.args, self.batches)
         self.state.is_world_process_zero = self.is_world_process_zero()
         self.state.is_local_process_zero = self.is_local_process_zero()
-        self.control: transformers.TrainerControl = transformers.TrainerControl()
+        self.control = transformers.TrainerControl()
         num_steps = max(self.state.max_steps, 1)
         optimizers = trl_overrides.own_optimizers(self, given, num_steps, _OWN)
-        self.policy: Policy = Policy(
+        self.policy = Policy(
             self.model,
             self.processing_class,
             self.args,
@@ -340,24 +354,22 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         stepper = self.policy.stepper
         self.optimizer, self.lr_scheduler = stepper.optimizer, stepper.scheduler
         # None without `beta`, and with an adapter: the adapter's base model is then the reference.
-        self.ref_model: PreTrainedModel | None = self.policy.reference.model
+        self.ref_model = self.policy.reference.model
         if self.policy.device.type == "cpu":
             keep_freed_memory()
         engine = build.make_engine(self.policy, self.args, self)
-        self.engine: Engine = self.turns.wrap_engine(engine, self.policy, self)
+        self.engine = self.turns.wrap_engine(engine, self.policy, self)
         self.policy.notes += self._notes
-        self.events: Events = Events(
+        self.events = Events(
             callbacks, self.args, policy=self.policy, state=self.state, control=self.control
         )
         lambdas = trl_overrides.schedule_of(self, given, _OWN)
         self._schedule = restart.InitialLearningRates(self.lr_scheduler, lambdas)
         self._folder = Path(self.args.output_dir).absolute()  # a reward may change the cwd
         self._make_monitor()
-        self.callback_handler: CallbackHandler = self.events.handler
-        self.evaluator: Evaluator = Evaluator(
-            self.policy, self.engine, self.rewards, self.state, self.judging
-        )
-        self.hub: HubUploader = HubUploader(self.args)
+        self.callback_handler = self.events.handler
+        self.evaluator = Evaluator(self.policy, self.engine, self.rewards, self.state, self.judging)
+        self.hub = HubUploader(self.args)
         called, data = self.turns.user_functions(self.rewards), None
         if self._source:
             data = self._source.state_dict()
@@ -366,7 +378,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
     def _make_monitor(self) -> None:
         silent = not self.world.is_main
         steps = self.state.max_steps
-        self.monitor: Monitor = Monitor(self.args, self._folder, max_steps=steps, silent=silent)
+        self.monitor = Monitor(self.args, self._folder, max_steps=steps, silent=silent)
         self.monitor.attach(self.events, lambda logs: self.log(logs))
 
     def _begin_again(self, resume: str | bool | None) -> str | bool | None:
