@@ -15,13 +15,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # project_requirements EXTRA...: lines of pyproject.toml, its dependencies last. No peer's test
-# simulates anything.
+# simulates anything or checks types.
 project_requirements() {
     python3 - "$@" <<'PYTHON'
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-lines = [line for name in sys.argv[1:] for line in extras[name] if not line.startswith("simpy")]
+unused = ("simpy", "basedpyright")
+lines = [line for name in sys.argv[1:] for line in extras[name] if not line.startswith(unused)]
 print(*lines, *project["dependencies"], sep="\n")
 PYTHON
 }
