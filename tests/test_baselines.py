@@ -679,3 +679,13 @@ def test_sorting_rows_and_lessons_keep_heldout_letters_apart():
     assert not sorting._heldout_sets() & {frozenset(words[:6]) for words in lessons}
     swapped = fmean(words[7:13] != sorted(words[:6]) for words in lessons)
     assert swapped == pytest.approx(0.5, abs=0.05)
+
+
+def test_the_best_possible_arm_trains_only_on_prompts_with_a_signal():
+    task = TASKS["mixture"]
+    assert Counter(row["level"] for row in task.training_rows("only_signal")) == {"open": 200}
+    assert Counter(row["level"] for row in task.training_rows("rloo")) == {
+        "open": 200, "none": 200, "any": 200
+    }  # fmt: skip
+    taken = [name for name, task in TASKS.items() if task.takes("only_signal")]
+    assert taken == ["mixture", "hidden"]

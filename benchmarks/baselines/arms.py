@@ -20,7 +20,8 @@ class Arm:
     differs. `family` is the question that the arm belongs to, and `against` are the arms that it is
     compared with: the planned comparisons. `trainer` is `rloo`, or a class of TRL. With `defaults`
     the arm has the trainer's own defaults, its learning rate included. `most_seeds` bounds the
-    number of reported seeds. With `by_level` the arm reads the column `level` of the rows."""
+    number of reported seeds. With `by_level` the arm reads the column `level` of the rows. With
+    `only_signal` it trains only on the rows that have a signal."""
 
     title: str
     family: str
@@ -31,12 +32,14 @@ class Arm:
     defaults: bool = False
     most_seeds: int = 10
     by_level: bool = False
+    only_signal: bool = False
 
 
 # The heading of each family of comparisons. Holm's correction is over one family.
 FAMILIES = {
     "methods": "Methods",
     "prompts": "Choice of prompts",
+    "bound": "The best possible choice of prompts",
     "baselines": "Baselines",
     "sizes": "Completions per prompt (K)",
     "staleness": "Stale weights",
@@ -81,6 +84,7 @@ ARMS: dict[str, Arm] = {
     "probe": _drawn("variance, probe", probe=True),
     "probe_column": _drawn("variance, column and probe", column="level", probe=True),
     "k_by_prompt": _drawn("variance, K by prompt", max_generations=16),
+    "only_signal": Arm("RLOO, only prompts with a signal", "bound", _PAPER, only_signal=True),
     "shrinkage": _baseline("Shrinkage", estimator="shrinkage"),
     "length_weighted": _baseline("Length-weighted", estimator="length_weighted"),
     "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
@@ -101,7 +105,8 @@ class Task:
     rates) or "heldout" (those of the reported figures). `reward` is the reward function. `model`
     returns the folder of the base model, which it makes in the folder that is its argument if it is
     missing. `budget` is in sampled completions; `seeds` is the number of reported seeds. With
-    `has_levels` the rows have a column `level` that tells how hard they are."""
+    `has_levels` the rows have a column `level` that tells how hard they are. `signal` is the only
+    level whose training rows have a signal, if there is one."""
 
     name: str
     title: str
@@ -115,10 +120,17 @@ class Task:
     samples: int = 2
     seeds: int = 10
     has_levels: bool = False
+    signal: str = ""
 
     def takes(self, arm: str) -> bool:
         """Whether the rows have what an arm reads."""
-        return self.has_levels or not ARMS[arm].by_level
+        by_level, only_signal = ARMS[arm].by_level, ARMS[arm].only_signal
+        return (self.has_levels or not by_level) and (bool(self.signal) or not only_signal)
+
+    def training_rows(self, arm: str) -> list[dict[str, Any]]:
+        """The rows on which an arm trains."""
+        rows = self.rows("train")
+        return [r for r in rows if r["level"] == self.signal] if ARMS[arm].only_signal else rows
 
     def seeds_of(self, arm: str) -> Sequence[int]:
         """The planned seeds of an arm."""

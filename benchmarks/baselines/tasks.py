@@ -152,7 +152,7 @@ def smollm2_reward(completions: Sequence[Any], answer: Sequence[int], **_: Any) 
 
 
 # A small step: learning is limited by the number of prompts that pay.
-_MIXED: dict[str, Any] = {"budget": 2048, "completions_per_step": 16}
+_MIXED: dict[str, Any] = {"budget": 2048, "completions_per_step": 16, "signal": "open"}
 
 TASKS = {
     task.name: task

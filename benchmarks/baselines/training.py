@@ -69,7 +69,7 @@ def train(task: Task, cell: Cell, *, model: str, work: Path) -> dict[str, Any]:
     """Train with our trainer. Returns the trace of the `Recorder`, and versions."""
     recorder = Recorder(cell, task.reward, work)
     trainer = make_trainer(
-        task,
+        replace(task, rows=lambda split: task.training_rows(cell.arm)),
         cell.options,
         model=model,
         folder=work / "run",
