@@ -50,6 +50,21 @@ def test_every_page_is_there(site):
     assert [str(page) for page in sorted(pages) if f"{page}\n" not in listed] == []
 
 
+READERS = ("I have a TRL script", "I have one GPU", "I have a cluster", "I do research")
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_the_first_page_has_one_link_for_each_reader(site, reader):
+    first = (site / "index.html").read_text(encoding="utf-8")
+    rows = [row for row in re.findall(r"<tr>.*?</tr>", first, re.DOTALL) if reader in row]
+    assert len(rows) == 1
+    assert first.index(rows[0]) < first.index('<h2 id="more-pages">')
+    (link,) = re.findall(r'href="([^"]*)"', rows[0])
+    page, _, anchor = link.partition("#")
+    text = (site / page).read_text(encoding="utf-8")
+    assert not anchor or f'id="{anchor}"' in text
+
+
 def test_no_page_names_another_host(site):
     elsewhere = set()
     for path in site.rglob("*.html"):
