@@ -17,6 +17,8 @@ PAGES = sorted(
     ]
 )
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
+FIRST_WORDS, FIRST_SENTENCES = 60, 3
+NO_PARAGRAPH = re.compile(r"[|#>]|```|    |[-*+] |\d+\. |!\[|:::|<")
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(?:#([^)\s]*))?\)")
 
 
@@ -47,6 +49,16 @@ def test_every_experiment_is_in_the_table_of_experiments():
     folder = DOCS / "experiments"
     linked = re.findall(r"^\| \[[^]]+\]\((\S+\.md)\)", (folder / "index.md").read_text(), re.M)
     assert sorted([*linked, "index.md"]) == sorted(page.name for page in folder.glob("*.md"))
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda p: str(p.relative_to(DOCS)))
+def test_a_page_begins_with_what_its_reader_can_do(page):
+    title, first = page.read_text(encoding="utf-8").split("\n\n")[:2]
+    assert re.fullmatch(r"# .+", title)
+    assert not NO_PARAGRAPH.match(first)
+    assert len(first.split()) <= FIRST_WORDS
+    assert len(re.findall(r"[.?](?=\s|$)|:$", CODE.sub("", first))) <= FIRST_SENTENCES
+    assert re.search(r"\b(this page|you)\b", first, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
