@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from rloo.config.options import OPTIONS
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SECTIONS = ["Start", "Understand", "Run big", "Extend", "Evidence"]
@@ -43,6 +45,23 @@ def test_the_navigation_has_every_page_once():
 
 def test_the_sections_are_what_a_reader_wants():
     assert re.findall(r"^  - ([^:]+):", navigation(), re.MULTILINE) == SECTIONS
+
+
+def test_no_page_repeats_the_table_of_options():
+    """Each option has its default and its meaning in docs/reference/options.md alone."""
+    names = {option.name for option in OPTIONS}
+    repeated = []
+    for page in DOCS.rglob("*.md"):
+        for table in re.findall(r"(?:^\|.*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
+            head, *rows = table.splitlines()
+            if re.match(r"\| option.*\| default", head):
+                cells = " ".join(row.split("|")[1] for row in rows)
+                repeated += [
+                    f"{page.name}: {name}"
+                    for name in re.findall(r"`([\w.]+)", cells)
+                    if name.partition(".")[0] in names
+                ]
+    assert repeated == []
 
 
 def test_every_experiment_is_in_the_table_of_experiments():
