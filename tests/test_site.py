@@ -108,8 +108,22 @@ def test_formulas_are_typeset_and_code_is_not(site):
     assert "<mfrac>" in page and "<em>" not in "".join(
         re.findall(r"<math.*?</math>", page, re.DOTALL)
     )
+    for name in ("baselines", "gym", "how-to/choose-k"):
+        assert "<math" in (site / f"{name}.html").read_text(encoding="utf-8"), name
     vllm = (site / "vllm.html").read_text(encoding="utf-8")
     assert "$(openssl rand" in re.sub("<[^>]*>", "", vllm)
+
+
+def test_no_page_shows_a_formula_as_text(site):
+    """A dollar stands only in code, and no block of code has the signs of a formula."""
+    left = []
+    for path in site.rglob("*.html"):
+        page = path.read_text(encoding="utf-8")
+        text = re.sub(r"<(script|style|pre|code|math).*?</\1>", "", page, flags=re.DOTALL)
+        blocks = re.findall(r"<pre.*?</pre>", page, re.DOTALL)
+        if "$" in re.sub(r"<[^>]*>", "", text) or re.search("[Σ√∇ζπ²]", "".join(blocks)):
+            left.append(str(path.relative_to(site)))
+    assert left == []
 
 
 def test_the_notebook_runs(tmp_path):
