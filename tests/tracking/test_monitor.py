@@ -313,6 +313,24 @@ def test_a_line_in_a_pipe_has_less_than_120_characters(tmp_path):
     assert line.endswith("  length 12")  # KL and memory do not fit
 
 
+def test_the_lines_of_an_evaluation_in_a_pipe_have_less_than_120_characters(tmp_path):
+    """The longest: many values of k, long numbers, and a set with a long name."""
+    watcher, screen = make_monitor(tmp_path, max_steps=2_000_000)
+    names = [f"pass@{k}{greedy}" for k in (1, 16, 1024, 65536) for greedy in ("", "_greedy")]
+    metrics = dict.fromkeys(names, 1.0) | {f"{name}_interval": [1.0, 1.0] for name in names}
+    metrics |= {"reward": -1234567.125, "reward/standard_error": 12345.125, "num_samples": 65536}
+    metrics |= {"completions/mean_length": 123456.0, "num_prompts": 1234567}
+    watcher.evaluation(1_999_999, "start", metrics, dataset=f"heldout-{'a' * 200}-hard")
+    lines = shown(screen).splitlines()
+    assert max(map(len, lines)) < 120 and min(map(len, lines[1:])) > 20
+    assert lines[0].startswith("evaluation (start, heldout-aaa")
+    assert "aaa-hard) at step 1999999: pass@1 100.0 % [100.0, 100.0]" in lines[0]
+    assert all(line.startswith("  ") and line[2] != " " for line in lines[1:])
+    phrases = [part for line in lines for part in line.strip().split("  ")]
+    assert len(phrases) == len(names) + 3
+    assert phrases[-1] == "(1,234,567 problems x 65,536 samples)"
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -414,14 +432,15 @@ def test_long_completions_keep_their_head_and_tail():
     assert console.shorten("1\n2\n3\n4\n5\n6", lines=4) == "1\n2\n[... 2 lines ...]\n5\n6"
 
 
-def test_an_evaluation_is_one_line_with_its_intervals(tmp_path):
+def test_an_evaluation_is_shown_with_its_intervals(tmp_path):
     watcher, screen = make_monitor(tmp_path)
     metrics = make_accuracy(0.641, 0.61, 0.671, num_samples=4, reward=0.5)
     greedy = {"pass@1_greedy": 0.7, "pass@1_greedy_interval": [0.66, 0.74]}
     watcher.evaluation(20, "during", metrics | greedy)
     assert shown(screen) == (
         "evaluation at step 20: pass@1 64.1 % [61.0, 67.1]  pass@1 greedy 70.0 % "
-        "[66.0, 74.0]  reward 0.500  (512 problems x 4 samples)\n"
+        "[66.0, 74.0]  reward 0.500\n"
+        "  (512 problems x 4 samples)\n"
     )
     (row,) = read_rows(tmp_path / "evaluations.jsonl")
     assert (row["step"], row["name"], row["pass@1_interval"]) == (20, "during", [0.61, 0.671])

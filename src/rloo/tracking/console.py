@@ -23,6 +23,10 @@ from rloo.distributed.standard_streams import counted, inert
 Row = Mapping[str, float]
 
 FUNCTION_MEAN = re.compile(r"rewards/.*/mean", re.DOTALL)
+# The most characters of a line of metrics in a file or a pipe.
+LONGEST_LINE = 119
+# The most characters of a set's name in the line of an evaluation.
+_LONGEST_NAME = 49
 
 
 def shorten(text: str, *, characters: int = 600, lines: int = 12) -> str:
@@ -73,6 +77,16 @@ def _describe(value: Any) -> str:
     return str(value)
 
 
+def evaluation_head(step: int, name: str, dataset: str = "") -> str:
+    """Return the start of an evaluation's line: `evaluation (end, test) at step 50:`. A long name
+    of the set is cut in the middle, so that the first metric fits into a line of 119 characters."""
+    if len(dataset) > _LONGEST_NAME:
+        half = (_LONGEST_NAME - 3) // 2
+        dataset = f"{dataset[:half]}...{dataset[-half:]}"
+    place = ", ".join(part for part in (name.replace("during", ""), dataset) if part)
+    return f"evaluation{f' ({place})' if place else ''} at step {step}:"
+
+
 def evaluation_phrases(metrics: Mapping[str, Any]) -> list[str]:
     """Return the phrases of an evaluation: pass@k with 95 % intervals, unless the reward is graded
     (`is_graded`); mean reward, length, and the sample size."""
@@ -114,7 +128,9 @@ def held_out(metrics: Mapping[str, Any]) -> tuple[str, float, str]:
 def print_evaluation(metrics: Mapping[str, Any], console: Console | None = None) -> None:
     """Print a headline and one metric per line, by default to stdout."""
     console = console or Console()
-    write_line(console, "  ".join(evaluation_phrases(metrics)))
+    width = console.width if console.is_interactive else LONGEST_LINE
+    for line in flow(evaluation_phrases(metrics), width, indent=2):
+        write_line(console, line)
     for name, value in metrics.items():
         if isinstance(value, (int, float)) and not name.startswith(("pass@", "loss")):
             write_line(console, f"  {name:40} {value:,.4g}")

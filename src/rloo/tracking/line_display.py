@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from rich.console import Console, RenderableType
 
-from rloo.tracking.console import Row, flow, write_line
+from rloo.tracking.console import LONGEST_LINE, Row, flow, write_line
 from rloo.tracking.progress_line import ProgressLine, progress_line
 from rloo.types import Group
 
@@ -68,8 +68,9 @@ class LineDisplay:
             write_line(self.console, text, style, prose=prose)
 
     def tell(self, phrases: Sequence[str], style: str = "") -> None:
-        """Print phrases in one line, or on a terminal in as many lines as needed."""
-        width = self.console.width if self.is_live else sys.maxsize
+        """Print phrases in as many lines as needed: of the terminal's width, or of less than 120
+        characters for a file or a pipe. A phrase is never broken."""
+        width = self.console.width if self.is_live else LONGEST_LINE
         for line in flow(phrases, width, _INDENT):
             self.say(line, style)
 

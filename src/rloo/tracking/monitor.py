@@ -273,8 +273,7 @@ class Monitor:
         self._record(EVALUATIONS, [{**row, **metrics}])
         self._notify("on_evaluation", {**row, **metrics})
         self._screen.evaluated(step, metrics, dataset)
-        place = ", ".join(part for part in (name.replace("during", ""), dataset) if part)
-        head = f"evaluation{f' ({place})' if place else ''} at step {step}:"
+        head = view.evaluation_head(step, name, dataset)
         first, *others = view.evaluation_phrases(metrics)
         self._screen.tell([f"{head} {first}", *others], "green")
 

@@ -10,14 +10,13 @@ from statistics import fmean
 from rloo.tracking.before_after import WINDOW_ROLLOUTS, mean_reward, windows
 from rloo.tracking.console import (
     FUNCTION_MEAN,
+    LONGEST_LINE,
     Row,
     clock,
     counted,
     duration,
     plus_minus,
 )
-
-LONGEST_LINE = 119
 
 
 @dataclass(frozen=True, slots=True)
