@@ -215,6 +215,42 @@ def test_a_chart_is_saved_as_csv_and_as_png(page, tmp_path):
     assert page.console() == []
 
 
+def test_the_time_by_phase_is_saved_as_csv_and_as_png(page, tmp_path):
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    button = "[aria-label='CSV of Time of the run']"
+    text = downloaded(page, folder, button, "time-of-the-run.csv").decode()
+    # 300 steps of 1.5 s and 2.5 s; wall_seconds of the summary is less.
+    assert text == "phase,seconds,share\nsample,450,0.375\nupdate,750,0.625\n"
+    png = downloaded(page, folder, "[aria-label='PNG of Time of the run']", "time-of-the-run.png")
+    assert struct.unpack(">II", png[16:24]) == (2 * (720 + 16), 2 * (28 + 24 + 2 * 20 + 8))
+    colors = """
+        const canvas = picture(document.querySelector('.spent'));
+        const row = canvas.getContext('2d').getImageData(0, 80, canvas.width, 1).data;
+        return [4, 20, 400, 732].map(x => [...row.slice(8 * x, 8 * x + 3)].join());
+    """
+    background, first, second, edge = page.run(colors)
+    assert (background, first, second, edge) == (
+        "255,255,255",
+        "11,98,168",
+        "184,72,11",
+        background,
+    )
+    said = "return [...document.querySelectorAll('.phase')].map(p => p.dataset.said)"
+    assert page.run(said) == ["sample: 7 min 30 s, 37.5 %", "update: 12 min 30 s, 62.5 %"]
+    assert page.console() == []
+
+
+def test_each_of_several_runs_has_its_time_as_files(browser, tmp_path):
+    folders = [make_run(tmp_path / name) for name in ("a", "b")]
+    browser.look()
+    browser.open(write_page(folders, tmp_path / PAGE))
+    labels = "return [...document.querySelectorAll('.spent button')].map(b => b.ariaLabel)"
+    assert browser.run(labels) == [
+        f"{kind} of Time of {name}" for name in ("a", "b") for kind in ("CSV", "PNG")
+    ]
+
+
 def test_the_picture_has_the_colours_of_the_theme(page):
     colors = """
         const canvas = picture(document.querySelector('figure'));

@@ -21,7 +21,7 @@ from rloo.tracking.run_reader import read_begun
 MOST_BYTES, PAGE_BYTES = 50_000_000, 100_000
 SCRIPTS = (
     "dom.js", "axis.js", "export.js", "frame.js", "chart.js", "heat.js", "samples.js", "search.js",
-    "completions.js", "compare.js", "page.js",
+    "completions.js", "compare.js", "spent.js", "page.js",
 )  # fmt: skip
 STYLE = "page.css"
 

@@ -30,30 +30,35 @@ function csvPlaces(axes, from, to) {
 
 const CSV_PLACES = ["first_step", "last_step", "completions", "tokens", "seconds"];
 
+function fileButtons(title, saveNumbers, saveImage) {
+  return [["CSV", saveNumbers], ["PNG", saveImage]].map(([kind, onclick]) => el("button", { type: "button", onclick, "aria-label": `${kind} of ${title}` }, kind));
+}
+
 function savePicture(figure, name) {
   picture(figure).toBlob((blob) => save(blob, name), "image/png");
 }
 
 // The plot with its title and legend on a canvas, with the colours that the page has now.
 function picture(figure) {
-  const plot = figure.querySelector(".plot > svg"), box = plot.viewBox.baseVal, scale = 2;
-  const names = [...figure.querySelectorAll(".legend li:has(.swatch)")], head = 28, row = 20;
-  const canvas = el("canvas", { width: box.width * scale, height: (head + box.height + row * names.length + 8) * scale });
+  const plot = figure.querySelector(".plot > svg, .shares > svg"), box = plot.viewBox.baseVal, scale = 2;
+  const names = [...figure.querySelectorAll(".legend li:has(.swatch), .phase")], head = 28, row = 20;
+  const inset = plot.parentElement.matches(".shares") ? 8 : 0, outer = box.width + 2 * inset;
+  const canvas = el("canvas", { width: outer * scale, height: (head + box.height + row * names.length + 8) * scale });
   const context = canvas.getContext("2d"), style = getComputedStyle(figure);
   context.scale(scale, scale);
   context.fillStyle = style.backgroundColor;
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.fillStyle = style.color;
   context.font = "600 15px system-ui, sans-serif";
-  context.fillText(figure.querySelector("h3").textContent, 8, 19, box.width - 16);
-  context.translate(0, head);
-  for (const element of plot.querySelectorAll("*:not(.cursor)")) paint(context, element);
+  context.fillText(figure.querySelector("h3").textContent, 8, 19, outer - 16);
+  context.translate(inset, head);
+  for (const element of plot.querySelectorAll("*:not(.cursor, title)")) paint(context, element);
   names.forEach((item, i) => {
     context.setTransform(scale, 0, 0, scale, 8 * scale, (head + box.height + row * i) * scale);
-    paint(context, item.querySelector(".swatch line"));
+    paint(context, item.querySelector(".swatch > *"));
     context.fillStyle = style.color;
     context.font = "13px system-ui, sans-serif";
-    context.fillText(item.querySelector(".name").textContent, 32, 9, box.width - 48);
+    context.fillText(item.dataset.said ?? item.querySelector(".name").textContent, 32, 9, outer - 48);
   });
   return canvas;
 }

@@ -85,8 +85,7 @@ function frame(of) {
     el("figcaption", {}, el("h3", {}, of.title), of.meaning ? el("p", {}, prose(of.meaning)) : null, of.notes),
     plot, el("div", { class: "reading" }, at, " ", all, legend),
     el("div", { class: "foot" }, rows,
-      el("button", { type: "button", onclick: () => save(csvBlob(of.csv()), `${file}.csv`), "aria-label": `CSV of ${of.title}` }, "CSV"),
-      el("button", { type: "button", onclick: () => savePicture(figure, `${file}.png`), "aria-label": `PNG of ${of.title}` }, "PNG")));
+      ...fileButtons(of.title, () => save(csvBlob(of.csv()), `${file}.csv`), () => savePicture(figure, `${file}.png`))));
   update();
   return figure;
 }

@@ -12,7 +12,7 @@ function page() {
     several ? set : null,
     ...data.sections.map((s, i) => charts(s, several, i === 0 ? viewBar() : null)),
     distributions(several),
-    section("spent", "Where time and memory went", spent()),
+    section("spent", "Where time and memory went", data.runs.map((run) => spent(run, several))),
     section("samples", "What was sampled", samplesOf()),
     section("completions", "All recorded completions", completionsSection()),
     several ? null : set,
@@ -141,25 +141,6 @@ function short(name, among) {
   const own = name.replace(/^eval\//, "").replace(/^rewards\/(.*)\/(mean|raw_mean|failed)$/, "$1");
   if (among.length < 2 || name.includes("rewards/")) return own;
   return own.replace(/^(completions|time|idle|sampling)\//, "").replace(/^(mean_)?(.*)$/, (_, mean, rest) => rest.replace(/_/g, " "));
-}
-
-function spent() {
-  return data.runs.map((run) => {
-    const parts = Object.entries(run.seconds).filter(([, value]) => value > 0);
-    const total = parts.reduce((sum, [, value]) => sum + value, 0);
-    if (!total) return el("p", {}, `${run.name}: no time was recorded.`);
-    const bar = el("div", { class: "shares", "aria-hidden": "true" }, parts.map(([name, value], i) => {
-      const piece = el("span", { class: `share c${i % 8}` });
-      piece.style.flexGrow = String(value / total);
-      piece.title = name;
-      return piece;
-    }));
-    const rows = parts.map(([name, value], i) => [el("span", {}, el("span", { class: `box c${i % 8}`, "aria-hidden": "true" }), name), seconds(value), value < total / 1000 ? "< 0.1 %" : `${(100 * value / total).toFixed(1)} %`]);
-    const memory = Object.entries(run.facts).filter(([name]) => name.startsWith("peak")).map(([name, value]) => [name, value, ""]);
-    return el("div", { class: "spent" }, data.runs.length > 1 ? el("h3", {}, run.name) : null, bar,
-      table(`Time by phase${memory.length ? ", and memory" : ""}`, ["phase", "spent", "share"], [...rows, ["all", seconds(total), ""], ...memory]),
-      run.seconds["the rest"] ? el("p", { class: "small" }, "The rest is evaluations, saving and loading.") : null);
-  });
 }
 
 function samplesOf() {
