@@ -73,6 +73,10 @@ def test_the_axis_counts_steps_completions_tokens_or_time(page):
         "tokens": ("2,000 tokens", "300k tokens"),
         "seconds": ("8 s", "20 min 0 s"),
     }
+    label = (
+        "return document.querySelector('input[name=axis][value=seconds]').parentElement.innerText"
+    )
+    assert "Time of the steps (without evaluations and saving)" in page.run(label)
     ticks = "return [...document.querySelectorAll('.plot .tick')].map(t => t.textContent)"
     assert {"0 s", "10 min", "20 min"} < set(page.run(ticks))
     assert page.console() == []

@@ -92,7 +92,7 @@ def test_scripts_and_styles_are_in_a_wheel():
     inside = [
         p.relative_to(package) for p in (package / "addons" / "report").rglob("*.*s") if p.is_file()
     ]
-    assert len(inside) == 12
+    assert len(inside) == 13
     assert all(any(fnmatch(str(path), pattern) for pattern in patterns) for path in inside)
 
 
