@@ -15,7 +15,7 @@ SECTIONS = ["Start", "Understand", "Run big", "Extend", "Evidence"]
 PAGES = sorted(
     [
         *DOCS.rglob("*.md"),
-        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")),
+        *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "SECURITY")),
     ]
 )
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.DOTALL)
