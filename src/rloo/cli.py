@@ -33,11 +33,11 @@ EMBEDDED = EMBEDDED_FILE
 INTERRUPTED = 130
 NAMES = (
     "train", "plan", "eval", "config", "chat", "merge", "check-estimator", "vllm-serve", "report",
-    "doctor", "worker", "launch", "status", "stop",
+    "doctor", "worker", "launch", "status", "stop", "env",
 )  # fmt: skip
 Command = Callable[[list[str], StopSignals], int | None]
 # Commands whose output is their only result.
-SHOWING = ("plan", "eval", "config", "chat", "check-estimator", "doctor", "status")
+SHOWING = ("plan", "eval", "config", "chat", "check-estimator", "doctor", "status", "env")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

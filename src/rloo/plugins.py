@@ -16,6 +16,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
     "commands": {
         "plan": "rloo.addons.planner.plan_command:plan",
         "chat": "rloo.tools.chat_command:chat",
+        "env": "rloo.tools.env_command:env",
         "report": f"{_REPORT}.html.report_command:report",
         "doctor": f"{_REPORT}.doctor.command_line:doctor",
         "launch": "rloo.addons.launch.launch_command:launch",

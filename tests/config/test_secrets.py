@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rloo import RLOOConfig
-from rloo.config.secrets import HIDDEN, hide
+from rloo.config.secrets import HIDDEN, hide, hide_named
 from rloo.config.show import render_resolved
 from rloo.tracking.jsonl import write_json
 
@@ -91,3 +91,9 @@ def test_no_note_of_a_run_has_it(monkeypatch, tmp_path):
     write_json(tmp_path / "summary.json", {"notes": ["connecting with correct horse"], "steps": 3})
     said = json.loads((tmp_path / "summary.json").read_text())
     assert said == {"notes": ["connecting with $PGPASSWORD"], "steps": 3}
+
+
+def test_keys_that_name_a_secret_hide_texts_and_mappings():
+    given = {"a": [{"token": "word", "max_tokens": "9", "eos_token_id": 7}], "API_KEY": {"a": "b"}}
+    hidden = {"a": [{"token": HIDDEN, "max_tokens": "9", "eos_token_id": 7}], "API_KEY": HIDDEN}
+    assert hide_named(given | {"token": "", "name": HF}) == hidden | {"token": "", "name": HIDDEN}

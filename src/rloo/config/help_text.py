@@ -148,6 +148,13 @@ COMMANDS = {
         ("rloo check-estimator examples/estimator.py:length_weighted",),
         takes_options=False,
     ),
+    "env": CommandHelp(
+        "[FOLDER] [--json]",
+        "print versions, processors, GPUs and the environment variables that matter for a bug "
+        "report; with FOLDER also the options of the run with this output_dir; secrets are hidden",
+        ("rloo env", "rloo env runs/gsm8k --json"),
+        takes_options=False,
+    ),
 }
 
 

@@ -30,6 +30,21 @@ def hide(value: Any) -> Any:
     return _hide(value, _known()) if isinstance(value, (str, dict, list, tuple)) else value
 
 
+def hide_named(value: Any) -> Any:
+    """As `hide`, and texts and mappings under a key that names a secret (`token`) are replaced by
+    `(not shown)`. The result cannot be used as options, since `pad_token` is such a key."""
+    if isinstance(value, dict):
+        return {
+            name: HIDDEN
+            if item and isinstance(item, (str, dict)) and _WORDS.search(str(name).upper())
+            else hide_named(item)
+            for name, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [hide_named(item) for item in value]
+    return hide(value)
+
+
 def _hide(value: Any, known: dict[str, str]) -> Any:
     if isinstance(value, dict):
         return {name: _hide(item, known) for name, item in value.items()}

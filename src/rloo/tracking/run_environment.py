@@ -20,12 +20,14 @@ def run_environment() -> dict[str, Any]:
     folder = Path.cwd()
     found: dict[str, Any] = {"host": socket.gethostname()}
     if any((place / ".git").exists() for place in (folder, *folder.parents)):
-        found |= {"git": state} if (state := _git_state(str(folder))) else {}
+        found |= {"git": state} if (state := git_state(str(folder))) else {}
     return found
 
 
 @cache
-def _git_state(folder: str) -> dict[str, Any]:
+def git_state(folder: str) -> dict[str, Any]:
+    """Return `commit` and `changed` of a folder in a git repository (see `run_environment`); empty
+    if git gives no answer."""
     command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch"]
     try:
         done = subprocess.run(
