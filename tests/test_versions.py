@@ -1,14 +1,17 @@
 """The bounds of what is installed are those of what was run (.ci/versions.toml), and a system that
 rloo does not run on is told so."""
 
+import re
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from rloo.config.config import RLOOConfig
@@ -50,9 +53,36 @@ def test_pythons_are_those_of_what_was_run():
     assert PROJECT["requires-python"] == f">={min(tried, key=Version)}"
 
 
-def test_the_constraints_are_what_runs_with_every_change():
+def pins() -> dict[str, str]:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_the_page_of_versions_agrees_with_the_files():
+    page = (ROOT / "docs/platforms.md").read_text()
+    rows = [re.split(r" *\| *", line)[1:-1] for line in page.splitlines() if line[:2] == "| "]
+    table = {row[0]: row[1:] for row in rows if row[1].startswith("`>=")}
+    listed = [*PROJECT["dependencies"], *chain(*PROJECT["optional-dependencies"].values())]
+    bounds = {r.name: r.specifier for r in map(Requirement, listed) if "==" not in str(r)}
+    assert {*table} >= {"Python", "torch", "transformers", "peft", "vllm", "deepspeed", "ray"}
+    own = (ROOT / "tools/peers_env.sh").read_text()
+    for name, (supported, in_ci, earlier) in table.items():
+        tried = [run.get(name.lower()) for run in (*RUNS, *TRIED["server"])]
+        by_hand = [version for version in tried if version]
+        if name == "Python":
+            assert supported == f"`{PROJECT['requires-python']}`"
+        else:
+            assert SpecifierSet(supported.strip("`")) == bounds[name], name
+            assert pins().get(name) == in_ci or re.search(rf"\b{name}\S*=={in_ci}\b", own), name
+        if by_hand:
+            assert {in_ci, *earlier.split(", ")} == set(by_hand), name
+    runs = [row[:3] for row in rows if re.match(r"3\.\d+$", row[0])]
+    named = [[r["python"][:4], r["torch"], r["transformers"]] for r in RUNS]
+    assert [[a, b.split()[0], c] for a, b, c in runs] == named
+
+
+def test_the_constraints_are_what_runs_with_every_change():
+    pinned = pins()
     (ci,) = (run for run in RUNS if run.get("ci"))
     assert (pinned["torch"], pinned["transformers"]) == (ci["torch"], ci["transformers"])
     for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["test"]:
