@@ -1,6 +1,7 @@
 """The files by which others use the repository: citation, issue forms, hooks."""
 
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def test_the_hooks_are_the_checks_of_ci():
 @pytest.mark.docs
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.name)
 def test_files_of_a_fixed_form_have_it(path):
-    command = ["check-jsonschema", "--builtin-schema", f"vendor.{SCHEMAS[path]}", str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "check_jsonschema",
+        "--builtin-schema",
+        f"vendor.{SCHEMAS[path]}",
+        str(path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
