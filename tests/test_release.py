@@ -105,6 +105,7 @@ def test_a_dirty_tree_and_an_existing_tag_are_refused(tmp_path):
 
 
 @pytest.mark.docs  # needs the package build, of the extra project
+@pytest.mark.timeout(900)
 def test_a_clone_is_released_up_to_the_upload(tmp_path):
     clone = tmp_path / "clone"
     for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
