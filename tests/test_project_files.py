@@ -58,3 +58,25 @@ def test_files_of_a_fixed_form_have_it(path):
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_an_image_runs_rloo_not_as_root_with_pinned_libraries(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert 'ENTRYPOINT ["rloo"]' in lines and "USER 1000" in lines
+    installs = [line for line in lines if "pip install" in line and "[$EXTRAS]" in line]
+    assert [line.endswith('".[$EXTRAS]" -c constraints.txt') for line in installs] == [True]
+    copied = {word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]}
+    admitted = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in admitted and copied == {line[1:] for line in admitted if line[:1] == "!"}
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_hadolint_has_no_remark(path):
+    command = [str(Path(sys.executable).with_name("hadolint")), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
