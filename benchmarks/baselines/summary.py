@@ -101,12 +101,14 @@ def summarise(results: Results, task: Task) -> Summary:
         task, {arm: _summarise_arm(results, task, arm) for arm in filter(task.takes, ARMS)}
     )
     whole = {name: arm for name, arm in found.arms.items() if found.is_complete(name)}
-    if not whole:
+    # A bound is no method: it does not move the mark of the methods.
+    methods = {name: arm for name, arm in whole.items() if ARMS[name].family != "bound"}
+    if not methods:
         return found
-    ends = {name: fmean(map(arm.last, arm.runs)) for name, arm in whole.items()}
+    ends = {name: fmean(map(arm.last, arm.runs)) for name, arm in methods.items()}
     found.best = max(ends, key=lambda name: ends[name])
     # All arms start with the same weights and the same noise.
-    first = whole[found.best]
+    first = methods[found.best]
     found.start = fmean(float(run["points"][0]["pass@1"]) for run in first.runs.values())
     found.mark = found.start + MARK * (ends[found.best] - found.start)
     for family in FAMILIES:
