@@ -277,7 +277,7 @@ WRONG = {
     "too_few": ("too_few", "returned a tensor of 4; it must be a tensor of 5 numbers"),
     "a_table": ("a_table", "returned a tensor of 5 x 1; it must be a tensor of 5 numbers"),
     "whole_numbers": ("whole_numbers", "returned numbers of type torch.int64; advantages are"),
-    "not_finite": ("not_finite", "for completion 0; advantages must be finite"),
+    "not_finite": ("not_finite", "for completion 0 of a group of 2 completions; advantages"),
     "attached": ("attached", "returned a tensor with a gradient attached; advantages are constant"),
 }
 

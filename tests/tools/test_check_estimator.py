@@ -175,7 +175,7 @@ def test_the_example_is_exact_in_every_case(capsys):
         (["composed", "--mean_leave1out", "false"], "exact up to a factor: 0.5000 for K = 2"),
         (
             ["{mine}:first_prompt_twice"],
-            "biased: the direction is exact at each prompt, but prompts weigh unlike "
+            "biased: the direction is exact at each prompt, but the prompts have different weights "
             "(scale 1.0000 to 2.0000)",
         ),
     ],

@@ -96,7 +96,11 @@ class LoadedEstimator:
         elif not values.isfinite().all():
             number = int((~values.isfinite()).nonzero()[0])
             what = "completion" if len(values) == size else "token"
-            fault = f"{values[number].item()} for {what} {number}; advantages must be finite"
+            given = "rollout" if self.over_rollout else "group"
+            fault = (
+                f"{values[number].item()} for {what} {number} of a {given} of {size} completions; "
+                "advantages must be finite"
+            )
         if fault is not None:
             raise ValueError(f"{self} returned {fault}")
         return values.to(returns.reward_N)

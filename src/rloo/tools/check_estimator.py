@@ -54,7 +54,7 @@ def report(config: RLOOConfig) -> Iterator[str]:
     given = "the whole rollout" if estimator.over_rollout else "one group at a time"
     yield f"{estimator}, given {given}"
     yield "Every rollout of two small prompts; loss: mean over completions, at the first update."
-    yield "Scale and cosine: expected gradient beside the exact one of E[reward] - beta KL."
+    yield "Scale and cosine: expected gradient compared with the exact one of E[reward] - beta KL."
     yield "Variance: over the squared scale; last column: leave-one-out's, with k1."
     yield ""
     yield "rewards  beta  K  prompt    scale   cosine   variance  leave-one-out"
@@ -66,7 +66,8 @@ def report(config: RLOOConfig) -> Iterator[str]:
         cases.append(case)
         about = f"{case.rewards:7}  {case.beta:<4g}  {case.size}  {case.prompt:<6}"
         found = case.found
-        figures = f"{found.scale:7.4f}  {found.cosine:7.4f}  {found.variance:9.4f}"
+        scale = f"{found.scale:7.4f}" if abs(found.scale) < 100 else f"{found.scale:7.5g}"
+        figures = f"{scale}  {found.cosine:7.4f}  {found.variance:9.4f}"
         yield f"{about}  {figures}  {case.usual.variance:13.4f}"
     yield ""
     yield verdict(cases)
@@ -213,7 +214,10 @@ def verdict(cases: list[EstimatorComparison]) -> str:
         if all(abs(case.found.scale - by_size[case.size]) < EXACT for case in cases):
             factors = ", ".join(f"{scale:.4f} for K = {size}" for size, scale in by_size.items())
             return f"exact up to a factor: {factors}"
-        return f"biased: the direction is exact at each prompt, but prompts weigh unlike ({spread})"
+        return (
+            "biased: the direction is exact at each prompt, but the prompts have different weights "
+            f"({spread})"
+        )
     return f"biased: cosine down to {least:.4f}, {spread}"
 
 

@@ -1,13 +1,16 @@
 """What a run is launched on: how it is told, and what of it cannot be."""
 
 import subprocess
+from dataclasses import fields
 
 import pytest
 
 from rloo.addons.launch.cluster import Cluster, read_cluster
 from rloo.addons.launch.roles import make_job
 from rloo.cli import main
+from rloo.config.compat.aliases import LAUNCH_OPTIONS, LAUNCH_PREFIXES
 from rloo.config.fields import ConfigErrors
+from rloo.config.parsing import parse_command_line
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
 
@@ -43,6 +46,23 @@ def test_options_of_the_cluster_are_told_from_the_runs(tmp_path):
 def test_areals_allocations_are_read(said, trainers, engines):
     cluster, *_ = read_cluster(["allocation_mode=" + said])
     assert (cluster.trainers, cluster.engine_gpus) == (trainers, engines)
+
+
+def test_options_of_launch_in_a_recipe_are_refused_with_their_place(tmp_path):
+    names = {f.name for f in fields(Cluster)}
+    unprefixed = {name for name in names if name.split("_")[0] not in LAUNCH_PREFIXES}
+    assert unprefixed - {"threads"} == LAUNCH_OPTIONS - {"cluster", "allocation_mode", "dry_run"}
+    file = tmp_path / "run.yaml"
+    file.write_text("seed: 1\nnodes: 2\nslurm: {partition: gpu}\nthreads: 2\n")
+    with pytest.raises(ConfigErrors) as caught:
+        parse_command_line([str(file), "--engine_gpus", "8"])
+    place = "; it belongs to `rloo launch`: on its command line, or in the file of --cluster"
+    assert [fault.removeprefix(f"{file}, ") for fault in caught.value.faults] == [
+        f"unknown option --engine_gpus{place}",
+        f"line 2: unknown option nodes{place}",
+        f"line 3: unknown option slurm.partition{place}",
+        "line 4: unknown option threads; did you mean num_threads?",
+    ]
 
 
 def test_every_fault_is_named_at_once(tmp_path):

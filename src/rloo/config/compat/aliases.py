@@ -131,10 +131,23 @@ def our_name(name: str) -> str:
     return ALIASES[name][0] if name in ALIASES else name
 
 
+# Options of `rloo launch` that a recipe cannot contain. The options of Slurm and Ray have a prefix.
+# `threads` is left out: in a recipe `num_threads` is meant.
+LAUNCH_OPTIONS = frozenset({
+    "backend", "nodes", "gpus_per_node", "trainer_gpus", "engine_gpus", "scorers", "port", "setup",
+    "cluster", "allocation_mode", "dry_run",
+})  # fmt: skip
+LAUNCH_PREFIXES = ("slurm", "ray")
+
+
 def suggest_option(name: str, known: Iterable[str]) -> str:
     """The hint of `suggest`. If `name` is a common short name (`lr`), the hint names the option
-    that it stands for."""
-    return f"; did you mean {SHORT[name]}?" if name in SHORT else suggest(name, known)
+    that it stands for. If `rloo launch` has an option `name`, the hint says where to give it."""
+    if name in SHORT:
+        return f"; did you mean {SHORT[name]}?"
+    if name in LAUNCH_OPTIONS or re.split(r"[._]", name)[0] in LAUNCH_PREFIXES:
+        return "; it belongs to `rloo launch`: on its command line, or in the file of --cluster"
+    return suggest(name, known)
 
 
 # Options of TRL's GRPOTrainer; options that explicitly choose an objective.
