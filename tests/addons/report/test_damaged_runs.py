@@ -9,8 +9,11 @@ from rloo import cli
 from rloo.addons.launch.run_status import status
 from rloo.addons.report.doctor import doctor_command as doctor
 from rloo.addons.report.html import document
+from rloo.trainer.heartbeat import MEMBERS
 from support.damaged_runs import damaged_run
 from support.run_folders import make_run
+
+RESUME = "resume it: the command of the run, with --resume_from_checkpoint auto"
 
 
 def everything_said(folder):
@@ -36,6 +39,15 @@ def test_a_null_in_the_last_row_is_left_out_by_all(tmp_path):
     assert "reward 0.6" in said["status"][1] and "nan" not in said["status"][1]
 
 
+def test_the_status_of_a_dead_run_has_the_planned_steps_and_the_way_to_resume(tmp_path):
+    folder = make_run(tmp_path / "run", steps=12, ended=False)
+    (folder / MEMBERS).write_text(json.dumps({"max_steps": 40}))
+    said = list(status(folder))
+    assert said[0].endswith(": has died, step 12 of 40")
+    assert said[1].startswith("step 12/40  reward") and "left" not in said[1]
+    assert said[2:] == [RESUME]
+
+
 def test_a_row_without_a_step_is_told_with_its_file(tmp_path):
     folder = make_run(tmp_path / "run", steps=12)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -53,6 +65,7 @@ def test_a_torn_summary_is_told_with_its_file(content, tmp_path):
     (folder / "summary.json").write_text(content)
     said = everything_said(folder)
     assert said["status"][0] == f"{folder}: has died, step 12"
+    assert said["status"][2] == RESUME
     assert said["doctor"][0] == "Died after 12 of 0 steps."
     fault = f"note: {folder / 'summary.json'} is torn or no mapping, and left out"
     assert notes(said["status"]) == notes(said["doctor"]) == [fault] * bool(content)

@@ -44,8 +44,13 @@ def status(folder: Path) -> Iterator[str]:
     yield f"{folder}: {'is going on' if going_on else state}, step {found.steps}{of}"
     if rows:
         scored = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
-        last = max(most or 0, found.steps) if going_on else found.steps
-        yield progress_line(found.steps, last, scored=scored, recent=rows[-_RECENT:]).line()
+        planned = max(most or 0, found.steps)
+        last = planned if going_on else found.steps
+        shown = progress_line(found.steps, last, scored=scored, recent=rows[-_RECENT:])
+        shown.progress[0] = f"step {found.steps}/{planned}"
+        yield shown.line()
+    if found.status == NOT_ENDED and not going_on:
+        yield "resume it: the command of the run, with --resume_from_checkpoint auto"
     for member in [*members.get("ranks", []), *members.get("workers", [])] if going_on else []:
         number = f" {member['number']}" if "number" in member else ""
         yield f"up: {member['role']}{number} on {member['host']}, process {member['pid']}"
