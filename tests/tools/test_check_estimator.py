@@ -185,6 +185,15 @@ def test_the_verdict(mine, capsys, pairs, arguments, expected):
     assert expected in check(capsys, *given)[-1]
 
 
+def test_a_large_scale_stays_in_its_column(tmp_path, capsys, pairs):
+    path = tmp_path / "large.py"
+    path.write_text(
+        "def large(returns):\n    return 1e5 * (returns.return_N - returns.return_N.flip(0))"
+    )
+    rows = [row for row in check(capsys, f"{path}:large") if row.startswith(("rewards", "binary"))]
+    assert len({len(row) for row in rows}) == 1 and "  1e+05   1.0000" in rows[1]
+
+
 def test_with_weighted_prompts_all_draws_are_enumerated():
     estimator = load_estimator(RLOOConfig(estimator="rloo"))
     found = measure(estimator, [bandit_of(0)], 2, 0.3) + measure(estimator, [bandit_of(2)], 2, 0.3)
