@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -60,6 +60,25 @@ def letters(texts):
 
 
 # Reading
+
+
+def test_a_part_of_a_split_is_read_as_from_the_hub(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": str(n)}) + "\n" for n in range(10)))
+    rows = load_rows(file)
+    for spec in (file, rows, DatasetDict({"train": rows})):
+        assert load_rows(spec, split="train[:80%]")["prompt"][:] == list("01234567")
+        assert load_rows(spec, split="train[80%:]")["prompt"][:] == list("89")
+        assert load_rows(spec, split="train[-3:-1]")["prompt"][:] == list("78")
+        with pytest.raises(ValueError, match=r"no part 'train\[a:\]'.*written 'train\[:90%\]'"):
+            load_rows(spec, split="train[a:]")
+        with pytest.raises(ValueError, match="no split 'test'"):
+            load_rows(spec, split="test[:2]")
+        with pytest.raises(ValueError, match="0 rows"):
+            load_rows(spec, split="train[:1%]")
+    stream = IterableDatasetDict({"train": rows.to_iterable_dataset()})
+    with pytest.raises(ValueError, match="a stream has no parts"):
+        load_rows(stream, split="train[:80%]")
 
 
 def test_every_file_format_gives_the_same_rows(tmp_path):

@@ -44,7 +44,8 @@ def load_rows(
     `spec` is a `Dataset` or `IterableDataset`, a dict of splits, a .jsonl, .json, .parquet or .csv
     file, a folder of such files, a folder written by `save_to_disk`, or a hub id. `split` selects
     one of several splits. In a folder it selects files by name: `train.jsonl`,
-    `train-00000-of-00002.parquet` and so on. A dataset without splits counts as "train".
+    `train-00000-of-00002.parquet` and so on. A dataset without splits counts as "train". `split`
+    may also be a part of a split in datasets' notation: `train[:90%]`, `train[-20:]`.
     `config_name` applies to hub datasets only. A transform (`set_transform`) is applied once to
     each row. Raises ValueError for a dataset without rows, and for anything that cannot be read, if
     possible with file and line.
@@ -52,7 +53,7 @@ def load_rows(
     if isinstance(spec, IterableDataset):
         return spec
     if isinstance(spec, (Mapping, Dataset)):
-        rows = _choose_split(spec, split, "given")
+        rows = _part(_choose_split(spec, _split_of(split), "given"), split, "given")
     elif isinstance(spec, (str, Path)):
         rows = _load_by_name(str(spec), split, config_name)
     else:
@@ -95,6 +96,10 @@ def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
             f"dataset {name} is on this disk and has no configurations; a configuration name "
             f"({config_name}) chooses within a hub dataset (dataset_config)"
         )
+    return _part(_load_from_disk(path, name, _split_of(split)), split, name)
+
+
+def _load_from_disk(path: Path, name: str, split: str) -> Any:
     if not path.is_dir():
         if split not in ("train", _first_word(path)):
             raise ValueError(_no_split(name, split))
@@ -104,6 +109,30 @@ def _load_by_name(name: str, split: str, config_name: str | None) -> Dataset:
             saved = datasets.load_from_disk(path)
         return _choose_split(saved, split, name)
     return datasets.concatenate_datasets([_read_file(f) for f in _files_of_split(path, split)])
+
+
+def _split_of(split: str) -> str:
+    return split.partition("[")[0]
+
+
+def _part(rows: Any, split: str, name: str) -> Any:
+    """The part of `rows` that `split` names (`train[:90%]`), as `load_dataset` selects it from a
+    hub dataset."""
+    if split == _split_of(split):
+        return rows
+    if not isinstance(rows, Dataset):
+        raise ValueError(
+            f"split {split!r} is a part of a stream; a stream has no parts (dataset_split, "
+            "eval_split)"
+        )
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute({_split_of(split): len(rows)})
+    except (AssertionError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"dataset {name} has no part {split!r}: {one_line(error)}. A part of a split is "
+            "written 'train[:90%]' or 'train[100:]' (dataset_split, eval_split)"
+        ) from error
+    return rows.select([row for part in parts for row in range(part.from_, part.to)])
 
 
 def _load_from_hub(name: str, split: str, config_name: str | None) -> Dataset:

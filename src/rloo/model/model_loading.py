@@ -73,7 +73,10 @@ def obtain_model(
     elif model is None or isinstance(model, str):
         args = args.with_values(model=model or args.model)
         if args.model is None:
-            raise ValueError("no model is named; name a hub id or a folder (model)")
+            raise ValueError(
+                "no model is named; name a hub id, a folder, or countdown, the embedded model "
+                "(model)"
+            )
         loaded, processing_class = load_model(
             args, processing_class, device=device, quantization_config=quantization_config
         )

@@ -194,7 +194,8 @@ def check_evaluation(owner: Any, sets: Sets, *, trains: bool) -> list[str]:
     if evaluates and not sets:
         raise ValueError(
             "evaluation is asked for (eval_on_start, eval_strategy) and there is nothing to "
-            "evaluate on (eval_dataset, eval_split)"
+            "evaluate on; name a held-out file (eval_dataset), or a split of the dataset, such as "
+            "train[90%:] with dataset_split train[:90%] (eval_split)"
         )
     metric = (args.metric_for_best_model or "").removeprefix("eval_")
     names = [name for name in sets if name]

@@ -144,7 +144,9 @@ def check_model(name: str | None, how: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError if `name` is neither a folder with a model nor available from the hub. `how`
     are the arguments for transformers' `from_pretrained`."""
     if name is None:
-        raise ValueError("no model is named; name a hub id or a folder (model)")
+        raise ValueError(
+            "no model is named; name a hub id, a folder, or countdown, the embedded model (model)"
+        )
     path = Path(name).expanduser()
     if name == EMBEDDED:
         return
