@@ -39,9 +39,11 @@ def with_prompts(rows: Dataset, template: str | list[Message] | None) -> Dataset
     columns = rows.column_names
     if template is None:
         if "prompt" not in columns:
+            example = example_template(columns)
             raise ValueError(
                 f"the dataset has no column 'prompt'; its columns are {', '.join(columns)}. Name "
-                f"the ones that make the prompt: prompt_template: '{example_template(columns)}'"
+                f"the ones that make the prompt: prompt_template: '{example}'; for a chat model "
+                f"messages: '[{{role: user, content: \"{example}\"}}]'"
             )
         return rows
     if isinstance(template, list):

@@ -394,6 +394,20 @@ def test_what_was_found_before_the_first_step_stays_found(tmp_path):
     assert [found.name for found in findings_of(folder)] == ["held_out_trained"]
 
 
+def test_the_command_of_an_alarm_names_the_configuration_of_the_folder(tmp_path):
+    folder = write(tmp_path / "a", rows(**{"completions/clipped_ratio": 0.4}))
+    named = {"model": "m", "dataset": "d", "reward": ["r"], "prompt_template": "{question}"}
+    (folder / "config.yaml").write_text(json.dumps(named))
+    plain = {"chat_template": "unused", "prompt": "2 + 2"}
+    cut = rows(**{"completions/clipped_ratio": 0.4})
+    alarm = next(f for f in diagnose(RecordedRun(cut, facts=plain)) if f.name == "chat_template")
+    assert alarm.command.startswith("RLOOConfig(")
+    row = {"step": 0, "finding": asdict(alarm)}
+    (folder / "alarms.jsonl").write_text(json.dumps(row) + "\n")
+    (command,) = [found.command for found in findings_of(folder) if found.name == alarm.name]
+    assert command.startswith(f"rloo train {folder / 'config.yaml'} --prompt_template ")
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no metrics.jsonl: no run has made a step there"):
         read_run(tmp_path)

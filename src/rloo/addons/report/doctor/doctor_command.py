@@ -81,8 +81,14 @@ def _run_in(found: RunFolder) -> RecordedRun:
 
 
 def _findings_in(found: RunFolder, run: RecordedRun) -> list[Finding]:
-    told = [(row["step"], Finding(**row["finding"])) for row in found.alarms]
+    told = [(row["step"], _of_folder(Finding(**row["finding"]), run)) for row in found.alarms]
     return diagnose(run, told=told)
+
+
+def _of_folder(alarm: Finding, run: RecordedRun) -> Finding:
+    """The finding of an alarm with the command for the folder. During the run there was no
+    configuration file that a command could name."""
+    return replace(alarm, command=run.command(alarm.options)) if alarm.options else alarm
 
 
 def report(folder: Path) -> Iterator[str]:
