@@ -95,7 +95,9 @@ def test_turns_are_never_filled_in_as_python_writes_them(value):
 
 def test_a_template_is_shown_that_has_the_whole_question():
     rows = Dataset.from_dict({"instruction": ["w1"], "input": ["w2"], "output": ["w4"]})
-    with pytest.raises(ValueError, match=r"prompt_template: '\{instruction\} \{input\}'$"):
+    text = r"\{instruction\} \{input\}"
+    forms = rf"prompt_template: '{text}'; .* '\[\{{role: user, content: \"{text}\"\}}\]'$"
+    with pytest.raises(ValueError, match=forms):
         with_prompts(rows, None)
 
 
