@@ -40,15 +40,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _small_and_quiet():
-    """vLLM's own variables: a small cache, nothing sent home, as many threads as are of use."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "VLLM_CPU_KVCACHE_SPACE"):
-            patch.setenv(name, "1")
-        yield
-
-
 def given(folder, *arguments):
     """The options of a command line."""
     values = {
