@@ -164,7 +164,8 @@ class Recorder(TrainerCallback):
 def _train_with_trl(task: Task, cell: Cell, *, model: str, work: Path) -> dict[str, Any]:
     """Train with TRL in a process of its environment. Raises RuntimeError with the end of its
     output if it fails."""
-    given = {"cell": asdict(cell), "model": model, "work": str(work), "rows": task.rows("train")}
+    rows = task.training_rows(cell.arm)
+    given = {"cell": asdict(cell), "model": model, "work": str(work), "rows": rows}
     done = subprocess.run(
         [trl_python(), "-m", "benchmarks.baselines.trl_training"],
         cwd=ROOT,
