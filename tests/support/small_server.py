@@ -19,7 +19,11 @@ if __name__ == "__main__":
     if "--fail" in sys.argv:
         print("no such device")
         sys.exit("the engine cannot start")
-    worker = subprocess.Popen(["sleep", "1000"])
+    command = ["sleep", "1000"]
+    if "--worker-extension-cls" in sys.argv:
+        extension = sys.argv[sys.argv.index("--worker-extension-cls") + 1].split(".")[0]
+        command = [sys.executable, "-c", f"import time, {extension}; time.sleep(1000)"]
+    worker = subprocess.Popen(command)
     print(f"worker {worker.pid}", flush=True)
     port = int(sys.argv[sys.argv.index("--port") + 1])
     HTTPServer(("127.0.0.1", port), Handler).serve_forever()

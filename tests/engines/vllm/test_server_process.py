@@ -128,3 +128,19 @@ def test_a_server_ends_when_we_are_killed(tmp_path):
     ours.wait()
     ours.stdout.close()
     assert gone(pids)
+
+
+@pytest.mark.slow  # a process that imports torch
+def test_workers_end_when_guard_and_server_are_killed(tmp_path):
+    """All processes but the worker are killed, as by a program that frees memory."""
+    server = LocalServer(ServerConfig("m", executable=PROGRAM).guarded(), tmp_path / "log")
+    server.start()
+    asyncio.run(ready(server))
+    worker = int(server.log.read_text().split("worker ")[1].split()[0])
+    for pid in tree(server._process.pid):
+        if pid != worker:
+            os.kill(pid, signal.SIGKILL)
+    while server.is_alive():  # until the guard was waited for
+        time.sleep(0.01)
+    assert gone([worker])
+    server.stop()

@@ -167,7 +167,7 @@ def settings_of(
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     separate = on_gpu and has_separate_gpus(config)
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps, separate=separate)
-    extended = config.rollout_engine == "vllm" and rank is None
+    extended = config.rollout_engine == "vllm"
     serving = replace(serving, transfers=transfers and reason is None, extended=extended)
     if config.rollout_engine == "vllm" and on_gpu:
         _require_room(policy, serving, devices, gpus)

@@ -59,9 +59,8 @@ async def examine(
         sequences = int(config["scheduler_config"]["max_num_seqs"])
         limit = int(model["max_model_len"])
         extension = (config.get("parallel_config") or {}).get("worker_extension_cls")
-        facts = ServerInfo(
-            limit, dtype, sequences, route, TRANSFER_ROUTE in paths, extension == EXTENSION
-        )
+        extended = extension == EXTENSION and not lora
+        facts = ServerInfo(limit, dtype, sequences, route, TRANSFER_ROUTE in paths, extended)
         on_cpu = config["device_config"]["device"] == "cpu"
         untied = (model.get("hf_overrides") or {}).get("tie_word_embeddings") is False
         mode = str(model["logprobs_mode"])

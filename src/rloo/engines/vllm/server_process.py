@@ -20,7 +20,7 @@ from rloo.config.optional_packages import install
 from rloo.config.vllm_options import served_rank
 from rloo.distributed.child_process import ChildProcess, last_lines
 from rloo.engines.vllm.client import ServerError, VLLMClient
-from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
+from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION, GUARDED
 
 # vLLM has routes for weights, pauses, sleep and adapters only with these variables.
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -47,7 +47,8 @@ class ServerConfig:
     of the adapters that the server will load (None: no adapters). With `tied`, the model has tied
     embeddings, which the server must untie (on a CPU). With `tells`, answers must name the weights
     that sampled each token. With `transfers`, weights are sent over NCCL. `arguments` are further
-    arguments of vLLM. An `extended` server can load deltas; start it with `guarded_environment`."""
+    arguments of vLLM. An `extended` server has the worker extension; start it with
+    `guarded_environment`."""
 
     model: str
     dtype: str = "float32"
@@ -111,7 +112,7 @@ class ServerConfig:
         guard disables routes that no run uses. With VLLM_API_KEY, all routes except health checks
         require that key."""
         arguments = ("--middleware", "rloo_guard.RouteGuard", *self.arguments)
-        return replace(self, arguments=arguments, extended=self.lora_rank is None)
+        return replace(self, arguments=arguments, extended=True)
 
 
 @dataclass(slots=True)
@@ -133,14 +134,15 @@ class LocalServer:
         self.serving.require_program()
         port = free_port("127.0.0.1")
         serving = self.serving if model is None else replace(self.serving, model=model)
-        environment = {**os.environ, **guarded_environment()}
+        environment = {**os.environ, **guarded_environment(), GUARDED: "1"}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
         # A launcher's variables for our processes are wrong for the server's processes.
         environment = {n: v for n, v in environment.items() if not n.startswith(OURS)}
         # The server's parent is a guard process, because the thread that starts a server may end
         # before the server. The guard stops the server when this process ends for any reason, so
-        # that no server remains and occupies device memory.
+        # that no server remains and occupies device memory. If the guard is killed as well, the
+        # server's workers notice it (GUARDED).
         command = serving.command("127.0.0.1", port)
         self._process = ChildProcess(command, "guard", environment=environment, log=self.log)
         self.url = f"http://127.0.0.1:{port}"

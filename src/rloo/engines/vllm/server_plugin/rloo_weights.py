@@ -20,8 +20,9 @@ MANIFEST, INDEX = "manifest.json", "model.safetensors.index.json"
 CHANGES, COUNTS = "changes:", "counts:"
 # The number of values of which a place has 16 bits.
 PLACES = 1 << 16
-# The worker extension of a server that can load deltas, and the method that servers call.
-EXTENSION, METHOD = "rloo_weights.VersionLoader", "load_version"
+# The worker extension of servers, the method that it adds, and the environment variable of servers
+# that end when their guard process is gone.
+EXTENSION, METHOD, GUARDED = "rloo_worker.WorkerExtension", "load_version", "RLOO_SERVER_GUARDED"
 # The digest's factors within a block of words, and its factor from block to block.
 DIGEST_FACTORS = np.random.PCG64(0).random_raw(1 << 15) | np.uint64(1)
 DIGEST_STEP = 0x9E3779B97F4A7C15
@@ -148,7 +149,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 class VersionLoader:
-    """Extends vLLM's worker (`--worker-extension-cls`)."""
+    """The part of the worker extension that loads weights."""
 
     def load_version(self, folder: str) -> None:
         """Load the version in `folder`. Raises WrongDigestError if the digest is wrong, and the
