@@ -66,6 +66,21 @@ def test_arguments_have_the_order_and_names_of_trl_and_reward_model_is_another_n
         make_trainer(transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True))
 
 
+@pytest.mark.parametrize("lacking", ["train_dataset", "eval_dataset"])
+def test_columns_are_checked_before_the_model_is_loaded(tmp_path, lacking):
+    def matches(completions, answer, **_):
+        return [float(a == c) for a, c in zip(answer, completions, strict=True)]
+
+    full = Dataset.from_dict({"prompt": ["w1"], "answer": ["w2"]})
+    rows = {"train_dataset": full, "eval_dataset": full, lacking: HELD_OUT}
+    with pytest.raises(ValueError, match="requires the parameter 'answer'"):
+        RLOOTrainer(str(tmp_path / "missing"), matches, make_config(tmp_path), **rows)
+    with pytest.raises((ValueError, OSError), match="missing"):
+        RLOOTrainer(
+            str(tmp_path / "missing"), matches, make_config(tmp_path), full, eval_dataset=full
+        )
+
+
 def test_without_options_the_folder_has_the_models_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_model("qwen3").save_pretrained("some/tiny")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -50,8 +50,11 @@ from rloo.types import Engine, Prompt, Sampling
 
 # A prompt of at most this many characters is always tokenised, which takes at most a second.
 LONG_TEXT = 1_000_000
+_UNNAMED_SET = "the evaluation set"
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
+# Rows with prompts and with the columns that rewards need, and notes about their conversion.
+PublishedRows: TypeAlias = tuple[Dataset | IterableDataset, list[str]]
 
 # A function, a reward model's module, an object with get_rewards, or the spec of such a reward.
 RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
@@ -104,25 +107,31 @@ def _source_of(spec: Any, function: Any) -> Any:
     return spec if named else None
 
 
+def read_rows(spec: Rows | None, split: str, args: RLOOConfig, rewards: RewardSet) -> PublishedRows:
+    """Load the rows of a dataset, and convert them from a published format (`as_published`). A
+    stream is converted when it is read. Raises ValueError if a column that a reward needs is
+    missing."""
+    rows = load_given(spec, split, args)
+    return (rows, []) if isinstance(rows, IterableDataset) else as_published(rows, args, rewards)
+
+
 def make_source(
-    spec: Rows | None,
-    split: str,
+    published: PublishedRows,
     *,
     tokenizer: PreTrainedTokenizerBase,
     rewards: RewardSet,
     args: RLOOConfig,
     limit: PromptLengthLimit,
 ) -> Prompts:
-    """The tokenised prompts of a dataset. Raises ValueError for rows that cannot be prompts, for
-    prompts beyond the `limit` (see `prompt_limit`), and if a column that a reward needs is missing.
-    """
-    rows = load_given(spec, split, args)
+    """The tokenised prompts of the rows that `read_rows` returned. Raises ValueError for rows that
+    cannot be prompts, for prompts beyond the `limit` (see `prompt_limit`), and if a column that a
+    reward needs is missing in a stream."""
+    rows, notes = published
     options = args.chat_template_kwargs or {}
     characters = max(LONG_TEXT, limit.max_tokens * longest_token(tokenizer))
     encode = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs=options)
 
-    def source_of(rows: Dataset, seed: int) -> PromptDataset:
-        rows, notes = as_published(rows, args, rewards)
+    def source_of(rows: Dataset, seed: int, notes: Sequence[str] = ()) -> PromptDataset:
         check_dataset(rewards, rows, tokenizer)
         source = PromptDataset(
             rows,
@@ -132,17 +141,22 @@ def make_source(
             limit=replace(limit, may_be_empty=streaming, max_characters=characters),
             images=image_reader(rows, tokenizer, chat_template_kwargs=options),
         )
-        source.notes = notes + note_of_special_tokens(rows[:1]["prompt"], tokenizer)
+        source.notes = [*notes, *note_of_special_tokens(rows[:1]["prompt"], tokenizer)]
         return source
+
+    def source_of_block(rows: Dataset, seed: int) -> PromptDataset:
+        rows, notes = as_published(rows, args, rewards)
+        return source_of(rows, seed, notes)
 
     streaming = isinstance(rows, IterableDataset)
     seed = args.seed if args.data_seed is None else args.data_seed
-    return IterablePromptDataset(rows, source_of, seed=seed) if streaming else source_of(rows, seed)
+    if streaming:
+        return IterablePromptDataset(rows, source_of_block, seed=seed)
+    return source_of(rows, seed, notes)
 
 
 def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
-    """Convert `rows` from a published format. Return the rows with prompts and with the columns
-    that rewards need, and notes about the conversion."""
+    """Convert `rows` from a published format (`PublishedRows`)."""
     found, of_prompts = with_conversation(rows, args.prompt_template)
     found = found if found is not rows else with_prompts(rows, args.prompt_template)
     found, of_references = with_reference(found, args.reference, rewards.reads)
@@ -188,23 +202,40 @@ def eval_sets(given: RowSets | None, args: RLOOConfig) -> dict[str, Rows]:
     return named
 
 
-def prompts_of_sets(
-    given: RowSets | None, args: RLOOConfig, read: Callable[[Rows, str], Prompts]
-) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """The prompts of all evaluation sets by name, and notes about the prompts. `read(rows, split)`
-    returns the prompts of one set."""
-    prompts, notes = {}, []
+def read_eval_rows(
+    given: RowSets | None, args: RLOOConfig, read: Callable[[Rows, str], PublishedRows]
+) -> dict[str, PublishedRows]:
+    """The rows of all evaluation sets by name. `read(rows, split)` returns those of one set."""
+    found = {}
     for name, rows in eval_sets(given, args).items():
         split = args.eval_split if isinstance(rows, str) else None
-        where = name or "the evaluation set"
-        try:
-            source = read(rows, split or "train")
-        except ValueError as error:
-            raise ValueError(f"in {where}: {error}") from error
-        notes += length_notes(source, where)
+        with _naming(name):
+            found[name] = read(rows, split or "train")
+    return found
+
+
+def prompts_of_sets(
+    sets: Mapping[str, PublishedRows], args: RLOOConfig, make: Callable[[PublishedRows], Prompts]
+) -> tuple[dict[str, list[Prompt]], list[str]]:
+    """The prompts of all evaluation sets by name, and notes about the prompts. `make(rows)` returns
+    the prompts of one set."""
+    prompts, notes = {}, []
+    for name, rows in sets.items():
+        with _naming(name):
+            source = make(rows)
+        notes += length_notes(source, name or _UNNAMED_SET)
         assert isinstance(source, PromptDataset)  # `eval_sets` has converted streams to tables
         prompts[name] = source.all_prompts(args.eval_size)
     return prompts, notes
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors name the evaluation set."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"in {name or _UNNAMED_SET}: {error}") from error
 
 
 def prompt_limit(

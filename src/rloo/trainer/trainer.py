@@ -39,7 +39,7 @@ from rloo.tracking.model_card import write_card
 from rloo.tracking.monitor import Monitor
 from rloo.tracking.profiler import PhaseTimer
 from rloo.trainer import build, restart, trl_attributes, trl_overrides
-from rloo.trainer.build import RewardFunction, Rows, RowSets, Tokenizers
+from rloo.trainer.build import PublishedRows, RewardFunction, Rows, RowSets, Tokenizers
 from rloo.trainer.checkpoint import find_checkpoint
 from rloo.trainer.cpu_settings import keep_freed_memory
 from rloo.trainer.eval_rewards import EvalRewards
@@ -160,6 +160,10 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
                 self.rewards, reward_processing_classes
             )
             self.judging = EvalRewards.of(eval_reward_funcs, self.args, self.rewards, self.world)
+            rows = self.args.dataset if train_dataset is None else train_dataset
+            self.train_dataset = self.turns.dataset(rows, self.args, self.batches)
+            self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
+            published = self._read_rows()  # before the model: wrong columns are found in seconds
             self.model, self.processing_class, self.args = obtain_model(
                 model,
                 processing_class,
@@ -168,10 +172,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
                 quantization_config=quantization_config,
                 peft_config=peft_config,
             )
-            rows = self.args.dataset if train_dataset is None else train_dataset
-            self.train_dataset = self.turns.dataset(rows, self.args, self.batches)
-            self.eval_dataset = self.args.eval_dataset if eval_dataset is None else eval_dataset
-            self._load_prompts()
+            self._load_prompts(*published)
             self._set_up(optimizers, [*loggers, *(callbacks or [])])
             self.events.send("on_init_end")
 
@@ -223,7 +224,8 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         if isinstance(eval_dataset, str) and eval_dataset in sets:
             sets = {eval_dataset: sets[eval_dataset]}
         elif eval_dataset is not None:
-            sets = self._prompts_of_sets(eval_dataset)
+            rows = build.read_eval_rows(eval_dataset, self.args, self._rows_of)
+            sets = self._prompts_of_sets(rows)
         if not sets:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
         with self.world.reporting_failure():
@@ -309,12 +311,23 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
 
     # -- setting up ------------------------------------------------------------------------------
 
-    def _load_prompts(self) -> None:
+    def _read_rows(self) -> tuple[PublishedRows | None, dict[str, PublishedRows]]:
+        trains, given = self.train_dataset is not None, self.eval_dataset
+        if given is None and self.args.eval_split is not None:
+            given = self.train_dataset
+        training = self._rows_of(self.train_dataset, self.args.dataset_split) if trains else None
+        return training, build.read_eval_rows(given, self.args, self._rows_of)
+
+    def _rows_of(self, rows: Rows, split: str) -> PublishedRows:
+        return build.read_rows(self.turns.rows(rows, self.args), split, self.args, self.rewards)
+
+    def _load_prompts(
+        self, training: PublishedRows | None, evaluation: Mapping[str, PublishedRows]
+    ) -> None:
         self._notes: list[str] = remarks(self.args)
         self._source: Prompts | None = None
-        trains = self.train_dataset is not None
-        if trains:
-            source = self._prompts(self.train_dataset, self.args.dataset_split)
+        if trains := training is not None:
+            source = self._prompts(training)
             arranged = build.arrange(source, self.args)
             check_pilot(self.args, self.rewards, self.turns)
             self._source = with_prompt_sampling(arranged, self.args, self.batches)
@@ -323,10 +336,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
                 self.args = trl_attributes.with_stream(self.args)
             where = "the stream's first rows" if stream else "training"
             self._notes += build.length_notes(self._source, where)
-        given = self.eval_dataset
-        if given is None and self.args.eval_split is not None:
-            given = self.train_dataset
-        self._eval_prompts = self._prompts_of_sets(given)
+        self._eval_prompts = self._prompts_of_sets(evaluation)
         if not trains and not self._eval_prompts:
             raise ValueError(
                 "there is no dataset: `train_dataset` is required, or an eval_dataset to evaluate "
@@ -402,10 +412,9 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self._make_monitor()
         return resume
 
-    def _prompts(self, rows: Rows, split: str, *, evaluation: bool = False) -> Prompts:
+    def _prompts(self, rows: PublishedRows, *, evaluation: bool = False) -> Prompts:
         source = build.make_source(
-            self.turns.rows(rows, self.args),
-            split,
+            rows,
             tokenizer=self.processing_class,
             rewards=self.rewards,
             args=self.turns.shown(self.args),
@@ -413,9 +422,9 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         )
         return self.turns.checked(source)
 
-    def _prompts_of_sets(self, given: RowSets | None) -> dict[str, list[Prompt]]:
-        read = partial(self._prompts, evaluation=True)
-        sets, notes = build.prompts_of_sets(given, self.args, read)
+    def _prompts_of_sets(self, rows: Mapping[str, PublishedRows]) -> dict[str, list[Prompt]]:
+        make = partial(self._prompts, evaluation=True)
+        sets, notes = build.prompts_of_sets(rows, self.args, make)
         self._notes += notes
         for prompts in sets.values():
             self.judging.check(prompts)
