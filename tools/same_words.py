@@ -17,7 +17,7 @@ import yaml
 # Keys of JSON whose presence is compared, without their values: metrics of time and memory, and the
 # identity of the process.
 VALUES = re.compile(
-    r"time/.*|.*/time|idle/.*|step_time|tokens_per_second/.*|seconds|wall_seconds|train_runtime|.*_per_second"
+    r"time/.*|.*/time|idle/.*|step_time|wall_time|tokens_per_second/.*|seconds|wall_seconds|train_runtime|.*_per_second"
     r"|rank/(wait_time|gathered_bytes)|peak_.*_bytes|pid|host|port|time"
 )
 # Files whose existence is compared, without their content. The report of a run has times. The last

@@ -2,6 +2,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -206,7 +207,10 @@ def test_the_result_loads_with_transformers_and_says_what_it_is(tmp_path):
     assert summary["config"]["max_tokens_per_micro_batch"] > 0
     assert summary["num_tokens"] > 0 and summary["wall_seconds"] > 0
     assert set(summary["versions"]) == {"python", "torch", "transformers", "rloo"}
-    assert len(metrics_of(config)) == 4
+    rows = metrics_of(config)
+    assert len(rows) == 4 and rows[-1]["wall_time"] < summary["wall_seconds"]
+    for before, row in pairwise(rows):
+        assert row["wall_time"] >= before["wall_time"] + row["step_time"]
     assert RLOOConfig(**summary["config"]) == replace(
         config,
         packing=True,

@@ -17,7 +17,7 @@ from support.processes import CASES, MEASURED, PACKED
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 # Of the machine, or of several processes alone.
-OTHERS = ("time/", "step_time", "tokens_per_second", "rank/", "tools/time", "seconds")
+OTHERS = ("time/", "step_time", "wall_time", "tokens_per_second", "rank/", "tools/time", "seconds")
 OTHERS += ("update/max_tokens",)  # lower once the memory of a process has run out
 HARDEST = ("one group over all", "missing", "several updates")
 

@@ -31,6 +31,7 @@ def make_metrics(step: int, steps: int) -> dict:
         "time/sample": 1.5,
         "time/update": 2.5,
         "step_time": 4.0,
+        "wall_time": 5.0 * step,
         "num_tokens": 1000.0 * step,
     }
 

@@ -79,10 +79,8 @@ def metrics_of(config: RLOOConfig) -> list[dict]:
 
 
 def without_times(rows: list[dict]) -> list[dict]:
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("time/", "step_time", "tokens_per"))}
-        for row in rows
-    ]
+    timed = ("time/", "step_time", "wall_time", "tokens_per")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
 
 class PowerCut(ForcedInterrupt):

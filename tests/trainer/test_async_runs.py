@@ -16,7 +16,7 @@ from support.training import equal, make_config, make_trainer, metrics_of, weigh
 
 REWARD = "length(target_min=3, target_max=5)"
 # What tells of time and of processes.
-_SPEED = ("step_time", "tokens_per_second/sample")
+_SPEED = ("step_time", "wall_time", "tokens_per_second/sample")
 _OF_TIME = ("time/", "idle/", "queue/", "engine/", "staleness/", "scorers/lost", "groups/first")
 
 

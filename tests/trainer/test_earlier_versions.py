@@ -19,7 +19,7 @@ from support.addons import needs_addons
 pytestmark = [pytest.mark.filterwarnings("ignore:.* is retired:FutureWarning"), needs_addons]
 
 ARCHIVE = Path(__file__).parent / "data" / "run_of_2abd62f.tar.gz"
-MEASURED = ("time/", "tokens_per_second/", "memory/", "step_time")
+MEASURED = ("time/", "tokens_per_second/", "memory/", "step_time", "wall_time")
 
 
 @pytest.fixture

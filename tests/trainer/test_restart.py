@@ -1,6 +1,7 @@
 """The same script twice into one folder, and `train()` twice on one trainer."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,8 @@ def test_training_again_after_an_interrupt_goes_on_to_the_last_bit(tmp_path, res
     trainer.train(resume)
     assert equal(weights(trainer), weights(whole))
     steps = [row["step"] for row in metrics_of(config)]
+    for before, row in pairwise(metrics_of(config)):  # the time goes on where it stopped
+        assert row["wall_time"] >= before["wall_time"] + row["step_time"]
     assert steps == [1, 2, 3, 4] and not Path(config.output_dir, "earlier").exists()
     assert [r["step"] for r in trainer.state.log_history] == [
         r["step"] for r in whole.state.log_history

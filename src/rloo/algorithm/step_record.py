@@ -49,6 +49,7 @@ def record(
         | times
         | {
             "step_time": sum(times.values()),
+            "wall_time": parts.clock.run_seconds,
             "num_tokens": float(state.num_tokens),
             "epoch": rollout.epoch,
         }

@@ -292,6 +292,8 @@ UPDATE = (
     Metric("epoch", "", "Passes over the dataset.", ranks="same"),
     Metric("num_tokens", "tokens", "Tokens of prompts and completions so far."),
     Metric("step_time", "s", "Seconds that the step took.", better="lower", ranks="main"),
+    Metric("wall_time", "s", "Seconds of the run until the end of the step.", ranks="main",
+        note="Evaluations and checkpoints are included, pauses between sessions are not."),
     Metric("time/sample", "s", "Seconds spent sampling.", better="lower", ranks="main",
         note="In asynchronous runs: time of waiting for samples."),
     Metric("time/probe", "s", "Seconds spent in forward passes of candidates.", better="lower",

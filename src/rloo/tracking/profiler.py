@@ -161,12 +161,29 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 class PhaseTimer:
     """Measures the seconds of each phase since the last call of `take`, under the names of the
-    metrics. If `profile` is set, the profile also records the phases."""
+    metrics, and the wall time of the run: `before` are the seconds of earlier sessions. If
+    `profile` is set, the profile also records the phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self.profile: StepProfile | None = None
         self.current: str = ""
+        self.before: float = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Begin a session."""
+        self._started = time.perf_counter()
+
+    @property
+    def session_seconds(self) -> float:
+        """Wall time of this session."""
+        return time.perf_counter() - self._started
+
+    @property
+    def run_seconds(self) -> float:
+        """Wall time of this run, including earlier sessions."""
+        return self.before + self.session_seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -55,7 +55,6 @@ class TrainingLoop:
     _totals: dict[str, float] = field(default_factory=dict)
     _last: tuple[int, dict[str, Any]] = (-1, {})
     _saved_at: int | None = None
-    _seconds_before: float = 0.0
 
     def __post_init__(self) -> None:
         self.config: RLOOConfig = self.parts.config
@@ -87,7 +86,7 @@ class TrainingLoop:
         saved (see `_save_what_is_done`). The terminal is restored; summary.json has the status.
         """
         parts, state, monitor = self.parts, self.state, self.parts.monitor
-        self._started = time.perf_counter()
+        parts.clock.start()
         parts.policy.stepper.clear()  # after a step whose error a script has caught
         if self.config.push_to_hub and parts.world.is_main:
             self.hub.create()
@@ -143,7 +142,7 @@ class TrainingLoop:
     def _resume(self, checkpoint: Path, *, same_options: bool) -> None:
         parts, state, monitor = self.parts, self.state, self.parts.monitor
         saved = restore(parts, state, checkpoint, same_options=same_options)
-        self._start, self._seconds_before = saved["start"], saved["seconds"]
+        self._start, parts.clock.before = saved["start"], saved["seconds"]
         self._last, self._named = saved["last"], named_since(saved, self.config)
         monitor.load_state_dict(saved["logs"], step=state.step, evaluated_at=state.evaluated_at)
         monitor.window = parts.world.broadcast_object(monitor.window)  # only main reads the files
@@ -266,7 +265,7 @@ class TrainingLoop:
             self._save_model()
         else:
             renew_card(self.parts, self.owner)
-        seconds, steps = time.perf_counter() - self._started, step - self._first_step
+        seconds, steps = self.parts.clock.session_seconds, step - self._first_step
         pace, size = steps / seconds, self.parts.batches.completions_per_step
         speeds = {"train_steps_per_second": pace, "train_samples_per_second": size * pace}
         totals = {"train_runtime": seconds, **speeds, "train_loss": self.parts.monitor.mean_loss}
@@ -321,7 +320,8 @@ class TrainingLoop:
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(path)
         logs = self.parts.monitor.state_dict()
-        told = {"start": self._start, "last": self._last, "seconds": self._seconds(), "logs": logs}
+        seconds = self.parts.clock.run_seconds
+        told = {"start": self._start, "last": self._last, "seconds": seconds, "logs": logs}
         told |= {"config": self._resolved().to_dict(), "named": sorted(self._named)}
         write_checkpoint(self.parts, self.state, self.owner, told if whole else None)
 
@@ -383,7 +383,7 @@ class TrainingLoop:
             "steps": self.state.step,
             "start": self._start,
             "end": self._last[1] if self._last[0] == self.state.step else {},
-            "wall_seconds": self._seconds(),
+            "wall_seconds": self.parts.clock.run_seconds,
             "longest_completion": longest_completion(self.parts),
             "num_tokens": self.state.num_tokens,
             **process_peaks(self.parts.world.device),
@@ -394,7 +394,3 @@ class TrainingLoop:
             **({"pushed": False} if self.config.push_to_hub else {}),
             **run_facts(),
         }
-
-    def _seconds(self) -> float:
-        """Wall time of this run, including earlier sessions."""
-        return self._seconds_before + time.perf_counter() - self._started

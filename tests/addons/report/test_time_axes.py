@@ -18,13 +18,13 @@ def rollouts(steps, size=4):
 
 
 def test_the_axes_count_completions_tokens_and_seconds(tmp_path):
-    folder = make_run(tmp_path / "run", steps=5)  # 1,000 tokens and 4 s a step
+    folder = make_run(tmp_path / "run", steps=5)  # 1,000 tokens and 5 s a step
     write_rows(folder / "histograms.jsonl", rollouts([1, 3], size=8))  # two steps on a rollout
     assert time_axes(read_folder(folder)) == {
         "step": [1, 2, 3, 4, 5],
         "completions": [8, 8, 16, 16, 16],
         "tokens": [1000, 2000, 3000, 4000, 5000],
-        "seconds": [4, 8, 12, 16, 20],
+        "seconds": [5, 10, 15, 20, 25],
     }
     (folder / "histograms.jsonl").unlink()
     assert time_axes(read_folder(folder)).keys() == {"step", "tokens", "seconds"}
@@ -35,7 +35,7 @@ def test_the_axes_count_completions_tokens_and_seconds(tmp_path):
 def test_a_long_axis_has_500_points_from_the_first_to_the_last_step(tmp_path):
     axes = time_axes(read_folder(make_run(tmp_path / "run", steps=3000)))
     assert len(axes["step"]) == len(axes["seconds"]) == 500
-    assert (axes["step"][0], axes["step"][-1], axes["seconds"][-1]) == (1, 3000, 12_000)
+    assert (axes["step"][0], axes["step"][-1], axes["seconds"][-1]) == (1, 3000, 15_000)
 
 
 def test_histograms_have_common_bins_and_exact_quartiles(tmp_path):

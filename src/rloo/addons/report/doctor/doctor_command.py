@@ -45,7 +45,7 @@ def summary_of(folder: Path, run: RecordedRun) -> dict[str, Any]:
         "max_steps": run.option("max_steps", 0),
         "start": start,
         "end": end,
-        "wall_seconds": math.fsum(_known(row, "step_time") for row in run.rows),
+        "wall_seconds": max((_known(row, "wall_time") for row in run.rows), default=0.0),
         "refused_steps": sum(bool(row.get("update/nonfinite")) for row in run.rows),
         "training": training_of(run.rollouts),
     }

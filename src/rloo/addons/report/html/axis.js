@@ -4,7 +4,7 @@ const AXES = {
   step: { label: "Step", text: (value) => value.toLocaleString("en") },
   completions: { label: "Completions", text: (value) => `${short10(value)} completions` },
   tokens: { label: "Tokens", text: (value) => `${short10(value)} tokens` },
-  seconds: { label: "Time of the steps (without evaluations and saving)", text: (value) => (value ? seconds(value) : "0 s") },
+  seconds: { label: "Wall time", text: (value) => (value ? seconds(value) : "0 s") },
 };
 // `zoom` has the shown interval of each chart that shows a part; `redraws` draw all charts again.
 const view = { axis: "step", smoothing: 0, zoom: new Map(), redraws: [] };

@@ -18,21 +18,21 @@ TIMES, BINS = 200, 24
 
 def time_axes(run: RunFolder) -> dict[str, list[float | None]]:
     """The steps at which the axes are known, and their values at the end of each: `completions`,
-    `tokens` and `seconds` (the time of the steps, without evaluations and saving). A run that did
-    not record one of them lacks it."""
+    `tokens` and `seconds` (wall time of the run). A run that did not record one of them lacks
+    it."""
     series = {name: dict(values) for name, values in known(run.metrics).items()}
     steps = sorted({row["step"] for row in run.metrics})
     if not steps:
         return {"step": []}
     counts = {row["step"]: row.get("completions", 0) for row in run.histograms}
-    times, tokens = series.get("step_time", {}), series.get("num_tokens", {})
+    times, tokens = series.get("wall_time", {}), series.get("num_tokens", {})
     found: dict[str, list[float]] = {"step": [float(step) for step in steps]}
     if counts:
         found["completions"] = list(accumulate(float(counts.get(step, 0)) for step in steps))
     if tokens:
         found["tokens"] = list(accumulate((tokens.get(step, 0.0) for step in steps), max))
     if times:
-        found["seconds"] = list(accumulate(times.get(step, 0.0) for step in steps))
+        found["seconds"] = list(accumulate((times.get(step, 0.0) for step in steps), max))
     places = sorted({round(n * (len(steps) - 1) / (POINTS - 1)) for n in range(POINTS)})
     return {name: [_rounded(values[place]) for place in places] for name, values in found.items()}
 
