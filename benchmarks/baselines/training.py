@@ -29,7 +29,7 @@ from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.rank_rollout import RewardScorer, generate_on_ranks
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.tracking.jsonl import versions
-from rloo.trainer.build import make_source, prompt_limit
+from rloo.trainer.build import make_source, prompt_limit, read_rows
 from rloo.trainer.evaluate import settings_of
 from rloo.types import Prompt
 
@@ -244,8 +244,7 @@ class Heldout:
 
 def _prompts(trainer: RLOOTrainer, rows: Sequence[dict[str, Any]]) -> Sequence[Prompt]:
     source = make_source(
-        Dataset.from_list(list(rows)),
-        "train",
+        read_rows(Dataset.from_list(list(rows)), "train", trainer.args, trainer.rewards),
         tokenizer=trainer.processing_class,
         rewards=trainer.rewards,
         args=trainer.args,
