@@ -2,10 +2,12 @@
 that sleep. The generator of rollouts and the episodes are those of a run. The engine is simulated:
 a turn occupies one of its slots for its length. Training sleeps.
 
-    python -m benchmarks.async_tails [--steps 16] [--turn 0.05] [--slots 16]
+    python -m benchmarks.async_tails [--steps 16] [--turn 0.05] [--slots 16] [--parts 1]
 
 The bound of a step is the longer one of training and of the time in which all slots are busy with
-the turns of a rollout. Training takes as long as a rollout, unless `--training` gives a share.
+the turns of a rollout. Training takes as long as a rollout, unless `--training` gives a share. With
+`--parts N` a generation batch has N optimizer steps. Each is trained when its own groups are done;
+`--whole` waits for the last group of the generation batch.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.async_rollout import AsyncRolloutGenerator
+from rloo.config.batch_sizes import batches_of
 from rloo.engines.sampling import sample_indices
 from rloo.episodes.async_multi_turn import AsyncMultiTurnEngine
 from rloo.episodes.multi_turn_engine import EpisodeLimits, EpisodeSetup
@@ -143,6 +146,10 @@ class Rows:
     def update(self, groups: Any) -> None:
         """Do nothing."""
 
+    def stats(self) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
 
 class Letters:
     """Reads a turn that contains CALL as a call of the tool `wait`."""
@@ -165,17 +172,16 @@ class Lengths:
         return [float(n % 3) for n, _ in enumerate(completion_ids)]
 
 
-def measure(
-    staleness: int, slots: int, turn: float, tool: float, share: float, steps: int
-) -> float:
-    """The rate over its bound, after WARM_UP rollouts."""
-    turns = 2 if tool else 1
-    full = turns * PROMPTS * SAMPLES * turn / slots
+def measure(staleness: int, tool: float, options: argparse.Namespace) -> float:
+    """The rate over its bound, after WARM_UP generation batches."""
+    slots, turn, parts = options.slots, options.turn, options.parts
+    full = (2 if tool else 1) * PROMPTS * SAMPLES * turn / slots
     with tempfile.TemporaryDirectory() as folder:
         config = RLOOConfig(
-            folder, model="countdown", dataset="countdown", bf16=False, num_prompts=PROMPTS,
-            num_generations=SAMPLES, max_steps=10_000, max_staleness=staleness,
-            sampler_processes=1, max_completion_length=16, disable_tqdm=True,
+            folder, model="countdown", dataset="countdown", bf16=False,
+            num_prompts=PROMPTS // parts, num_generations=SAMPLES, max_steps=10_000,
+            generation_batch_size=PROMPTS * SAMPLES, max_staleness=staleness, sampler_processes=1,
+            max_completion_length=16, disable_tqdm=True,
         )  # fmt: skip
         made = RLOOTrainer(args=config, reward_funcs=Lengths()).make_parts()[0].rollouts
         assert isinstance(made, AsyncRolloutGenerator)
@@ -191,15 +197,18 @@ def measure(
 
             setup = EpisodeSetup(ToolSet([wait], characters=100), Letters())  # type: ignore[arg-type]
             engine = AsyncMultiTurnEngine(inner, {None: setup}, EpisodeLimits())
-        rollouts = replace(made, engine=engine, prompts=Rows())  # type: ignore[arg-type]
+        sizes = batches_of(config, 1) if options.whole else made.batches
+        rollouts = replace(made, engine=engine, prompts=Rows(), batches=sizes)  # type: ignore[arg-type]
         began, used, trained = 0.0, 0.0, 0.0
-        for step in range(WARM_UP + steps):
-            if step == WARM_UP:
+        per_batch = PROMPTS // sizes.prompts_per_rollout
+        for step in range(per_batch * (WARM_UP + options.steps)):
+            if step == per_batch * WARM_UP:
                 began, used, trained = time.monotonic(), inner.used, 0.0
-            engine.load(None, step)
+            if rollouts.needs_weights:
+                engine.load(None, step)
             rollouts.next()
             before = time.monotonic()
-            time.sleep(full * share)
+            time.sleep(full * options.training / per_batch)
             trained += time.monotonic() - before
         seconds = time.monotonic() - began
         made.close()
@@ -215,22 +224,14 @@ def main() -> None:
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2, 4])
     parser.add_argument("--tools", type=float, nargs="+", default=[0.0, 4.0], help="in turns")
     parser.add_argument("--slots", type=int, default=16)
+    parser.add_argument("--parts", type=int, default=1, help="optimizer steps of a rollout")
+    parser.add_argument("--whole", action="store_true", help="wait for the whole rollout")
     options = parser.parse_args()
     names = [f"S {staleness}" for staleness in options.staleness]
     print("| turns | mean seconds of a tool | " + " | ".join(names) + " |")
     print("|" + "---|" * (2 + len(names)))
     for tool in options.tools:
-        rates = [
-            measure(
-                staleness,
-                options.slots,
-                options.turn,
-                tool * options.turn,
-                options.training,
-                options.steps,
-            )
-            for staleness in options.staleness
-        ]
+        rates = [measure(s, tool * options.turn, options) for s in options.staleness]
         cells = [f"{rate:.0%}" if math.isfinite(rate) else "" for rate in rates]
         print(f"| {2 if tool else 1} | {tool:g} turns | " + " | ".join(cells) + " |", flush=True)
 

@@ -358,13 +358,11 @@ class PrefixCaching(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Scored groups to train on, and their origin.
-
-    `metrics` and `num_tokens` (prompts and completions) cover all completions that were sampled for
-    the rollout. `version` is the version of the weights when the rollout was returned. `position`
-    is the dataset position after the rollout. A checkpoint resumes from this position once a step
-    was made on the rollout. `epoch` counts the passes over the dataset.
-    """
+    """Scored groups to train on, and their origin. `metrics` and `num_tokens` (prompts and
+    completions) cover all completions that were sampled for the rollout. `version` is the version
+    of the weights when the rollout was returned. `position` is the dataset position after the
+    rollout. A checkpoint resumes from this position once a step was made on the rollout. `epoch`
+    counts the passes over the dataset."""
 
     groups: list[Group]
     metrics: dict[str, float]
@@ -380,6 +378,10 @@ class RolloutGenerator(Protocol):
     @property
     def epoch(self) -> float:
         """The number of passes over the dataset so far."""
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the engine must get new weights first."""
 
     def next(self) -> Rollout:
         """Return the next rollout; blocks until it is complete."""

@@ -217,3 +217,71 @@ def test_images_do_not_travel_to_another_process(tmp_path):
     sampling = make_rollouts(tmp_path, 0).sampling
     with pytest.raises(ValueError, match="prompt 3 has images"):
         engine.submit([prompt], 2, sampling, 0)
+
+
+# -- generation batches of several optimizer steps ------------------------------------------------
+
+
+def make_divided(folder, staleness=1, **options):
+    """Three optimizer steps of two groups for each generation batch."""
+    sizes = {"generation_batch_size": 24, "num_generations": 4, "max_steps": 12}
+    return make_rollouts(folder, staleness, **sizes, **options)
+
+
+def test_a_step_begins_when_its_own_groups_are_done(tmp_path):
+    rollouts = make_divided(tmp_path)
+    engine, gate = rollouts.engine, []
+    for step in range(12):
+        if rollouts.needs_weights:
+            engine.load(None, step)
+        rollouts._begin(2)
+        gate.append(len(engine.begun))
+        for number in range(2 * step, 2 * step + 2):  # all others go on
+            engine.finish(number, version=engine.version)
+        rollout = rollouts.next()
+        assert [group.prompt for group in rollout.groups] == [
+            prompt for prompt, *_ in engine.begun[2 * step : 2 * step + 2]
+        ]
+    assert engine.version == 9  # new weights after every third step
+    # As many groups ahead as max_staleness 1 allows: those of three steps.
+    assert gate == [min(2 * (step + 4), 24) for step in range(12)]
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_no_group_of_a_divided_batch_is_too_old(tmp_path, staleness):
+    """Each group is sampled as early as the gate allows."""
+    rollouts = make_divided(tmp_path, staleness)
+    engine, ages = rollouts.engine, []
+    for step in range(12):
+        if rollouts.needs_weights:
+            engine.load(None, step)
+        rollouts._begin(2)
+        for number, (*_, future) in enumerate(engine.begun):
+            if not future.done():
+                engine.finish(number)
+        ages.append(rollouts.next().metrics["staleness/max"])
+    assert ages == [min(step // 3, staleness) for step in range(12)]
+    late = make_divided(tmp_path / "late", staleness)
+    for step in range(3 * staleness + 3):
+        if late.needs_weights:
+            late.engine.load(None, step)
+        late._begin(2)
+        for number in range(2 * step, 2 * step + 2):
+            late.engine.finish(number, version=0)
+        late.next()
+    late.engine.load(None, 3 * staleness + 3)
+    late._begin(2)
+    for number in range(6 * staleness + 6, 6 * staleness + 8):
+        late.engine.finish(number, version=0)
+    with pytest.raises(RuntimeError, match="sampled by version 0 of the weights, and at most"):
+        late.next()
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_iterations": 2}, {"estimator": "shrinkage"}, {"num_prompts": None,
+    "per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}],
+)  # fmt: skip
+def test_a_batch_that_is_needed_as_a_whole_is_not_divided(tmp_path, options):
+    """For several passes, for an estimator over all groups, and for steps of parts of groups."""
+    batches = make_divided(tmp_path, **options).batches
+    assert batches.completions_per_rollout == 24 and batches.rollouts_per_version == 1

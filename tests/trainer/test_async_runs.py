@@ -80,9 +80,10 @@ def test_a_rollout_func_in_the_background(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_stopped_goes_on_with_the_next_group(tmp_path):
+@pytest.mark.parametrize("sizes", [{}, {"steps_per_generation": 3}])
+def test_a_run_that_is_stopped_goes_on_with_the_next_group(tmp_path, sizes):
     """By a signal in its midst, with groups under way that nobody has trained."""
-    steps = {"max_steps": 12, "num_prompts": 2, "max_staleness": 2}
+    steps = {"max_steps": 12, "num_prompts": 2, "max_staleness": 2, **sizes}
     config = make_config(tmp_path, logging_steps=1, save_strategy="no", **steps)
 
     class Stops(TrainerCallback):

@@ -2,16 +2,17 @@
 
 Groups are numbered in the order in which their prompts are taken from the dataset. Group n starts
 when n < (max_staleness + version + 1) x groups per rollout. `version` is the number of rollouts
-trained so far (AReaL's gate, arXiv 2505.24298, equation 3). Groups are trained on in the order of
-their numbers, and no group is dropped because it is old. To train on groups in the order in which
-they finish would favour short completions. A checkpoint stores the dataset position after the last
-trained rollout. Pending groups are sampled again on resume.
+trained so far (AReaL's gate, arXiv 2505.24298, equation 3). If a generation batch is divided into
+rollouts of one optimizer step (`BatchSizes.in_steps`), `max_staleness` x `rollouts_per_version`
+rollouts may be ahead, and the age of weights is counted in generation batches. Groups are trained
+on in the order of their numbers, and no group is dropped because it is old. To train on groups in
+the order in which they finish would favour short completions. A checkpoint stores the dataset
+position after the last trained rollout. Pending groups are sampled again on resume.
 
 With `dynamic_sample`, the groups that replace groups with equal rewards are the next groups by
 number. The rewards of lower-numbered groups therefore determine the rollout of a group; the order
-in which groups finish does not. Group n starts when it would be trained at most `max_staleness`
-rollouts later if no unfinished group had equal rewards (`allowed_groups`). A group with equal
-rewards can only move group n to an earlier rollout, so the bound holds.
+in which groups finish does not. Group n starts when the bound allows it if no unfinished group had
+equal rewards (`allowed_groups`). Such a group can only move group n to an earlier rollout.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class _PendingGroup:
 @dataclass(slots=True)
 class AsyncRolloutGenerator(RankRollout):
     """Generates rollouts with an engine in another process. The engine's weights are at most
-    `max_staleness` rollouts older than the weights that are trained. Reward functions run in worker
-    processes, the `scorers` of the main process. If worker processes cannot call the functions,
+    `max_staleness` generation batches older than those that are trained. Reward functions run in
+    worker processes, the `scorers` of the main process. If worker processes cannot call them,
     `why_here` is the reason. Then this process scores each rollout, just before training on it."""
 
     why_here: str | None = None
@@ -115,12 +116,16 @@ class AsyncRolloutGenerator(RankRollout):
 
     @property
     def epoch(self) -> float:
-        """The number of passes over the dataset, counting only rollouts that were trained on."""
+        """The number of passes over the dataset, counting only trained rollouts."""
         return self._epoch
 
+    @property
+    def needs_weights(self) -> bool:
+        """See `RolloutGenerator`."""
+        return self._trained % self.batches.rollouts_per_version == 0
+
     def describe(self) -> dict[str, Any]:
-        """Return the facts of `SyncRolloutGenerator.describe`, with `max_staleness` and the
-        processes that compute rewards."""
+        """Add `max_staleness` and the processes that compute rewards."""
         told = SyncRolloutGenerator.describe(self) | {"max_staleness": self.config.max_staleness}
         if self.scorers is not None:
             return told | {"rewards_in": f"{self.scorers.size} processes"}
@@ -169,7 +174,8 @@ class AsyncRolloutGenerator(RankRollout):
 
     def next(self) -> Rollout:
         """See `SyncRolloutGenerator.next`. Blocks until the rollout's groups are done."""
-        self._rollouts_trained_at_version[self.engine.version] = self._trained
+        if self.needs_weights:  # the engine has just got them
+            self._rollouts_trained_at_version[self.engine.version] = self._trained
         self._start_rollout()
         rollout = SyncRolloutGenerator.next(self)
         self._start_rollout()
@@ -213,7 +219,7 @@ class AsyncRolloutGenerator(RankRollout):
         assert chunk[-1].position is not None
         self._after, self._epoch = chunk[-1].position, chunk[-1].epoch
         self.prompts.update(groups)
-        # The next prompts may depend on these rewards. The sampler of `variance` has the position
+        # The next prompts may depend on these rewards: the sampler of `variance` has the position
         # after the last rollout with rewards, also while later rollouts are pending.
         if not self._pending or self.config.prompt_sampling == "variance":
             self._after = self._position()
@@ -228,7 +234,8 @@ class AsyncRolloutGenerator(RankRollout):
         per_rollout = self.batches.steps_per_rollout
         wanted, dynamic = self.batches.prompts_per_rollout, self.config.dynamic_sample
         steps_after = self.trainer.max_steps - self.step - per_rollout
-        more = max(0, min(self.config.max_staleness, -(-steps_after // per_rollout)))
+        more = self.config.max_staleness * self.batches.rollouts_per_version
+        more = max(0, min(more, -(-steps_after // per_rollout)))
         flat = self._known_flat() if dynamic else []
         total = allowed_groups(flat, missing, self._refills, wanted, self._most_refills, more)
         if dynamic:  # only the main process knows which groups are done
@@ -296,20 +303,22 @@ class AsyncRolloutGenerator(RankRollout):
         return submit_group((prompt, completions), names, self.rewards.names, self._decoder, submit)
 
     def _staleness(self, groups: Sequence[tuple[int, Group]]) -> dict[str, float]:
-        """Return the metrics of staleness. The staleness of a token is the number of rollouts by
-        which the weights that sampled the token are older than the weights that train on it.
-        `groups` have their numbers. Raises RuntimeError if the staleness exceeds max_staleness."""
+        """Return the metrics of staleness. The staleness of a token is the number of generation
+        batches by which the weights that sampled the token are older than the weights that train on
+        it. `groups` have their numbers. Raises RuntimeError if the staleness exceeds max_staleness.
+        """
         tokens: Counter[int] = Counter()
+        now = self._trained // (size := self.batches.rollouts_per_version)
         for number, group in groups:
             for version, count in (span for c in group.completions for span in c.weight_versions):
-                age = self._trained - self._trained_on(version)
+                age = now - self._trained_on(version) // size
                 if not 0 <= age <= self.config.max_staleness:
                     raise RuntimeError(
                         f"group {number} was sampled by version {version} of the weights, and at "
-                        f"most {self.config.max_staleness} rollouts may lie between (max_staleness)"
+                        f"most {self.config.max_staleness} updates may lie between (max_staleness)"
                     )
                 tokens[age] += count
-        oldest = self._trained - self.config.max_staleness
+        oldest = (now - self.config.max_staleness) * size
         self._rollouts_trained_at_version = {
             v: n for v, n in self._rollouts_trained_at_version.items() if n >= oldest
         }
@@ -324,12 +333,12 @@ class AsyncRolloutGenerator(RankRollout):
         trained on. A version that an evaluation loaded counts as the last known version before it.
         A version older than all known versions counts as too old. A version newer than the engine's
         counts as too new."""
-        never = self.config.max_staleness + 1
+        size = self.batches.rollouts_per_version
         if version > self.engine.version:
-            return self._trained + 1
+            return self._trained + size
         return max(
             (n for v, n in self._rollouts_trained_at_version.items() if v <= version),
-            default=-never,
+            default=-(self.config.max_staleness + 1) * size,
         )
 
     def _idle(self, waited: float) -> dict[str, float]:

@@ -50,6 +50,11 @@ class SyncRolloutGenerator:
         """The number of passes over the dataset so far."""
         return self.prompts.epoch
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the engine gets new weights before the next rollout."""
+        return True
+
     def describe(self) -> dict[str, Any]:
         """Return the number of dataset rows and the names of the reward functions."""
         prompts = self.prompts

@@ -37,7 +37,8 @@ def train_on_rollout(
 
 def start_rollout(parts: TrainerComponents, state: TrainState) -> ActiveRollout:
     """Sync the engine's weights, generate and score a rollout, and compute its advantages."""
-    parts.policy.load_into(parts.engine)
+    if parts.rollouts.needs_weights:
+        parts.policy.load_into(parts.engine)
     rollout = parts.rollouts.next()
     samples = make_training_samples(rollout, parts.config, state.kl_controller)
     verify_packed_forward(parts, state, samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rloo.config.options import DEFAULT_BATCH, TrainingOptions
 
@@ -12,12 +12,14 @@ class BatchSizes:
     """The numbers of prompts and completions, summed over all processes. A rollout is TRL's
     generation batch: the completions that are sampled together for `steps_per_rollout` optimizer
     steps. A rollout has `parts_per_rollout` parts of `completions_per_step` completions. Each part
-    is used for `num_iterations` steps."""
+    is used for `num_iterations` steps. The engine gets new weights before every
+    `rollouts_per_version`-th rollout."""
 
     completions_per_step: int
     completions_per_rollout: int
     prompts_per_rollout: int
     num_iterations: int
+    rollouts_per_version: int = 1
 
     @property
     def parts_per_rollout(self) -> int:
@@ -29,6 +31,21 @@ class BatchSizes:
         """The number of optimizer steps on one rollout: num_iterations * steps_per_generation /
         gradient_accumulation_steps."""
         return self.num_iterations * self.parts_per_rollout
+
+    def in_steps(self, num_generations: int) -> BatchSizes:
+        """Rollouts of one optimizer step, with new weights as often as before. Asynchronous
+        training then begins with the first step's groups, not with the last group of the generation
+        batch. If a part is used several times, or has a part of a group, the sizes are unchanged.
+        """
+        step, parts = self.completions_per_step, self.parts_per_rollout
+        if self.num_iterations > 1 or step % num_generations:
+            return self
+        return replace(
+            self,
+            completions_per_rollout=step,
+            prompts_per_rollout=step // num_generations,
+            rollouts_per_version=parts,
+        )
 
 
 def batches_of(options: TrainingOptions, world_size: int) -> BatchSizes:

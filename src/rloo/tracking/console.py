@@ -63,6 +63,8 @@ def header(info: Mapping[str, Any], config: RLOOConfig, batches: BatchSizes) -> 
     rollout = f"{drawn} = {counted(prompts * generations, 'completion')}"
     if batches.steps_per_rollout > 1:
         rollout += f", used for {batches.steps_per_rollout} steps"
+    if batches.rollouts_per_version > 1:
+        rollout += f", new weights after every {batches.rollouts_per_version} rollouts"
     rows = {**info, "precision": precision, "rollout": rollout, "objective": objective_line(config)}
     return {name: _describe(value) for name, value in rows.items()}
 

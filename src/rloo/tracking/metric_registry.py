@@ -185,7 +185,8 @@ ROLLOUT = (
         better="lower", note="Only with `dynamic_sample`."),
     Metric("staleness/mean", "rollouts",
         "Rollouts by which the weights that sampled a token lag behind the trained weights.",
-        note="Mean over all tokens of the rollout. Only in asynchronous runs."),
+        note="Mean over all tokens of the rollout. Only in asynchronous runs. Counted in "
+        "generation batches (`generation_batch_size`)."),
     Metric("staleness/max", "rollouts", "The same lag for the token with the oldest weights."),
     Metric("groups/first", "", "Index of the rollout's first prompt, in the order of drawing.",
         note="Only in asynchronous runs."),

@@ -18,7 +18,8 @@ import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
-from rloo.config.batch_sizes import BatchSizes
+from rloo.algorithm.estimator_registry import load_estimator, require_estimator
+from rloo.config.batch_sizes import BatchSizes, batches_of
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig, resolve_interval
 from rloo.config.engine_spec import engine_spec
@@ -59,6 +60,16 @@ PublishedRows: TypeAlias = tuple[Dataset | IterableDataset, list[str]]
 # A function, a reward model's module, an object with get_rewards, or the spec of such a reward.
 RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+
+
+def make_batches(args: RLOOConfig, world: World) -> BatchSizes:
+    """The batch sizes of a run. Asynchronous training divides a generation batch into rollouts of
+    one optimizer step, unless the estimator uses the whole batch. Raises ValueError as `batches_of`
+    and `require_estimator`."""
+    require_estimator(args)
+    batches = batches_of(args, world.size)
+    whole = not args.max_staleness or load_estimator(args).over_rollout
+    return batches if whole else batches.in_steps(args.num_generations)
 
 
 def make_rewards(

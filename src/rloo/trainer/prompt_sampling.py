@@ -56,7 +56,8 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
         return shaped_rewards([group], config)
 
     how: dict[str, Any] = {
-        "seed": _seed(config), "floor": options.floor, "lag": config.max_staleness,
+        "seed": _seed(config), "floor": options.floor,
+        "lag": config.max_staleness * batches.rollouts_per_version,
     }  # fmt: skip
     sampler: VarianceSampler
     if options.probe:

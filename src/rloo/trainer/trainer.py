@@ -15,13 +15,12 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from rloo.algorithm.async_rollout import make_rollouts
-from rloo.algorithm.estimator_registry import require_estimator
 from rloo.algorithm.kl_controller import KLController
 from rloo.algorithm.oom_retry import recompute_advantages, with_oom_retry
 from rloo.algorithm.stages import advantages_stage, after_backward, update_stage
 from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.algorithm.stop_signals import StopSignals
-from rloo.config.batch_sizes import BatchSizes, batches_of
+from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
 from rloo.config.launcher_env import check_launch
 from rloo.config.presets import remarks
@@ -141,8 +140,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         check_launch(self.args)
         self.world = build.world_of(self.args)
         with self.world.reporting_failure():
-            self.batches = batches_of(self.args, self.world.size)
-            require_estimator(self.args)
+            self.batches = build.make_batches(self.args, self.world)
             build.seed_all(self.args)
             loggers = make_loggers(self.args)
             self.turns = multi_turn_setup(tools, environment_factory, rollout_func, self.args)

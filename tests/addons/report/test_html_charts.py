@@ -203,7 +203,7 @@ def test_a_chart_is_saved_as_csv_and_as_png(page, tmp_path):
     )
     assert of_right[149] | {"mean": "", "curve": ""} == {
         "curve": "", "first_step": "150", "last_step": "150", "completions": "1200",
-        "tokens": "150000", "seconds": "600", "mean": "", "lowest": "", "highest": "",
+        "tokens": "150000", "seconds": "750", "mean": "", "lowest": "", "highest": "",
         "interval_from": "", "interval_to": "",
     }  # fmt: skip
     text = downloaded(page, folder, "[aria-label='CSV of Rewards']", "rewards.csv").decode()
