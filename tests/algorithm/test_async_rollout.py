@@ -68,13 +68,17 @@ def make_rollouts(folder, staleness: int, **options) -> AsyncRolloutGenerator:
     return replace(rollouts, engine=Scripted())
 
 
+def begin(rollouts: AsyncRolloutGenerator) -> None:
+    """What the gate lets through is begun when the rollout is asked for; here before."""
+    rollouts._begin(rollouts.batches.prompts_per_rollout)
+
+
 def train(rollouts: AsyncRolloutGenerator, version: int, order=None):
     """The next rollout, its groups done in a random order, for weights of this version."""
     engine = rollouts.engine
     engine.load(None, version)
     before = len(engine.begun)
-    # What the gate lets through is begun when the rollout is asked for.
-    rollouts._begin(rollouts.batches.prompts_per_rollout)
+    begin(rollouts)
     ready = [n for n, (*_, future) in enumerate(engine.begun) if not future.done()]
     random.Random(order).shuffle(ready)
     for number in ready:
@@ -153,7 +157,7 @@ def test_age_is_counted_in_rollouts_and_never_beyond_what_is_allowed(tmp_path):
     ages = []
     for version in (10, 11, 11, 14):  # weights that a step left as they were keep their version
         engine.load(None, version)
-        rollouts._begin(2)
+        begin(rollouts)
         for number, (*_, future) in enumerate(engine.begun):
             if not future.done() and number < 2 * (len(ages) + 1):
                 engine.finish(number, version=10 if number == 2 else None)
@@ -180,7 +184,7 @@ def test_weights_that_an_evaluation_loads_in_between_are_as_old_as_those_before(
     rollouts = make_rollouts(tmp_path, 2)
     train(rollouts, 10)
     rollouts.engine.load(None, 13)
-    rollouts._begin(2)
+    begin(rollouts)
     for number in (2, 3):
         future = rollouts.engine.begun[number][-1]
         future._result = [replace(c, weight_versions=((12, 2),)) for c in future.result()]
@@ -200,7 +204,7 @@ def test_a_run_that_is_closed_has_drawn_nothing_that_it_has_not_trained(tmp_path
 def test_what_fails_elsewhere_is_raised_when_its_rollout_is_due(tmp_path):
     rollouts = make_rollouts(tmp_path, 1)
     rollouts.engine.load(None, 0)
-    rollouts._begin(2)
+    begin(rollouts)
     for number in (0, 1, 3):
         rollouts.engine.finish(number)
     rollouts.engine.begun[2][-1].set_exception(OSError("is gone"))
@@ -234,7 +238,7 @@ def test_a_step_begins_when_its_own_groups_are_done(tmp_path):
     for step in range(12):
         if rollouts.needs_weights:
             engine.load(None, step)
-        rollouts._begin(2)
+        begin(rollouts)
         gate.append(len(engine.begun))
         for number in range(2 * step, 2 * step + 2):  # all others go on
             engine.finish(number, version=engine.version)
@@ -255,7 +259,7 @@ def test_no_group_of_a_divided_batch_is_too_old(tmp_path, staleness):
     for step in range(12):
         if rollouts.needs_weights:
             engine.load(None, step)
-        rollouts._begin(2)
+        begin(rollouts)
         for number, (*_, future) in enumerate(engine.begun):
             if not future.done():
                 engine.finish(number)
@@ -265,12 +269,12 @@ def test_no_group_of_a_divided_batch_is_too_old(tmp_path, staleness):
     for step in range(3 * staleness + 3):
         if late.needs_weights:
             late.engine.load(None, step)
-        late._begin(2)
+        begin(late)
         for number in range(2 * step, 2 * step + 2):
             late.engine.finish(number, version=0)
         late.next()
     late.engine.load(None, 3 * staleness + 3)
-    late._begin(2)
+    begin(late)
     for number in range(6 * staleness + 6, 6 * staleness + 8):
         late.engine.finish(number, version=0)
     with pytest.raises(RuntimeError, match="sampled by version 0 of the weights, and at most"):

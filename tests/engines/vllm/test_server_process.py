@@ -137,7 +137,8 @@ def test_workers_end_when_guard_and_server_are_killed(tmp_path):
     server.start()
     asyncio.run(ready(server))
     worker = int(server.log.read_text().split("worker ")[1].split()[0])
-    for pid in tree(server._process.pid):
+    guard = psutil.Process(worker).parent().parent()
+    for pid in tree(guard.pid):
         if pid != worker:
             os.kill(pid, signal.SIGKILL)
     while server.is_alive():  # until the guard was waited for
