@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 from peft import LoraConfig
+from tokenizers.models import BPE
 
 from rloo.config.vllm_options import served_rank
 from rloo.tracking.after_run import commands
 from support.adapters import make_adapted
 from support.models import make_model
 from support.policies import make_policy
+from support.text import make_tokenizer
 from support.training import make_config, make_trainer
 
 
@@ -26,6 +28,20 @@ def test_a_model_is_used_from_its_folder_whose_name_may_have_a_space():
         ["vllm", "serve", "runs/my run"],
         ["python", "convert_hf_to_gguf.py", "runs/my run", "--outfile", "model.gguf"],
     ]
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", None])
+@pytest.mark.parametrize("known", [True, False])
+def test_commands_that_the_tokenizer_does_not_allow_are_left_out(template, known):
+    policy = make_policy(make_model("qwen3"))
+    policy.tokenizer = make_tokenizer()
+    policy.tokenizer.chat_template = template
+    if known:
+        policy.tokenizer.backend_tokenizer.model = BPE()
+    found = list(commands(policy, "run", "me/base", name="words").values())
+    served = ["transformers serve run", "transformers chat run"] if template else []
+    converted = ["python convert_hf_to_gguf.py run --outfile model.gguf"] if known else []
+    assert found == ["rloo chat run", "vllm serve run", *served, *converted]
 
 
 def test_an_adapter_is_served_with_its_base_and_its_largest_rank_and_merged_for_a_gguf():
@@ -64,4 +80,4 @@ def test_the_last_lines_and_the_card_say_how_to_use_the_result(tmp_path, capsys)
     card = Path(folder, "README.md").read_text()
     code = card.split("```bash\n")[1].split("\n```")[0].splitlines()
     assert code[1] == "rloo chat ." and code[3].startswith("vllm serve BASE --enable-lora")
-    assert code[5].startswith("rloo merge . merged && python convert_hf_to_gguf.py merged")
+    assert len(code) == 4  # no GGUF of a tokenizer of whole words

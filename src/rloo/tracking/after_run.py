@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from tokenizers.models import WordLevel
+
 from rloo.config.vllm_options import served_rank
 from rloo.data.tasks import resolve_model
 from rloo.model.export import largest_rank, why_merged
@@ -18,7 +20,9 @@ GGUF = "python convert_hf_to_gguf.py {folder} --outfile model.gguf"
 
 def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[str, str]:
     """The commands by purpose, for the result in `folder`: a model, or an adapter of the model
-    `base`, which is served as `name`. An adapter that vLLM cannot load is merged first."""
+    `base`, which is served as `name`. An adapter that vLLM cannot load is merged first.
+    `transformers chat` needs a chat template. llama.cpp knows no tokenizer with one token for each
+    word, so there is no GGUF with such a tokenizer."""
     quoted = shlex.quote(folder)
     whole, serving, merging = quoted, f"vllm serve {quoted}", ""
     if policy.adapter is not None:
@@ -30,11 +34,14 @@ def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[st
                 f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {rank} "
                 f"--lora-modules {shlex.quote(f'{name}={folder}')}"
             )
-    return {
-        "Talk to it": f"rloo chat {quoted}",
-        "Serve it": serving,
-        "Make a GGUF of it": merging + GGUF.format(folder=whole),
-    }
+    found = {"Talk to it": f"rloo chat {quoted}", "Serve it": serving}
+    if policy.adapter is None and getattr(policy.tokenizer, "chat_template", None):
+        found["Serve it with transformers"] = f"transformers serve {quoted}"
+        found["Talk to that server"] = f"transformers chat {quoted}"
+    backend = getattr(policy.tokenizer, "backend_tokenizer", None)
+    if not isinstance(getattr(backend, "model", None), WordLevel):
+        found["Make a GGUF of it"] = merging + GGUF.format(folder=whole)
+    return found
 
 
 def after_lines(policy: Policy, folder: str) -> list[str]:
@@ -42,4 +49,4 @@ def after_lines(policy: Policy, folder: str) -> list[str]:
     base = policy.config.model or policy.model.name_or_path
     name = Path(folder).absolute().name
     uses = commands(policy, folder, resolve_model(str(base)), name=name)
-    return [f"{purpose}: {uses[purpose]}" for purpose in ("Talk to it", "Serve it")]
+    return [f"{purpose}: {command}" for purpose, command in uses.items()]
