@@ -50,6 +50,8 @@ class FakeVLLM:
         self.received: dict[str, torch.Tensor] = {}  # over what stands for NCCL
         self.world_size = 2
         self.version, self.calls, self.bodies = "default", [], []
+        # Method, route, query and body of each request, and the answer.
+        self.requests: list[tuple[str, str, dict, dict, Any]] = []
         self.interrupted = False  # an error has ended a load of weights
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
@@ -239,12 +241,13 @@ def _handler(server: FakeVLLM) -> type[BaseHTTPRequestHandler]:
             address = urlsplit(self.path)
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size) or b"{}")
-            status = 200
+            status, query, answer = 200, dict(parse_qsl(address.query)), None
             try:
-                answer = server.answer(address.path, dict(parse_qsl(address.query)), body)
+                answer = server.answer(address.path, query, body)
                 sent = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             except Status as error:
                 status, sent = error.status, json.dumps({"error": str(error)}).encode()
+            server.requests.append((self.command, address.path, query, body, answer))
             self.send_response(status)
             self.send_header("Content-Length", str(len(sent)))
             self.end_headers()
