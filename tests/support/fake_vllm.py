@@ -31,7 +31,8 @@ LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 class FakeVLLM:
     """Serves `model`; `calls` are the routes in the order in which they were called, with query.
     `faults[route]` is called with the request and the answer, and returns another answer, raises
-    `Status`, or takes its time; `settings` change what it says of itself."""
+    `Status`, or takes its time; a route with a query, as in `calls`, is possible, too. `settings`
+    change what it says of itself."""
 
     def __init__(
         self,
@@ -93,10 +94,12 @@ class FakeVLLM:
         with self._lock:
             if self._closed:
                 raise Status(503, "the server is closed")
-            self.calls.append(route + "".join(f" {k}={v}" for k, v in query.items()))
+            call = route + "".join(f" {k}={v}" for k, v in query.items())
+            self.calls.append(call)
             self.bodies.append((route, body))
             found = self._answer(route, body)
-        return self.faults[route](body, found) if route in self.faults else found
+        fault = self.faults.get(call) or self.faults.get(route)
+        return found if fault is None else fault(body, found)
 
     def _answer(self, route: str, body: dict[str, Any]) -> Any:
         if route == "/openapi.json":
