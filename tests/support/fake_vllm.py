@@ -31,7 +31,8 @@ LORA_ROUTES = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 class FakeVLLM:
     """Serves `model`; `calls` are the routes in the order in which they were called, with query.
     `faults[route]` is called with the request and the answer, and returns another answer, raises
-    `Status`, or takes its time; `settings` change what it says of itself."""
+    `Status`, or takes its time; a route with a query, as in `calls`, is possible, too. `settings`
+    change what it says of itself."""
 
     def __init__(
         self,
@@ -50,6 +51,8 @@ class FakeVLLM:
         self.received: dict[str, torch.Tensor] = {}  # over what stands for NCCL
         self.world_size = 2
         self.version, self.calls, self.bodies = "default", [], []
+        # Method, route, query and body of each request, and the answer.
+        self.requests: list[tuple[str, str, dict, dict, Any]] = []
         self.interrupted = False  # an error has ended a load of weights
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
@@ -91,10 +94,12 @@ class FakeVLLM:
         with self._lock:
             if self._closed:
                 raise Status(503, "the server is closed")
-            self.calls.append(route + "".join(f" {k}={v}" for k, v in query.items()))
+            call = route + "".join(f" {k}={v}" for k, v in query.items())
+            self.calls.append(call)
             self.bodies.append((route, body))
             found = self._answer(route, body)
-        return self.faults[route](body, found) if route in self.faults else found
+        fault = self.faults.get(call) or self.faults.get(route)
+        return found if fault is None else fault(body, found)
 
     def _answer(self, route: str, body: dict[str, Any]) -> Any:
         if route == "/openapi.json":
@@ -239,12 +244,13 @@ def _handler(server: FakeVLLM) -> type[BaseHTTPRequestHandler]:
             address = urlsplit(self.path)
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size) or b"{}")
-            status = 200
+            status, query, answer = 200, dict(parse_qsl(address.query)), None
             try:
-                answer = server.answer(address.path, dict(parse_qsl(address.query)), body)
+                answer = server.answer(address.path, query, body)
                 sent = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             except Status as error:
                 status, sent = error.status, json.dumps({"error": str(error)}).encode()
+            server.requests.append((self.command, address.path, query, body, answer))
             self.send_response(status)
             self.send_header("Content-Length", str(len(sent)))
             self.end_headers()

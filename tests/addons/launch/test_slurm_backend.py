@@ -1,8 +1,10 @@
 """Jobs on a real Slurm of two nodes, started here: placed, killed, told to end, queued again."""
 
+import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,7 @@ def test_a_job_ends_with_the_weights_of_a_local_run_whatever_happens_to_it(
     assert slurm.wait(first, *ENDS) == "CANCELLED"
     wait_until(lambda: not processes(run))
     assert "stopped by SIGTERM" in log_of(tmp_path)
+    assert "no sampler is left" not in log_of(tmp_path)
     second = submit(launch, tmp_path)
     wait_for_step(tmp_path, 7)
     slurm.run("scancel", "--batch", "--signal=USR1", second)  # what --signal=B:USR1 does
@@ -115,6 +118,26 @@ def test_a_job_that_is_stopped_by_its_folder_is_not_queued_again(slurm, launch, 
     assert b"interrupted" in subprocess.check_output(stop, env=slurm.environment)
     assert slurm.wait(job, *ENDS, "PENDING") == "FAILED"
     assert "ExitCode=143:0" in slurm.run("scontrol", "show", "job", job)
+
+
+def test_a_job_ends_if_all_its_samplers_die_more_often_than_they_are_restarted(
+    slurm, launch, tmp_path
+):
+    python = tmp_path / "programs" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        f'#!/bin/bash\nif [[ "$*" == *" worker "* ]]; then exit 7; fi\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    setup = json.dumps([f"export PATH={python.parent}:$PATH"])
+    job = submit(launch, tmp_path, f"--setup={setup}")
+    assert slurm.wait(job, *ENDS) == "FAILED", log_of(tmp_path)
+    said = log_of(tmp_path)
+    assert "no sampler is left (status 1, " in said and "stopped by SIGUSR1" in said
+    assert "it starts again" not in said and processes(tmp_path / "run") == []
+    for number in range(2):
+        log = (tmp_path / f"run/logs/sampler-{number}.log").read_text()
+        assert f"sampler {number} ended with status 7 after 20 restarts" in log
 
 
 def test_gsm8k_and_one_that_samples_elsewhere_end_as_on_this_machine(slurm, launch, tmp_path):

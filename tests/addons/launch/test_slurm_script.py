@@ -15,16 +15,7 @@ from rloo.addons.launch.roles import check_again, make_job
 from rloo.addons.launch.slurm_backend import FOLDER, TEMPLATE, script
 from rloo.cli import main
 from rloo.engines.vllm.server_process import KEY
-
-RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match", "-o", "runs/a b"]
-
-
-def written(*arguments: str, **options) -> str:
-    """The script of a job, which bash can read."""
-    job = make_job(Cluster(backend="slurm", **options), [*RECIPE, *arguments], FOLDER)
-    text = script(job)
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-    return text
+from support.slurm_scripts import RECIPE, played, written
 
 
 def directives(text: str) -> list[str]:
@@ -47,8 +38,8 @@ def test_nodes_time_account_and_the_rest_are_directives(tmp_path, monkeypatch):
     assert f"export OUT='{tmp_path}/runs/a b'\ncd {tmp_path} && mkdir" in text
     assert "export OMP_NUM_THREADS=3\nsource env/bin/activate\n" in text
     assert text.count("apptainer exec i.sif python -m rloo") == 2
-    assert "attempt == 7" in text and "&& true; then scontrol requeue" in text
-    assert 'until apptainer exec i.sif python -m rloo worker sample "$OUT"; do sleep' in text
+    assert "attempt == 7" in text and "&& true; then\n    scontrol requeue" in text
+    assert 'apptainer exec i.sif python -m rloo worker sample "$OUT" && exit; status=$?' in text
     assert re.search(
         r'--resume_from_checkpoint auto .*--output_dir "\$OUT" --async_kwargs.remote_workers', text
     )
@@ -199,34 +190,6 @@ def test_a_site_has_gres_and_options_of_srun():
     assert words[-4:] == ["--cpu-bind=none", "--mpi", "pmix", "--comment=a b"]
 
 
-def played(folder, text: str, **variables: str) -> list[list[str]]:
-    """Run a script with stand-ins of Slurm's commands. The nodes are n1 and n2 with the addresses
-    10.0.0.1 and 10.0.0.2; srun prints its words. Returns the words of each srun. The trainer's
-    srun waits for the others, which the script stops when the trainer has ended."""
-    programs = folder / "programs"
-    programs.mkdir()
-    scontrol = (
-        'case "$*" in *hostnames*) printf "n1\\nn2\\n";; *) echo "NodeAddr=10.0.0.${3#n} x";; esac'
-    )
-    srun = f"printf '%s\\0' srun \"$@\" > '{folder}/'$$.srun; env > '{folder}/'$$.env"
-    others, done = text.count("\nbeside+=("), f"'{folder}'/*.other"
-    srun += f"""
-case "$*" in
-    *--open-mode=append*) touch '{folder}/'$$.other;;
-    *) until (($(ls {done} 2>/dev/null | wc -l) >= {others})); do sleep 0.01; done;;
-esac"""
-    for name, body in {
-        "scontrol": f'echo "$*" >> "{folder}/asked"\n{scontrol}',
-        "srun": f"{srun}\nexit ${{STATUS:-0}}",
-    }.items():
-        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
-        (programs / name).chmod(0o755)
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    environment |= {"SLURM_JOB_NODELIST": "n[1-2]", **variables}
-    subprocess.run(["bash"], input=text, text=True, env=environment, check=False)
-    return [file.read_text().split("\0")[:-1] for file in folder.glob("*.srun")]
-
-
 def test_the_script_starts_every_process_on_its_node(tmp_path, monkeypatch):
     (tmp_path / "it's here").mkdir()
     monkeypatch.chdir(tmp_path / "it's here")
@@ -246,8 +209,7 @@ def test_the_script_starts_every_process_on_its_node(tmp_path, monkeypatch):
     assert "SERVERS=http://10.0.0.2:10113 http://10.0.0.2:10114\n" in found
     assert "SRUN_CPUS_PER_TASK=2\n" in found
     # A server's shell, on its node: the second of two, which has the GPUs 2 and 3.
-    shell = server[-1].replace("until python", "printf '%s ' $CUDA_VISIBLE_DEVICES") + "\n"
-    shell = shell.replace("; do sleep 1; done", "")
+    shell = server[-1].replace("python", "printf '%s ' $CUDA_VISIBLE_DEVICES", 1)
     variables = dict(line.split("=", 1) for line in found.splitlines() if "=" in line)
     variables |= {"SLURM_LOCALID": "1", "SLURMD_NODENAME": "n2"}
     told = subprocess.check_output(["bash", "-uc", shell], text=True, env=variables)
@@ -268,21 +230,6 @@ def test_pyxis_mounts_the_working_directory_and_the_output_dir(tmp_path, monkeyp
     assert "--container-mounts=/data" in words[image + 3 :]
     with pytest.raises(ValueError, match=r"pyxis cannot mount '.*/runs/a b', which has a space"):
         written(**options)
-
-
-@pytest.mark.parametrize(("queued", "asked"), [("", True), ("1", True), ("2", False)])
-def test_a_job_is_queued_again_a_limited_number_of_times(tmp_path, monkeypatch, queued, asked):
-    monkeypatch.chdir(tmp_path)
-    text = written("-o", "run", slurm_max_requeues=2).replace("limit=0\n", "limit=1\n")
-    variables = {"STATUS": "138"} | ({"SLURM_RESTART_COUNT": queued} if queued else {})
-    assert len(played(tmp_path, text, **variables)) == 1
-    assert ("requeue 7" in (tmp_path / "asked").read_text()) == asked
-
-
-def test_a_job_that_slurm_has_queued_too_often_ends(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = written("-o", "run", slurm_max_requeues=2)
-    assert played(tmp_path, text, SLURM_RESTART_COUNT="3") == []
 
 
 def test_a_site_may_have_a_template(tmp_path, monkeypatch):
@@ -330,7 +277,7 @@ def test_an_array_trains_with_its_numbers_as_seeds():
     text = written(slurm_array="0-4", slurm_requeue=False)
     assert {"--array=0-4", "--no-requeue"} <= {*directives(text)}
     assert "/$SLURM_ARRAY_TASK_ID\ncd " in text and "--seed $SLURM_ARRAY_TASK_ID" in text
-    assert "&& false; then scontrol requeue" in text
+    assert "&& false; then\n    scontrol requeue" in text
 
 
 @pytest.mark.parametrize(

@@ -373,17 +373,24 @@ def broken(body, answer):
     raise Status(500, "EngineDeadError")
 
 
-CALLS = ["/wake_up", "/collective_rpc", COMPLETIONS, "/sleep"]
+ADAPTER = "/v1/load_lora_adapter"
+CALLS = ["/wake_up", "/wake_up tags=kv_cache", "/collective_rpc", ADAPTER, COMPLETIONS, "/sleep"]
 
 
 @pytest.mark.parametrize("route", CALLS)
 def test_if_a_call_of_one_server_fails_the_server_is_started_again(make_ranks, route):
-    ranks = make_ranks(2, restarts=1)
-    ranks.load()
+    some = [make_ranks(2, restarts=1, lora=route == ADAPTER) for _ in range(1 + (route == ADAPTER))]
+    for ranks in some:
+        ranks.load()
     expected = ranks.sample()
     (server,) = [s for s, t in zip(ranks.linked.servers, ranks.linked.started, strict=True)
                  if t["devices"] == "5"]  # fmt: skip
     server.faults[route] = broken
+    if route == ADAPTER:  # only a new version is loaded
+        for each in some:
+            each.change()
+            each.load()
+        assert expected != (expected := some[0].sample())
     for _ in range(2):
         assert ranks.sample() == expected
     assert [s["devices"] for s in ranks.linked.started[2:]] == ["5"]
@@ -415,13 +422,16 @@ def test_a_server_that_is_killed_while_it_samples_is_started_again(make_ranks):
 
 @pytest.mark.parametrize("route", CALLS)
 def test_without_a_restart_all_ranks_end_with_one_sentence(make_ranks, route):
-    ranks = make_ranks(4, 2)
+    ranks = make_ranks(4, 2, lora=route == ADAPTER)
     ranks.load()
     (server,) = [s for s, t in zip(ranks.linked.servers, ranks.linked.started, strict=True)
                  if t["devices"] == "6,7"]  # fmt: skip
     server.faults[route] = broken
     if route == "/sleep":
         ranks.sample()  # of which nothing is lost
+    if route == ADAPTER:
+        ranks.change()
+        ranks.load()
     prompts = make_prompts()
     errors = ranks.errors(
         lambda rank: generate_on_ranks(

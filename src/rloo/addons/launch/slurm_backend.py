@@ -12,6 +12,7 @@ from string import Template
 from rloo.addons.launch.roles import AGAIN, KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.slurm_options import directive, directives, split_option, unsafe
 from rloo.addons.launch.slurm_resources import node_needs
+from rloo.addons.launch.supervisor import PAUSE_SECONDS, RESTARTS
 from rloo.config.file_checks import one_line
 from rloo.distributed.standard_streams import say
 
@@ -46,7 +47,7 @@ def script(job: LaunchJob) -> str:
         folder=shlex.quote(str(Path.cwd())),
         nodelist=names,
         port=cluster.port,
-        beside="\n".join(_beside(job, role) for role in job.others),
+        others="\n".join(_other(job, role) for role in job.others),
         trainer=_trainer(job),
         restarts=cluster.slurm_restarts,
         requeue="true" if cluster.slurm_requeue else "false",
@@ -221,7 +222,7 @@ def _inside(job: LaunchJob, line: str) -> str:
     return f"{job.cluster.slurm_container} {line}" if job.cluster.slurm_container else line
 
 
-def _beside(job: LaunchJob, role: Role) -> str:
+def _other(job: LaunchJob, role: Role) -> str:
     """The lines that start the processes of a role; servers also get lines that list their URLs."""
     before, lines = "", []
     if role.gpus:
@@ -247,10 +248,22 @@ def _beside(job: LaunchJob, role: Role) -> str:
             "done",
             f'export SERVERS="${{servers[*]:0:{role.count}}}"',
         ]
-    place = _srun(job, role, f'--output="$OUT/logs/{role.name}-%t.log"', "--open-mode=append")
-    # Each process is started again after it dies, until the run is over.
-    inner = shlex.quote(f"{before}until {_inside(job, role.line)}; do sleep 1; done")
-    return "\n".join([*lines, f"{place} bash -c {inner} &", "beside+=($!)", ""])
+    log = f'--output="$OUT/logs/{role.name}-%t.log"'
+    # The other processes of the role stay if one is given up.
+    place = _srun(job, role, log, "--open-mode=append", "--kill-on-bad-exit=0", "--wait=0")
+    inner = shlex.quote(before + _restarted(role.name, _inside(job, role.line)))
+    return "\n".join([*lines, f"role {role.name} {place} bash -c {inner} &", "others+=($!)", ""])
+
+
+def _restarted(name: str, line: str) -> str:
+    """The shell command that runs `line` until it succeeds, and gives it up as a Supervisor does.
+    The status is then 1."""
+    return (
+        f"for ((n = 0; n <= {RESTARTS}; n++)); do "
+        f"((n == 0)) || sleep {PAUSE_SECONDS:g}; {line} && exit; status=$?; done; "
+        f'echo "rloo: {name} $SLURM_PROCID ended with status $status after {RESTARTS} restarts, '
+        'the most that are made; it is not started again"; exit 1'
+    )
 
 
 def _trainer(job: LaunchJob) -> str:

@@ -17,8 +17,17 @@ from typing import Any
 
 from rloo.config.engine_spec import EngineSpec
 from rloo.data.dataset_spec import DatasetSpec
+from rloo.testing.completion_check import check_completion, require
+from rloo.testing.server_engine_check import (
+    ServerEngineCase,
+    check_async_engine,
+    check_sleeping_engine,
+)
 
-_FINISHES = ("stop", "length")
+__all__ = [
+    "ServerEngineCase", "check_async_engine", "check_command", "check_dataset", "check_engine",
+    "check_estimator", "check_observer", "check_reward", "check_sleeping_engine",
+]  # fmt: skip
 
 
 def check_reward(
@@ -32,25 +41,25 @@ def check_reward(
     The score of a completion must not depend on the other completions of the call."""
     given = {"prompts": list(prompts), "completions": list(completions), **columns}
     found = _scores(reward, given)
-    _require(
+    require(
         isinstance(found, (list, tuple)),
         f"the reward returned a {type(found).__name__}; it must return a list",
     )
-    _require(
+    require(
         len(found) == len(completions),
         f"the reward returned {len(found)} scores for {len(completions)} completions",
     )
     for score in found:
         number = isinstance(score, Real) and math.isfinite(score)
-        _require(
+        require(
             score is None or number, f"the reward returned {score!r}; it must be a number or None"
         )
-    _require(_scores(reward, given) == found, "the reward returned other scores the second time")
+    require(_scores(reward, given) == found, "the reward returned other scores the second time")
     alone = [
         _scores(reward, {name: [values[at]] for name, values in given.items()})[0]
         for at in range(len(completions))
     ]
-    _require(alone == list(found), "the reward scores a completion otherwise when it is alone")
+    require(alone == list(found), "the reward scores a completion otherwise when it is alone")
     return list(found)
 
 
@@ -67,7 +76,7 @@ def _scores(reward: Callable[..., Any], given: Mapping[str, Any]) -> Any:
             return await found
 
         found = asyncio.run(wait())
-    _require(before == given, "the reward has changed the prompts, completions or columns")
+    require(before == given, "the reward has changed the prompts, completions or columns")
     return found
 
 
@@ -77,11 +86,11 @@ def check_engine(spec: EngineSpec, inputs: Any, weights: Any, *, max_tokens: int
     engine; the caller must close it."""
     from rloo.types import EngineCapabilities, Prompt, Sampling
 
-    _require(isinstance(spec, EngineSpec), "an engine's entry point is an EngineSpec")
+    require(isinstance(spec, EngineSpec), "an engine's entry point is an EngineSpec")
     engine, note = spec.make(inputs)
-    _require(note is None or isinstance(note, str), "make returns the engine and a note or None")
+    require(note is None or isinstance(note, str), "make returns the engine and a note or None")
     capabilities = engine.capabilities
-    _require(isinstance(capabilities, EngineCapabilities), "capabilities are EngineCapabilities")
+    require(isinstance(capabilities, EngineCapabilities), "capabilities are EngineCapabilities")
     calls: list[int] = []
 
     def counted() -> Any:
@@ -89,42 +98,27 @@ def check_engine(spec: EngineSpec, inputs: Any, weights: Any, *, max_tokens: int
         return weights()
 
     engine.load(counted, 7)
-    _require(engine.version == 7, "after load, version is the version that was loaded")
+    require(engine.version == 7, "after load, version is the version that was loaded")
     before = len(calls)
     engine.load(counted, 7)
-    _require(len(calls) == before, "load asks for the weights of a version that it has")
+    require(len(calls) == before, "load asks for the weights of a version that it has")
     prompts = [Prompt(id=0, token_ids=[1, 2], content="a"), Prompt(id=1, token_ids=[3], content="")]
     sampling = Sampling(max_tokens=max_tokens, stop_token_ids=(0,))
     found = engine.sample(prompts, 3, sampling, 5)
-    _require(
+    require(
         [len(group) for group in found] == [3, 3],
         "sample returns, for each prompt, as many completions as it is asked for",
     )
     for completion in (each for group in found for each in group):
-        _check_completion(completion, max_tokens)
+        check_completion(completion, max_tokens)
     if capabilities.exact_noise:
-        _require(
+        require(
             engine.sample(prompts, 3, sampling, 5) == found,
             "exact_noise is True, and an equal call returned other completions",
         )
     numbers = engine.stats().values()
-    _require(all(isinstance(value, Real) for value in numbers), "stats returns numbers")
+    require(all(isinstance(value, Real) for value in numbers), "stats returns numbers")
     return engine
-
-
-def _check_completion(completion: Any, max_tokens: int) -> None:
-    size = len(completion.token_ids)
-    _require(0 < size <= max_tokens, f"a completion has {size} tokens, of at most {max_tokens}")
-    _require(completion.finish in _FINISHES, f"finish is {completion.finish!r}, not stop or length")
-    ended = completion.token_ids[-1] == 0
-    _require((completion.finish == "stop") == ended, "finish is not what the last token says")
-    for name in ("policy_logprobs", "behavior_logprobs"):
-        values = getattr(completion, name)
-        _require(len(values) == size, f"{name} has {len(values)} numbers for {size} tokens")
-        _require(
-            all(math.isfinite(value) and value <= 1e-6 for value in values),
-            f"{name} has a number that is no logarithm of a probability",
-        )
 
 
 def check_dataset(spec: DatasetSpec, name: str, split: str = "train", options: Any = None) -> Any:
@@ -132,17 +126,17 @@ def check_dataset(spec: DatasetSpec, name: str, split: str = "train", options: A
     have a prompt."""
     from rloo.config.config import RLOOConfig
 
-    _require(isinstance(spec, DatasetSpec), "a dataset's entry point is a DatasetSpec")
+    require(isinstance(spec, DatasetSpec), "a dataset's entry point is a DatasetSpec")
     options = RLOOConfig(dataset=name) if options is None else options
     spec.check(name, options)
     rows = list(spec.load(name, split, options))
-    _require(bool(rows), f"{name} has no rows in the split {split}")
+    require(bool(rows), f"{name} has no rows in the split {split}")
     for row in rows:
-        _require(
+        require(
             isinstance(row, Mapping) and isinstance(row.get("prompt"), (str, list)),
             f"{name} has a row without a prompt that is a text or messages",
         )
-    _require(list(spec.load(name, split, options)) == rows, f"{name} has other rows each time")
+    require(list(spec.load(name, split, options)) == rows, f"{name} has other rows each time")
     return rows
 
 
@@ -167,20 +161,20 @@ def check_estimator(estimator: Callable[..., Any], **kwargs: Any) -> Any:
     for part in parts:
         before = part.reward_N.clone()
         values = estimator(part, **kwargs)
-        _require(isinstance(values, torch.Tensor), "an estimator returns a tensor")
+        require(isinstance(values, torch.Tensor), "an estimator returns a tensor")
         sizes = (part.num_completions,), (len(part.sequence_T),)
-        _require(
+        require(
             tuple(values.shape) in sizes,
             f"the estimator returned a tensor of {tuple(values.shape)}; it must be of {sizes[0]} "
             f"or {sizes[1]}",
         )
-        _require(
+        require(
             values.is_floating_point() and bool(values.isfinite().all()),
             "advantages are finite floating-point numbers",
         )
-        _require(not values.requires_grad, "advantages have no gradient")
-        _require(torch.equal(before, part.reward_N), "the estimator has changed the rewards")
-        _require(torch.equal(values, estimator(part, **kwargs)), "the estimator is not a function")
+        require(not values.requires_grad, "advantages have no gradient")
+        require(torch.equal(before, part.reward_N), "the estimator has changed the rewards")
+        require(torch.equal(values, estimator(part, **kwargs)), "the estimator is not a function")
         found.append(values)
     return found
 
@@ -197,7 +191,7 @@ def check_observer(make: Callable[..., Any], folder: Path) -> Any:
     config = RLOOConfig(output_dir=str(folder), max_steps=2)
     run = ObservedRun(config, folder, said.append, said.append, lambda *found: said.append(found))
     observer = make(run)
-    _require(isinstance(observer, Observer), "an observer is a rloo.tracking.observer.Observer")
+    require(isinstance(observer, Observer), "an observer is a rloo.tracking.observer.Observer")
     row = {"reward": 0.5, "reward_std": 0.1, "loss": 0.1, "kl": 0.0, "step_time": 1.0}
     text = {"step": 1, "prompt": "a", "completion": "b", "reward": 0.5, "num_tokens": 1}
     observer.on_resume(
@@ -214,9 +208,7 @@ def check_observer(make: Callable[..., Any], folder: Path) -> Any:
     observer.on_evaluation({"step": 2, "name": "end", "pass@1": 0.5})
     summary = {"status": "finished", "steps": 2, "start": {}, "end": {}, "config": config.to_dict()}
     found = observer.on_finish(summary)
-    _require(
-        all(isinstance(each, Finding) for each in found), "on_finish returns a list of Finding"
-    )
+    require(all(isinstance(each, Finding) for each in found), "on_finish returns a list of Finding")
     observer.on_end()
     observer.on_repeat()
     return observer
@@ -230,17 +222,12 @@ def check_command(
     Returns the exit status of the first call."""
     from rloo.algorithm.stop_signals import StopSignals
 
-    _require(bool(inspect.getdoc(command)), "a command has a docstring, which its --help prints")
+    require(bool(inspect.getdoc(command)), "a command has a docstring, which its --help prints")
     status = command(list(arguments), StopSignals())
-    _require(status is None or isinstance(status, int), "a command returns its status, or None")
+    require(status is None or isinstance(status, int), "a command returns its status, or None")
     try:
         command(list(wrong), StopSignals())
     except ValueError as error:
-        _require(bool(str(error)), "a command says what is wrong with its arguments")
+        require(bool(str(error)), "a command says what is wrong with its arguments")
         return status or 0
     raise AssertionError(f"the command took {list(wrong)}; it must raise ValueError for them")
-
-
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise AssertionError(otherwise)
