@@ -49,7 +49,7 @@ def main() -> None:
             if not ways:
                 print(f"| {size} | {gpus:,} | does not fit |" + " |" * 10)
                 continue
-            plan = GPUPlan(job, gpus, ways, RATES, (), options.gpu_price)
+            plan = GPUPlan(job, gpus, ways, (), options.gpu_price)
             one, course = ways[plan.chosen], simulated(job, ways[plan.chosen])
             at, rate = one.layout, job.sampled / one.seconds
             engines = f"{at.engines:,} x {at.parallel}" if at.engines else "the same"

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from rloo.addons.planner.gpu import shared_gpu
 from rloo.addons.planner.gpu.cost_model import COPY, MODULE, SERVER
 from rloo.addons.planner.gpu.memory_sizes import memory_sizes
 from rloo.addons.planner.gpu.model_shapes import TYPICAL
+from rloo.addons.planner.gpu.weight_cost import publishing
 from rloo.cli import main
 from support.gpu_plans import make_job
 from tools import gpu_table
@@ -95,11 +97,17 @@ def test_a_16_bit_model_with_a_copy_on_an_l40s_by_hand(capsys):
 
 
 def test_bits_and_checkpointing_are_counted(capsys):
-    usual = plan(capsys, "--gpu", "rtx4090", *QLORA, *ROLLOUT)
-    full = plan(capsys, "--gpu", "rtx4090", *QLORA[:3], *ROLLOUT)
+    usual = plan(capsys, "--gpu", "l4", *QLORA, *ROLLOUT)
+    full = plan(capsys, "--gpu", "l4", *QLORA[:3], *ROLLOUT)
     assert part(full, "base model") > 4 * part(usual, "base model")
     assert "--rollout_engine vllm --vllm_gpu_memory_utilization" in usual
     assert "merge_adapter true" in usual and "merge_adapter" not in full
+    merges = ["--rollout_engine", "vllm", "--engine_kwargs.merge_adapter", "true"]
+    merged = plan(capsys, "--gpu", "l4", *QLORA, *ROLLOUT, *merges)
+    sync = float(re.search(r"and sync takes ([\d.]+) s", usual)[1])
+    assert sync == pytest.approx(8.04 * (1 / 1.6 + 1 / 0.8), rel=0.01)
+    row = next(line for line in merged.splitlines() if line[2:].startswith("vllm"))
+    assert float(row.split()[-3]) == sync
 
 
 @pytest.mark.parametrize("gpu", ["rtx3090", "rtx4090", "rtx5090", "l4", "l40s", "a10", "t4"])
@@ -165,14 +173,21 @@ def test_weights_are_dequantised_in_each_pass_of_each_micro_batch():
     assert plain.dequantising == 0
 
 
-def test_a_server_that_slept_reads_its_weights_from_host_memory():
+def test_a_server_of_an_adapter_that_slept_reads_its_weights_from_host_memory():
     config = RLOOConfig(use_peft=True, rollout_engine="vllm")
     job = make_job(TYPICAL[2], "rtx4090", adapter=16)
-    asleep = shared_gpu.with_sampler(job, SERVER, config)
-    difference = asleep.publishing(1, divided=False, apart=False) - job.publishing(
-        1, divided=False, apart=False
-    )
-    assert difference == pytest.approx(2 * job.shape.parameters / (32e9 * 0.7))
+
+    def difference(job, *parallel):
+        asleep, awake = shared_gpu.with_sampler(job, SERVER, config), replace(job, sleeps=False)
+        pair = (
+            publishing(one, 1, *parallel, divided=False, apart=False) for one in (asleep, awake)
+        )
+        return next(pair) - next(pair)
+
+    assert difference(job) == pytest.approx(2 * job.shape.parameters / (32e9 * 0.7))
+    assert difference(job, 4) == pytest.approx(difference(job) / 4)
+    # Without an adapter of its own, a server drops its weights, and reads them from files.
+    assert difference(replace(job, adapter=0)) == difference(replace(job, merges=True)) == 0
 
 
 def test_the_native_engine_samples_waves_of_completions_of_maximum_length():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rloo.addons.planner.gpu.gpu_specs import FILE_RATE, GPU, GPUS, RATES, Assumption
+from rloo.addons.planner.gpu.gpu_specs import GPU, GPUS, RATES
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
@@ -38,12 +38,6 @@ class GPUPlanRequest:
 
     config: RLOOConfig
     values: dict[str, str]
-
-    @property
-    def rates(self) -> dict[str, Assumption]:
-        """The rates of the plan, unless the command line has others."""
-        by_files = self.config.engine_options.weight_transfer == "files"
-        return {**RATES, **({"weight_rate": FILE_RATE} if by_files else {})}
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -136,7 +130,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     found = best(int(gpus), job)
     if not found:
         raise ValueError(_misfit(job, int(gpus)))
-    print_gpu_plan(GPUPlan(job, int(gpus), found, asked.rates, list(values), asked.price))
+    print_gpu_plan(GPUPlan(job, int(gpus), found, list(values), asked.price))
 
 
 def _plan_one(asked: GPUPlanRequest, name: str) -> None:
@@ -151,7 +145,7 @@ def _plan_one(asked: GPUPlanRequest, name: str) -> None:
     config, job = asked.config, make(asked.config)
     if shared_gpu.ways(config, job):
         plan = shared_gpu.SharedPlan(config, job, make)
-        print_shared_plan(plan, asked.rates, list(asked.values), asked.price)
+        print_shared_plan(plan, list(asked.values), asked.price)
         return
     change = next(shared_gpu.repairs(config, make), None)
     fits = f"it fits with {change.options}" if change else "no change that was tried makes it fit"
@@ -205,7 +199,7 @@ def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> Ro
     return RolloutCost(
         shape=asked.shape,
         gpu=GPUS[gpu],
-        rates={name: asked.number(name, rate.value) for name, rate in asked.rates.items()},
+        rates={name: asked.number(name, rate.value) for name, rate in RATES.items()},
         groups=batches.prompts_per_rollout,
         samples=config.num_generations,
         prompt=int(asked.number("prompt_tokens", 256)),
@@ -218,4 +212,6 @@ def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> Ro
         adapter=config.lora_r if config.use_peft else 0,
         micro_tokens=config.max_tokens_per_micro_batch or float("inf"),
         memory=memory_sizes(config),
+        merges=bool(config.engine_options.merge_adapter),
+        by_files=config.engine_options.weight_transfer == "files",
     )

@@ -193,9 +193,23 @@ RATES = MappingProxyType(
         "weight_rate": Assumption(
             8.6e9,
             "source",
-            "bytes a second at which weights reach the servers",
+            "bytes a second at which weights reach servers on other GPUs over NCCL",
             "verl: 30 B parameters in bf16 in about 7 s; MoonshotAI's checkpoint-engine reaches "
             "70 GB/s: 235 B in 6.75 s on 8 H800",
+        ),
+        "file_rate": Assumption(
+            1.6e9,
+            "measured",
+            "bytes a second of a version of the weights that the main process writes as files",
+            "benchmarks/weights.py: 0.6 CPU seconds per GB of deltas, on one core of this "
+            "project's machine",
+        ),
+        "load_rate": Assumption(
+            0.8e9,
+            "measured",
+            "bytes a second of a version of the weights that a server reads from files",
+            "benchmarks/weights.py: 1.2 CPU seconds per GB in the mean of 16 versions, a complete "
+            "one and its deltas, on one core; the copy to the GPU is not included",
         ),
         "reading": Assumption(
             1.5e-6,
@@ -217,13 +231,4 @@ RATES = MappingProxyType(
             "no published figure for this use; it is of the cluster",
         ),
     }
-)
-
-# `weight_rate` if servers read deltas in files.
-FILE_RATE = Assumption(
-    1.6e9,
-    "measured",
-    RATES["weight_rate"].meaning,
-    "benchmarks/weights.py: 0.6 CPU seconds of the trainer per GB of deltas in files, on one core "
-    "of this project's machine; reading them is not included",
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rloo.addons.planner.gpu.cost_model import USABLE, RolloutCost, Sampler
+from rloo.addons.planner.gpu.weight_cost import publishing
 
 # The values that are tried: GPUs per server, staleness, and the number of divisions of the GPUs
 # between trainers and engines.
@@ -109,7 +110,9 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
         sending,
         job.sampled * job.rates["reading"] if layout.gpus > 1 else 0.0,
         job.gathering(layout.trainers, apart=not together),
-        job.publishing(layout.trainers, divided=layout.divided, apart=not together),
+        publishing(
+            job, layout.trainers, layout.parallel, divided=layout.divided, apart=not together
+        ),
         held + copy,
         held + copy if together else most,
         micro,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rloo.addons.planner.gpu.cost_model import RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import Assumption
+from rloo.addons.planner.gpu.gpu_specs import RATES, Assumption
 from rloo.addons.planner.gpu.layouts import Forecast, fastest, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.tracking.console import duration, write_line
@@ -23,13 +23,11 @@ WORTH = 1.05
 @dataclass(frozen=True, slots=True)
 class GPUPlan:
     """A plan for a number of GPUs: the forecasts of the best layouts (`ways`, from `layouts.best`),
-    the rates unless given, the names of the numbers given by the user, and the price of a GPU
-    hour."""
+    the names of the numbers given by the user, and the price of a GPU hour."""
 
     job: RolloutCost
     gpus: int
     ways: Mapping[str, Forecast]
-    rates: Mapping[str, Assumption]
     given: Sequence[str]
     price: float | None
 
@@ -46,7 +44,7 @@ def print_gpu_plan(plan: GPUPlan) -> None:
     console = Console()
     for line in [*heading(plan.job, plan.gpus), "", *table(plan), "", *advice(plan), ""]:
         write_line(console, line)
-    for line in sources(plan.job, plan.rates, plan.given):
+    for line in sources(plan.job, RATES, plan.given):
         write_line(console, line)
 
 

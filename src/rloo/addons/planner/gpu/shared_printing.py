@@ -9,22 +9,18 @@ from rich.console import Console
 
 from rloo.addons.planner.gpu import shared_gpu
 from rloo.addons.planner.gpu.cost_model import USABLE, RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import Assumption
+from rloo.addons.planner.gpu.gpu_specs import RATES
 from rloo.addons.planner.gpu.layouts import Forecast, fastest, most_samples
 from rloo.addons.planner.gpu.printing import WORTH, aligned, heading, sources
 from rloo.addons.planner.gpu.shared_gpu import SharedPlan
+from rloo.addons.planner.gpu.weight_cost import publishing
 from rloo.tracking.console import write_line
 
 # Rates without a meaning on one GPU.
 _OF_SEVERAL = ("weight_rate", "reading", "failure_hours", "restart")
 
 
-def print_shared_plan(
-    plan: SharedPlan,
-    rates: Mapping[str, Assumption],
-    given: Sequence[str],
-    price: float | None,
-) -> None:
+def print_shared_plan(plan: SharedPlan, given: Sequence[str], price: float | None) -> None:
     """Print the plan to stdout. `given` are the names of the plan's options that the user set,
     `price` is the price of an hour."""
     console, job = Console(), plan.job
@@ -32,7 +28,7 @@ def print_shared_plan(
     name = fastest(found, WORTH)
     one = found[name]
     own = with_sampler(plan, one)
-    alone = {key: rate for key, rate in rates.items() if key not in _OF_SEVERAL}
+    alone = {key: rate for key, rate in RATES.items() if key not in _OF_SEVERAL}
     for block in (
         heading(job, 1),
         engines(plan, found, name),
@@ -73,11 +69,11 @@ def advice(plan: SharedPlan, job: RolloutCost, one: Forecast) -> list[str]:
     """The recommended engine and micro-batch, as options."""
     options = _options_of(plan, job)
     lines = [f"take     {job.sampler.name}{': ' if options else ''}{' '.join(options)}"]
-    merges = plan.config.engine_options.merge_adapter
-    if job.sampler.serves and job.memory.quantised and not merges:
+    if job.sampler.serves and job.memory.quantised and not job.merges:
+        seconds = publishing(replace(job, merges=True), 1, divided=False, apart=False)
         lines.append(
             "         its base model is not quantised; with --engine_kwargs.merge_adapter true it "
-            "samples with the trainer's weights"
+            f"samples with the trainer's weights, and sync takes {seconds:.3g} s"
         )
     budget, most = job.micro_tokens, one.micro_batch
     group = job.prompt + job.samples * job.longest
@@ -148,8 +144,8 @@ def _about(job: RolloutCost, one: Forecast, name: str) -> str:
         length = job.completion if job.sampler.serves else job.longest
         rows = min(job.rows, one.room)
         return f"of {rows:,} completions of {length:,.0f} tokens and prompts, while it samples"
-    if name == "server's weights":
-        return "in host memory in the update" if job.sleeps else ""
+    if name == "server's weights" and job.sleeps:
+        return f"{'in host memory' if job.sends_adapter else 'dropped'} in the update"
     if name == "micro-batch":
         return f"{job.activations / 1e3:,.0f} kB per token"
     return ""
