@@ -223,6 +223,17 @@ def test_gpus_wait_for_the_fullest_one():
     assert padded.tokens / (job.tokens / 8) > 1.4
 
 
+def test_servers_have_the_share_of_their_gpu():
+    """On a trainer's GPU a server that sleeps has 1.5 GB of other memory."""
+    job = make_job(sleeps=True, server_share=0.5, separate_share=0.8)
+    row, weights = 1200 * 147456, 2 * job.shape.parameters
+    assert job.room(1) == int((0.8 * 85e9 - weights) / row)
+    assert job.room(1, 0.0) == int((0.5 * 85e9 - weights - 1.5e9) / row)
+    assert job.room(2, 60e9) == int((0.9 * 85e9 - 60e9 - weights / 2 - 1.5e9) / (row / 2))
+    awake = replace(job, sleeps=False)
+    assert awake.room(1, 0.0) == int((0.5 * 85e9 - weights) / row)
+
+
 def test_an_adapter_is_all_that_is_trained_and_sent():
     job = make_job(checkpointing=True)
     adapted = replace(job, adapter=16)

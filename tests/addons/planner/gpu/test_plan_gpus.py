@@ -1,5 +1,6 @@
 """`rloo plan --num_gpus`: what it prints, and what it refuses."""
 
+import shlex
 import subprocess
 import sys
 
@@ -21,7 +22,7 @@ def plan(capsys, *arguments: str) -> str:
 def cells(said: str, name: str) -> list[str]:
     """The cells of the row of a layout."""
     line = next(line for line in said.splitlines() if line[2:].startswith(name))
-    return [cell for cell in line[2:].split("  ") if cell.strip()]
+    return [cell.strip() for cell in line[2:].split("  ") if cell.strip()]
 
 
 def test_a_plan_says_what_to_take_and_where_each_number_comes_from(capsys):
@@ -77,9 +78,46 @@ def test_a_layout_that_was_published_is_planned(capsys):
     said = plan(capsys, "--num_gpus", "32", "--parameters", "32.8B", *run)
     trainers, engines = (cell.strip() for cell in cells(said, "in turn")[1:3])
     assert trainers == "32 fsdp2" and engines in ("the same x 2", "the same x 4", "the same x 8")
-    only = plan(capsys, "--num_gpus", "2", "--parameters", "14B", "--use_peft", "true", *USUAL)
-    assert "* in turn" in only
-    assert "--rollout_engine vllm --vllm_tensor_parallel_size 2" in only
+
+
+@pytest.mark.parametrize(("size", "parallel"), [("0.6B", 1), ("14B", 2)])
+@pytest.mark.parametrize("share", [None, "0.4"])
+def test_the_options_to_take_are_those_that_were_planned(capsys, size, parallel, share):
+    words = ["--num_gpus", "2", "--parameters", size, "--use_peft", "true", *USUAL]
+    own = [] if share is None else ["--vllm_gpu_memory_utilization", share]
+    said = plan(capsys, *words, *own)
+    assert "* in turn" in said
+    (line,) = (line for line in said.splitlines() if line.startswith("take "))
+    take = shlex.split(line.partition(": ")[2])
+    expected = ["--rollout_engine", "vllm", "--vllm_gpu_memory_utilization", share or "0.3"]
+    more = [] if parallel == 1 else ["--vllm_tensor_parallel_size", str(parallel)]
+    assert take[2:] == [*expected, *more]
+    assert cells(plan(capsys, *words, *take), "in turn") == cells(said, "in turn")
+
+
+def test_a_server_has_its_share_of_a_trainers_gpu(capsys):
+    """A tenth of a GPU is 8.5 GB, and the weights are 16 GB."""
+    options = ["--num_gpus", "8", *SIZE, *USUAL]
+    shares = (["--vllm_gpu_memory_utilization", share] for share in ("0.3", "0.1"))
+    default, given, small = (plan(capsys, *options, *more) for more in ([], *shares))
+    assert cells(given, "in turn") == cells(default, "in turn")
+    slow, usual = (float(cells(said, "in turn")[5]) for said in (small, default))
+    assert slow > 1.05 * usual
+    # Without the option, servers on other GPUs have 0.9 of them.
+    slow, usual = (float(cells(said, "apart, S 1")[3]) for said in (small, default))
+    assert slow > 1.05 * usual
+
+
+def test_completions_end_with_the_adapter_with_which_they_began(capsys):
+    """A run refuses partial_rollouts with adapters that are sent alone."""
+    options = ["--num_gpus", "8", *SIZE, *USUAL, "--rollout_engine", "vllm_server"]
+    more = ["--vllm_server_base_url", '["http://a:1"]', "--use_peft", "true"]
+    whole, adapter, merged = (
+        plan(capsys, *options, *more[:2], *each)
+        for each in ([], more[2:], [*more[2:], "--engine_kwargs.merge_adapter", "true"])
+    )
+    assert "--max_staleness" in adapter and "partial_rollouts" not in adapter
+    assert "partial_rollouts true" in whole and "partial_rollouts true" in merged
 
 
 def test_an_adapter_needs_less_memory_and_its_weights_are_sent_faster(capsys):

@@ -200,11 +200,20 @@ def test_the_native_engine_samples_waves_of_completions_of_maximum_length():
     assert job.wave(1, 1) == pytest.approx(waves * one.wave(1, 1), rel=1e-6)
 
 
+def test_a_plan_says_what_a_server_reserves(capsys):
+    free = plan(capsys, "--gpu", "rtx4090", *QLORA)
+    given = plan(capsys, "--gpu", "rtx4090", *QLORA, "--vllm_gpu_memory_utilization", "0.6")
+    share = float(re.search(r"--vllm_gpu_memory_utilization ([\d.]+)", free)[1])
+    for said, each in ((free, share), (given, 0.6)):
+        gigabytes = each * 23.64 * 2**30 / 1e9
+        assert f"the server reserves {gigabytes:.1f} of 25.4 GB" in said
+
+
 def test_a_server_has_at_most_its_share():
     config = RLOOConfig(rollout_engine="vllm", vllm_gpu_memory_utilization=0.5)
     job = shared_gpu.with_sampler(make_job(TYPICAL[2]), SERVER, config)
     free = 0.5 * 85e9 - 2 * job.shape.parameters - 1.5e9
-    assert job.sleeps and job.room(1) == int(free / (1200 * 147456))
+    assert job.sleeps and job.room(1, 0.0) == int(free / (1200 * 147456))
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,10 @@ class RolloutCost:
     at most `micro_tokens` tokens. If micro-batches are not `packed` to the same number of tokens,
     GPUs with sharded weights wait for the fullest one in every micro-batch. `memory` has the bytes
     per parameter. `sampler` is the engine on GPUs that train and sample. With `sleeps`, it is a
-    server that frees its memory during the update, and that reserves at most the share
-    `server_share` of the GPU. With `merges`, servers get adapters merged into the whole model. With
-    `by_files`, servers on other GPUs get weights as files, too."""
+    server that frees its memory during the update. A server reserves at most the share
+    `server_share` of a GPU that also trains, and `separate_share` of another GPU. With `merges`,
+    servers get adapters merged into the whole model. With `by_files`, servers on other GPUs get
+    weights as files, too."""
 
     shape: ModelShape
     gpu: GPU
@@ -92,6 +93,7 @@ class RolloutCost:
     sampler: Sampler = SERVER
     sleeps: bool = False
     server_share: float = 1.0
+    separate_share: float = USABLE
     merges: bool = False
     by_files: bool = False
 
@@ -179,18 +181,19 @@ class RolloutCost:
         """Bytes of the engine's copy of the weights."""
         return float(ENGINE * self.shape.parameters) if self.sampler.copies else 0.0
 
-    def room(self, parallel: int, held: float = 0.0) -> int:
+    def room(self, parallel: int, held: float | None = None) -> int:
         """The number of completions whose KV cache fits into an engine's memory, in addition to the
-        weights and `held` other bytes on each GPU: of mean length in a server, of maximum length
-        in the native engine."""
-        shape, sampler = self.shape, self.sampler
-        free = min(USABLE * self.gpu.memory - held, self.server_share * self.gpu.memory)
+        weights and, on a trainer's GPU, to `held` other bytes: of mean length in a server, of
+        maximum length in the native engine."""
+        shape, sampler, memory = self.shape, self.sampler, self.gpu.memory
+        free = self.separate_share * memory
+        if held is not None:
+            free = min(USABLE * memory - held, self.server_share * memory)
+            free -= self.rates["server_memory"] * (sampler.serves and self.sleeps)
         free -= self.copy_bytes / parallel
         length, scratch = self.completion, 0.0
         if not sampler.serves:
             length, scratch = self.longest, _ENTRY * shape.vocabulary
-        if sampler.serves and self.sleeps:
-            free -= self.rates["server_memory"]
         each = shape.cache_bytes * (self.prompt + length) / parallel + scratch
         return max(0, int(free / each))
 
@@ -200,7 +203,7 @@ class RolloutCost:
         gpus = engines * parallel
         return operations / gpus / (self.gpu.operations * self.rates["training_share"])
 
-    def wave(self, engines: int, parallel: int, held: float = 0.0) -> float:
+    def wave(self, engines: int, parallel: int, held: float | None = None) -> float:
         """Seconds to sample a rollout. Completions that do not fit into a server's memory wait, and
         the last completions run in a small batch. The native engine samples one wave after the
         other."""

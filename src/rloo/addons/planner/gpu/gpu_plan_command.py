@@ -12,6 +12,7 @@ from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
 from rloo.config.parsing import parse_command_line
+from rloo.config.vllm_options import memory_share
 from rloo.data.tasks import configuration_of
 
 if TYPE_CHECKING:
@@ -212,6 +213,9 @@ def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> Ro
         adapter=config.lora_r if config.use_peft else 0,
         micro_tokens=config.max_tokens_per_micro_batch or float("inf"),
         memory=memory_sizes(config),
+        sleeps=config.vllm_enable_sleep_mode is not False,
+        server_share=memory_share(config, separate=False),
+        separate_share=memory_share(config, separate=True),
         merges=bool(config.engine_options.merge_adapter),
         by_files=config.engine_options.weight_transfer == "files",
     )

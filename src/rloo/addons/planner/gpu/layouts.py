@@ -95,13 +95,13 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
     if micro < job.prompt + job.longest or held + copy > most:
         return None
     engines = layout.engines or layout.trainers // layout.parallel
-    room = job.room(layout.parallel, held if together else 0.0)
+    room = job.room(layout.parallel, held if together else None)
     if room < 1:
         return None
     if layout.staleness:
         sampling, _ = job.flow(engines, layout.parallel, layout.staleness)
     else:
-        sampling = job.wave(engines, layout.parallel, held if together else 0.0)
+        sampling = job.wave(engines, layout.parallel, held if together else None)
     computing, sending = job.training(layout.trainers, divided=layout.divided)
     return Forecast(
         layout,
@@ -114,7 +114,7 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
             job, layout.trainers, layout.parallel, divided=layout.divided, apart=not together
         ),
         held + copy,
-        held + copy if together else most,
+        held + copy if together else job.separate_share * job.gpu.memory,
         micro,
         room,
         job.sampler,

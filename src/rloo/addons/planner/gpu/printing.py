@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rloo.addons.planner.gpu.cost_model import RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import RATES, Assumption
-from rloo.addons.planner.gpu.layouts import Forecast, fastest, most_samples
+from rloo.addons.planner.gpu.layouts import Forecast, ParallelLayout, fastest, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.tracking.console import duration, write_line
 
@@ -98,13 +98,7 @@ def advice(plan: GPUPlan) -> list[str]:
     """The plan's recommendation, as lines of text."""
     one, job = plan.ways[plan.chosen], plan.job
     at = one.layout
-    options = f"--parallel {'fsdp2' if at.divided else 'replicate'}"
-    if at.engines or at.parallel > 1:
-        options += f" --rollout_engine {'vllm_server' if at.engines else 'vllm'}"
-        options += f" --vllm_tensor_parallel_size {at.parallel}" if at.parallel > 1 else ""
-    if at.staleness:
-        options += f" --max_staleness {at.staleness} --async_kwargs.partial_rollouts true"
-    lines = [f"take     {plan.chosen}: {options}"]
+    lines = [f"take     {plan.chosen}: {' '.join(_options_of(job, at))}"]
     fits = most_samples(job, one)
     lines.append(
         f"K        up to {fits:,} completions of maximum length fit one engine and one micro-batch"
@@ -130,6 +124,24 @@ def advice(plan: GPUPlan) -> list[str]:
             f"cost     {cost:,.0f} an hour, {cost * one.seconds / 3600:,.2f} a step (gpu_price)"
         )
     return lines
+
+
+def _options_of(job: RolloutCost, at: ParallelLayout) -> list[str]:
+    """The options of a run with this layout."""
+    options = [f"--parallel {'fsdp2' if at.divided else 'replicate'}"]
+    if at.engines:
+        options.append("--rollout_engine vllm_server")
+    else:
+        options.append("--rollout_engine vllm")
+        options.append(f"--vllm_gpu_memory_utilization {job.server_share:g}")
+    if at.parallel > 1:
+        options.append(f"--vllm_tensor_parallel_size {at.parallel}")
+    if at.staleness:
+        options.append(f"--max_staleness {at.staleness}")
+        # A completion ends with the adapter with which it began.
+        if not job.sends_adapter:
+            options.append("--async_kwargs.partial_rollouts true")
+    return options
 
 
 def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:

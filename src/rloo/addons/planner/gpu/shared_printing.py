@@ -69,6 +69,13 @@ def advice(plan: SharedPlan, job: RolloutCost, one: Forecast) -> list[str]:
     """The recommended engine and micro-batch, as options."""
     options = _options_of(plan, job)
     lines = [f"take     {job.sampler.name}{': ' if options else ''}{' '.join(options)}"]
+    if job.sampler.serves:
+        given, memory = plan.config.vllm_gpu_memory_utilization, job.gpu.memory / 1e9
+        share = shared_gpu.server_share(job) if given is None else given
+        lines.append(
+            f"         the server reserves {share * memory:.1f} of {memory:.1f} GB while it "
+            "samples; GB above is the need of trainer and server at the peak"
+        )
     if job.sampler.serves and job.memory.quantised and not job.merges:
         seconds = publishing(replace(job, merges=True), 1, divided=False, apart=False)
         lines.append(
