@@ -147,7 +147,10 @@ def test_an_adapter_needs_less_memory_and_its_weights_are_sent_faster(capsys):
         (["--num_gpus", "8", "--gpu_price", "-1"], "gpu_price is -1; it must be a number above 0"),
         (["--num_gpus", "8", "--num_gpus", "9"], "num_gpus is given twice, as 8 and 9 (num_gpus)"),
         (["--gpu_price", "2"], "num_gpus is missing; parameters, gpu_price belongs"),
-        (["--gpu", "t4"], "bf16 is true and gpu is t4, which has no bf16 arithmetic; give fp16"),
+        (
+            ["--gpu", "t4", "--bf16", "true"],
+            "bf16 is true and gpu is t4, which has no bf16 arithmetic; give --bf16 false --fp16",
+        ),
         (["--gpu", "a10", "--bf16", "false"], "bf16 and fp16 are false; a plan of GPUs has the"),
         (["--gpu", "a10", "--max_staleness", "1"], "max_staleness is 1 and sampler_processes is"),
         (["--gpu", "a10", "--rollout_dtype", "float32"], "rollout_dtype is float32; a plan of"),

@@ -112,10 +112,34 @@ def test_bits_and_checkpointing_are_counted(capsys):
 
 @pytest.mark.parametrize("gpu", ["rtx3090", "rtx4090", "rtx5090", "l4", "l40s", "a10", "t4"])
 def test_every_card_has_a_plan_for_4_billion_parameters(capsys, gpu):
-    precision = ["--fp16", "true"] if gpu == "t4" else []
-    said = plan(capsys, "--gpu", gpu, *QLORA, *precision)
+    said = plan(capsys, "--gpu", gpu, *QLORA)
     assert f"GPUs     1 x {gpu} (NVIDIA" in said
     assert sum(line.startswith("* ") for line in said.splitlines()) == 1
+    assert ("give the run --fp16 true\n" in said) is (gpu == "t4")
+
+
+def test_a_card_without_bf16_is_planned_in_fp16(capsys, tmp_path):
+    alone = plan(capsys, "--gpu", "t4", *QLORA)
+    given = plan(capsys, "--gpu", "t4", *QLORA, "--fp16", "true")
+    note = "note     t4 has no bf16 arithmetic: this plan is for fp16; give the run --fp16 true\n"
+    assert alone.replace(note, "") == given != alone
+    several = plan(capsys, "--gpu", "t4", "--num_gpus", "4", *QLORA, *ROLLOUT)
+    assert note in several
+    (tmp_path / "run.yaml").write_text("bf16: true\n")
+    for own in ([str(tmp_path / "run.yaml")], ["--bf16", "true"]):
+        fact = refused(capsys, *own, "--gpu", "t4", *QLORA)
+        assert "which has no bf16 arithmetic; give --bf16 false --fp16 true (bf16, fp16)" in fact
+
+
+def test_one_of_a_kind_is_no_plural(capsys):
+    one = ["--num_prompts", "1", "--prompt_tokens", "1", "--completion_tokens", "1"]
+    for gpus in ([], ["--num_gpus", "2"]):
+        said = plan(capsys, "--gpu", "t4", *gpus, *QLORA, *ROLLOUT[2:], *one)
+        assert "rollout  1 prompt of 1 token x 8 completions of 1 token in the mean, 512" in said
+        assert not re.search(r"\b1 (prompt|completion|token)s", said)
+    long = ["--num_generations", "2", "--max_completion_length"]
+    said = plan(capsys, "--gpu", "t4", *QLORA, "--num_prompts", "1", *long, "9000")
+    assert "K        up to 1 completion of maximum length in the engine" in said
 
 
 def measured(name: str) -> float:

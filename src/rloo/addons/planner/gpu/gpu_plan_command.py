@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -35,10 +35,12 @@ MOST_GPUS = 1024
 
 @dataclass(frozen=True)
 class GPUPlanRequest:
-    """The command line of a GPU plan: the options of a run, and the plan's options."""
+    """The command line of a GPU plan: the options of a run, the plan's options, and notes for the
+    user."""
 
     config: RLOOConfig
     values: dict[str, str]
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -120,6 +122,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     if name not in GPUS:
         known = ", ".join(GPUS)
         raise ValueError(f"gpu is {name}; the table has {known}{suggest(name, GPUS)} (gpu)")
+    asked = _with_fp16(asked, rest, GPUS[name])
     # Imported late, since the import takes a second: invalid options are reported before.
     from rloo.addons.planner.gpu.layouts import best
     from rloo.addons.planner.gpu.printing import GPUPlan, print_gpu_plan
@@ -131,7 +134,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     found = best(int(gpus), job)
     if not found:
         raise ValueError(_misfit(job, int(gpus)))
-    print_gpu_plan(GPUPlan(job, int(gpus), found, list(values), asked.price))
+    print_gpu_plan(GPUPlan(job, int(gpus), found, list(values), asked.price, asked.notes))
 
 
 def _plan_one(asked: GPUPlanRequest, name: str) -> None:
@@ -146,7 +149,7 @@ def _plan_one(asked: GPUPlanRequest, name: str) -> None:
     config, job = asked.config, make(asked.config)
     if shared_gpu.ways(config, job):
         plan = shared_gpu.SharedPlan(config, job, make)
-        print_shared_plan(plan, list(asked.values), asked.price)
+        print_shared_plan(plan, list(asked.values), asked.price, asked.notes)
         return
     change = next(shared_gpu.repairs(config, make), None)
     fits = f"it fits with {change.options}" if change else "no change that was tried makes it fit"
@@ -161,13 +164,25 @@ def _misfit(job: RolloutCost, gpus: int) -> str:
     )
 
 
+def _with_fp16(asked: GPUPlanRequest, arguments: list[str], gpu: GPU) -> GPUPlanRequest:
+    """The request with fp16 if the GPU has no bf16 and the run's `arguments` do not set bf16."""
+    if gpu.bf16 or not asked.config.bf16:
+        return asked
+    try:
+        config = parse_command_line([*arguments, "--fp16", "true"])
+    except ValueError:  # bf16 is set to true
+        return asked
+    note = f"{gpu.name} has no bf16 arithmetic: this plan is for fp16; give the run --fp16 true"
+    return replace(asked, config=config, notes=(*asked.notes, note))
+
+
 def _check_precision(config: RLOOConfig, gpu: GPU) -> None:
     """Raise ValueError for a precision that the GPU does not have, or of which there are no
     rates."""
     if config.bf16 and not gpu.bf16:
         raise ValueError(
-            f"bf16 is true and gpu is {gpu.name}, which has no bf16 arithmetic; give fp16 true "
-            "(bf16, fp16)"
+            f"bf16 is true and gpu is {gpu.name}, which has no bf16 arithmetic; give --bf16 false "
+            "--fp16 true (bf16, fp16)"
         )
     if not (config.bf16 or config.fp16):
         raise ValueError(

@@ -12,6 +12,7 @@ from rloo.addons.planner.gpu.cost_model import RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import RATES, Assumption
 from rloo.addons.planner.gpu.layouts import Forecast, ParallelLayout, fastest, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
+from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import duration, write_line
 
 # The number of simulated rollouts, and how many of them only fill the queue.
@@ -23,13 +24,15 @@ WORTH = 1.05
 @dataclass(frozen=True, slots=True)
 class GPUPlan:
     """A plan for a number of GPUs: the forecasts of the best layouts (`ways`, from `layouts.best`),
-    the names of the numbers given by the user, and the price of a GPU hour."""
+    the names of the numbers given by the user, the price of a GPU hour, and notes on what the plan
+    assumes."""
 
     job: RolloutCost
     gpus: int
     ways: Mapping[str, Forecast]
     given: Sequence[str]
     price: float | None
+    notes: Sequence[str] = ()
 
     @property
     def chosen(self) -> str:
@@ -42,20 +45,29 @@ class GPUPlan:
 def print_gpu_plan(plan: GPUPlan) -> None:
     """Print the plan to stdout."""
     console = Console()
-    for line in [*heading(plan.job, plan.gpus), "", *table(plan), "", *advice(plan), ""]:
+    for line in [
+        *heading(plan.job, plan.gpus, plan.notes),
+        "",
+        *table(plan),
+        "",
+        *advice(plan),
+        "",
+    ]:
         write_line(console, line)
     for line in sources(plan.job, RATES, plan.given):
         write_line(console, line)
 
 
-def heading(job: RolloutCost, gpus: int) -> list[str]:
-    """The lines that tell what is planned."""
+def heading(job: RolloutCost, gpus: int, notes: Sequence[str]) -> list[str]:
+    """The lines that tell what is planned, and the notes."""
     shape = job.shape
+    mean = counted(round(job.completion), "token")
     return [
         f"model    {shape.name}: {shape.parameters / 1e9:.2f} B ({shape.origin})",
-        f"rollout  {job.groups:,} prompts of {job.prompt:,} tokens x {job.samples} completions of "
-        f"{job.completion:,.0f} tokens in the mean, {job.longest:,} at most",
+        f"rollout  {counted(job.groups, 'prompt')} of {counted(job.prompt, 'token')} x "
+        f"{counted(job.samples, 'completion')} of {mean} in the mean, {job.longest:,} at most",
         f"GPUs     {gpus:,} x {job.gpu.name} ({job.gpu.source})",
+        *(f"note     {note}" for note in notes),
     ]
 
 
@@ -101,7 +113,8 @@ def advice(plan: GPUPlan) -> list[str]:
     lines = [f"take     {plan.chosen}: {' '.join(_options_of(job, at))}"]
     fits = most_samples(job, one)
     lines.append(
-        f"K        up to {fits:,} completions of maximum length fit one engine and one micro-batch"
+        f"K        up to {counted(fits, 'completion')} of maximum length in one engine and one "
+        "micro-batch"
         + ("; a larger group is scored in a second pass" if fits < job.samples else "")
     )
     course = simulated(job, one)
