@@ -9,6 +9,7 @@ import pytest
 from rloo import RLOOConfig
 from rloo.addons.planner.gpu import shared_gpu
 from rloo.addons.planner.gpu.cost_model import COPY, MODULE, SERVER
+from rloo.addons.planner.gpu.gpu_specs import GPUS
 from rloo.addons.planner.gpu.memory_sizes import memory_sizes
 from rloo.addons.planner.gpu.model_shapes import TYPICAL
 from rloo.addons.planner.gpu.weight_cost import publishing
@@ -298,6 +299,12 @@ def test_a_table_says_what_does_not_fit(capsys):
     said = plan(capsys, "--gpu", "t4", "--fp16", "true", *QLORA, *ROLLOUT)
     rows = [line for line in said.splitlines() if re.match(r"(4|8|16|32) +\d", line)]
     assert len(rows) == 4 and all(line.endswith("-") for line in rows)
+
+
+def test_cards_on_pcie_have_the_rates_of_their_memory_and_of_pcie():
+    assert GPUS["t4"].bandwidth == 256 / 8 * 10e9  # bits, and bits per second of each
+    cards = [gpu for gpu in GPUS.values() if gpu.name not in ("a100", "h100", "h200", "b200")]
+    assert len(cards) == 7 and all(gpu.nvlink == gpu.host for gpu in cards)
 
 
 def test_the_page_has_the_figures_of_the_code():
