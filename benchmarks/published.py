@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import argparse
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log
 from pathlib import Path
 from typing import Any
 
-from rloo.addons.planner.gpu.cost_model import RolloutCost
+from rloo.addons.planner.gpu.cost_model import SERVER, RolloutCost
 from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
 from rloo.addons.planner.gpu.layouts import Forecast, ParallelLayout, forecast
 from rloo.addons.planner.gpu.model_shapes import LayerSizes
 
 FILE = Path(__file__).with_suffix(".toml")
+# NeMo RL's engines on the GPUs that train read the weights there, through CUDA's IPC handles. Those
+# on other GPUs get them over NCCL, as ours do.
+BY_HANDLES = replace(SERVER, files=False)
 # A prediction within this factor of the published time is counted.
 WITHIN = 1.4
 
@@ -115,6 +118,7 @@ def make_point(facts: dict[str, Any], data: dict[str, Any], rates: dict[str, flo
         scored=facts.get("scored", 0),
         micro_tokens=facts.get("micro_tokens", float("inf")),
         packed=facts.get("packed", True),
+        sampler=BY_HANDLES,
     )
     return Point(facts, job, data["source"][facts["source"]]["system"])
 

@@ -13,6 +13,7 @@ from rloo.addons.planner.gpu.gpu_specs import GPUS, RATES
 from rloo.addons.planner.gpu.layouts import best, most_samples
 from rloo.addons.planner.gpu.model_shapes import shape_of_size
 from rloo.addons.planner.gpu.printing import GPUPlan, simulated
+from rloo.config.vllm_options import SHARED_GPU
 
 SIZES = ("0.6B", "1.7B", "8B", "32B", "70B")
 NUMBERS = (1, 8, 64, 256, 1024)
@@ -44,12 +45,14 @@ def main() -> None:
                 longest=8192,
                 reference=False,
                 checkpointing=True,
+                sleeps=True,
+                server_share=SHARED_GPU,
             )
             ways = best(gpus, job)
             if not ways:
                 print(f"| {size} | {gpus:,} | does not fit |" + " |" * 10)
                 continue
-            plan = GPUPlan(job, gpus, ways, RATES, (), options.gpu_price)
+            plan = GPUPlan(job, gpus, ways, (), options.gpu_price)
             one, course = ways[plan.chosen], simulated(job, ways[plan.chosen])
             at, rate = one.layout, job.sampled / one.seconds
             engines = f"{at.engines:,} x {at.parallel}" if at.engines else "the same"

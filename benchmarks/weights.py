@@ -7,7 +7,9 @@ weights of 16 bits, over steps of AdamW. Three ways: complete folders with the S
 
 The weights are float32. The gradient is that of a policy gradient on completions that the model has
 sampled, with random advantages. Without `--model`, the model has 9 layers and random weights. The
-seconds are of one thread: conversion, comparison, digest and files, in shared memory.
+seconds are of one thread: conversion, comparison, digest and files, in shared memory. "read" is
+what a server does with a version before its weights go to the GPU: files, changes of the deltas,
+digest.
 
 With `--passes`: the pass over the values alone, of which 2 % have changed, and numpy's pass that
 only reads the same memory.
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +36,8 @@ from rloo.engines.vllm.server_plugin.rloo_weights import VersionReader
 from rloo.engines.weight_delta import DeltaWriter
 from rloo.engines.weight_store import WeightStore
 from rloo.model.export import CompleteFiles, LayerSink, export_weights
+
+T = TypeVar("T")
 
 
 def make_model(folder: str | None) -> PreTrainedModel:
@@ -76,12 +80,11 @@ def write_and_hash(model: PreTrainedModel, folder: Path) -> None:
     list_files(folder)
 
 
-def measured(work: Callable[[], Path]) -> tuple[float, int]:
-    """The CPU seconds of `work`, and the bytes of the folder that it returns."""
+def measured(work: Callable[[], T]) -> tuple[float, T]:
+    """The CPU seconds of `work`, and its result."""
     start = time.process_time()
-    folder = work()
-    seconds = time.process_time() - start
-    return seconds, sum(file.stat().st_size for file in folder.rglob("*"))
+    found = work()
+    return time.process_time() - start, found
 
 
 def time_passes(count: int = 32_000_000, repeats: int = 7) -> None:
@@ -132,16 +135,23 @@ def main() -> None:
             "delta": partial(writer.write, version, partial(write, model)),
         }
         for name, work in ways.items():
-            seconds, written = measured(work)
+            seconds, folder = measured(work)
+            written = sum(file.stat().st_size for file in folder.rglob("*"))
             share = writer.stats.get("engine/changed_share") if name == "delta" else None
             print(
                 f"step {version}, {name}: {written / 1e6:.2f} MB ({written / size:.2%}), "
                 f"{seconds / (size / 1e9):.2f} CPU s/GB"
                 + ("" if share is None else f", {share:.2%} of the values changed")
             )
-        fresh = VersionReader(stores[1].path(version)).read()
-        delta = VersionReader(stores[2].path(version)).read()
+        readers = [VersionReader(store.path(version)) for store in stores[1:]]
+        (complete, fresh), (by_delta, delta) = (measured(reader.read) for reader in readers)
         assert all(torch.equal(tensor, delta[name]) for name, tensor in fresh.items())
+        print(
+            f"step {version}, read: complete {complete / (size / 1e9):.2f} CPU s/GB, with deltas "
+            f"{by_delta / (size / 1e9):.2f} CPU s/GB"
+        )
+        for store in stores:
+            store.drop_older(version)
     for store in stores:
         store.remove()
 

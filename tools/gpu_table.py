@@ -27,7 +27,7 @@ def _line(gpu: GPU) -> str:
     cells = [
         gpu.name,
         f"{gpu.memory / 1e9:.1f}",
-        f"{gpu.operations / 1e12:,.4g}" + ("" if gpu.bf16 else " (fp16)"),
+        f"{gpu.operations / 1e12:,.5g}" + ("" if gpu.bf16 else " (fp16)"),
         f"{gpu.bandwidth / 1e12:.3g}",
         *(f"{rate / 1e9:.3g}" for rate in (gpu.nvlink, gpu.host, gpu.network)),
         f"{gpu.attention / 1e12:.3g}",

@@ -72,19 +72,22 @@ def test_a_weight_that_float16_cannot_hold_is_refused_by_name(tmp_path):
         trainer.save_model(str(tmp_path / "there"))
 
 
-def evaluated(tmp_path: Path, **options) -> Path:
+def evaluated(tmp_path: Path, prompts: int = 5, **options) -> Path:
     config = make_config(
         tmp_path, max_steps=2, eval_on_start=True, eval_strategy="steps", eval_steps=1, **options
     )
-    make_trainer(config, eval_dataset=ROWS.select(range(5))).train()
+    make_trainer(config, eval_dataset=ROWS.select(range(prompts))).train()
     return Path(config.output_dir)
 
 
-@pytest.mark.parametrize("use_peft", [False, True])
+@pytest.mark.parametrize(
+    ("use_peft", "prompts", "said"),
+    [(False, 5, "5 held-out prompts"), (True, 1, "1 held-out prompt")],
+)
 def test_the_card_has_the_first_and_last_evaluation_and_metadata_that_the_hub_reads(
-    tmp_path, use_peft
+    tmp_path, use_peft, prompts, said
 ):
-    run = evaluated(tmp_path, use_peft=use_peft)
+    run = evaluated(tmp_path, prompts, use_peft=use_peft)
     rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     card = ModelCard.load(run / "README.md", ignore_metadata_errors=False)
@@ -93,7 +96,7 @@ def test_the_card_has_the_first_and_last_evaluation_and_metadata_that_the_hub_re
         for line in card.text.splitlines()
         if len(cells := line.split("|")) == 5
     }
-    assert shown[""] == ["step 0", "step 2"]
+    assert shown[""] == ["step 0", "step 2"] and f"On {said} of " in card.text
     for name, label in (("pass@1", "pass@1"), ("pass@1_greedy", "pass@1, greedy")):
         assert shown[label] == [
             "{:.1f} % [{:.1f}, {:.1f}]".format(

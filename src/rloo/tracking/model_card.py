@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rloo.config.presets import objective_line
+from rloo.distributed.standard_streams import counted
 from rloo.model.policy import Policy
 from rloo.tracking.after_run import commands
 from rloo.tracking.console import percent
@@ -129,8 +130,9 @@ def _result_table(evaluations: Sequence[Mapping[str, Any]], held_out: str) -> st
     if len(rewards) == len(evaluations):
         rows.append(("mean reward", *(f"{reward:.3f}" for reward in rewards)))
     lines = [f"| {' | '.join(row)} |" for row in rows]
+    prompts = counted(first["num_prompts"], "held-out prompt")
     return (
-        f"On {first['num_prompts']:,} held-out prompts of {held_out}, with 95 % intervals:\n\n"
+        f"On {prompts} of {held_out}, with 95 % intervals:\n\n"
         f"| | step {first['step']} | step {last['step']} |\n|---|---|---|\n" + "\n".join(lines)
     )
 

@@ -26,6 +26,7 @@ from rloo.algorithm.state import TrainerComponents, TrainState
 from rloo.config.config import RLOOConfig, in_one_process
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.distributed.sharded_tensor import shape_of
+from rloo.distributed.standard_streams import counted
 from rloo.model import memory_estimate
 from rloo.model.micro_batch import split
 from rloo.model.policy import Policy
@@ -211,19 +212,18 @@ def print_plan(plan: Plan) -> None:
 def _rows(plan: Plan) -> list[tuple[str, str]]:
     parts = {name: size for name, size in plan.memory.items() if size}
     shared = f", shared by {plan.processes:,} processes" if plan.processes > 1 else ""
+    longest = counted(plan.workload.longest_prompt, "token")
+    prompts = counted(plan.workload.num_groups, "prompt")
+    completions = counted(plan.completions_per_step, "completion")
+    mean = counted(round(plan.times.expected_length), "token")
     return [
         ("parameters", f"{plan.parameters:,}, {plan.trained_parameters:,} of them trained"),
-        ("prompts", f"{plan.num_rows:,}, the longest of {plan.workload.longest_prompt:,} tokens"),
-        (
-            "optimizer steps",
-            f"{plan.times.steps:,} of {plan.workload.num_groups:,} prompts, "
-            f"{plan.completions_per_step:,} completions" + shared,
-        ),
+        ("prompts", f"{plan.num_rows:,}, the longest of {longest}"),
+        ("optimizer steps", f"{plan.times.steps:,} of {prompts}, {completions}{shared}"),
         (
             "micro-batches per step",
             f"{plan.micro_batches:,} at worst, {plan.expected_micro_batches:,} with completions of "
-            f"{plan.times.expected_length:,.0f} tokens as sampled now (up to "
-            f"{plan.max_tokens:,} tokens each)",
+            f"{mean} as sampled now (up to {counted(plan.max_tokens, 'token')} each)",
         ),
         ("peak memory", f"{gigabytes(plan.peak_bytes)} of {gigabytes(plan.available)}"),
         *((f"  {name}", _sized(plan, name, size)) for name, size in parts.items()),

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rloo.addons.planner.gpu.cost_model import ENGINE, SAMPLED_TOKEN
+from rloo.addons.planner.gpu.cost_model import COPY, ENGINE, MODULE, SAMPLED_TOKEN, SERVER
 from rloo.addons.planner.gpu.layouts import ParallelLayout, best, forecast, most_samples
 from rloo.addons.planner.gpu.model_shapes import TYPICAL, shape_of_size
+from rloo.addons.planner.gpu.weight_cost import publishing
 from rloo.engines.serialization import pack
 from rloo.types import Completion
 from support.gpu_plans import make_job
@@ -94,9 +95,30 @@ def test_divided_weights_are_sent_in_every_micro_batch():
 
 def test_weights_travel_at_their_rate():
     job = make_job(TYPICAL[5])
-    seconds = job.publishing(1, divided=False, apart=True)
+    seconds = publishing(job, 1, divided=False, apart=True)
     assert seconds == pytest.approx(2 * job.shape.parameters / 8.6e9)
     assert seconds == pytest.approx(7 * 32.76 / 30, rel=0.02)  # verl's figure, for 32 B
+
+
+def test_a_server_on_the_trainers_gpu_reads_files():
+    """0.6 s per GB are written, 1.25 s per GB are read. Sharded weights are gathered in float32
+    first."""
+    job = make_job()
+    size = 2 * job.shape.parameters
+    by_files = size / 1.6e9 + size / 0.8e9
+    assert publishing(job, 1, divided=False, apart=False) == pytest.approx(by_files)
+    gathered = 2 * size * 7 / 8 / (450e9 * 0.7)
+    assert publishing(job, 8, divided=True, apart=False) == pytest.approx(by_files + gathered)
+    elsewhere = replace(job, by_files=True)
+    assert publishing(elsewhere, 1, divided=False, apart=True) == pytest.approx(by_files)
+
+
+@pytest.mark.parametrize("sampler", [COPY, MODULE, replace(SERVER, files=False)])
+def test_an_engine_that_shares_the_trainers_memory_reads_no_files(sampler):
+    """Weights of 4 bytes are read, and a copy of 2 bytes is written."""
+    job = make_job(sampler=sampler)
+    moved = 6 * job.shape.parameters / 3.35e12
+    assert publishing(job, 1, divided=False, apart=False) == pytest.approx(moved)
 
 
 def test_beside_each_other_a_step_is_the_longer_part():
@@ -201,13 +223,27 @@ def test_gpus_wait_for_the_fullest_one():
     assert padded.tokens / (job.tokens / 8) > 1.4
 
 
+def test_servers_have_the_share_of_their_gpu():
+    """On a trainer's GPU a server that sleeps has 1.5 GB of other memory."""
+    job = make_job(sleeps=True, server_share=0.5, separate_share=0.8)
+    row, weights = 1200 * 147456, 2 * job.shape.parameters
+    assert job.room(1) == int((0.8 * 85e9 - weights) / row)
+    assert job.room(1, 0.0) == int((0.5 * 85e9 - weights - 1.5e9) / row)
+    assert job.room(2, 60e9) == int((0.9 * 85e9 - 60e9 - weights / 2 - 1.5e9) / (row / 2))
+    awake = replace(job, sleeps=False)
+    assert awake.room(1, 0.0) == int((0.5 * 85e9 - weights) / row)
+
+
 def test_an_adapter_is_all_that_is_trained_and_sent():
     job = make_job(checkpointing=True)
     adapted = replace(job, adapter=16)
     assert adapted.trained == 16 * job.shape.sides
     frozen = 4 * job.shape.parameters
     assert adapted.trainer_bytes(1, divided=False) == frozen + 16 * adapted.trained
-    sent = adapted.publishing(1, divided=False, apart=True)
-    assert sent == pytest.approx(2 * adapted.trained / 8.6e9)
+    sent = publishing(adapted, 1, divided=False, apart=True)
+    # vLLM loads adapters from files.
+    assert sent == pytest.approx(2 * adapted.trained * (1 / 1.6e9 + 1 / 0.8e9))
+    merged = publishing(replace(adapted, merges=True), 1, divided=False, apart=True)
+    assert merged == pytest.approx(2 * job.shape.parameters / 8.6e9)
     both = [one.training(8, divided=False)[1] for one in (job, adapted)]
     assert both[1] / both[0] == pytest.approx(adapted.trained / job.shape.parameters)

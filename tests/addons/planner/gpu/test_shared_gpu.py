@@ -2,14 +2,17 @@
 
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from rloo import RLOOConfig
 from rloo.addons.planner.gpu import shared_gpu
 from rloo.addons.planner.gpu.cost_model import COPY, MODULE, SERVER
+from rloo.addons.planner.gpu.gpu_specs import GPUS
 from rloo.addons.planner.gpu.memory_sizes import memory_sizes
 from rloo.addons.planner.gpu.model_shapes import TYPICAL
+from rloo.addons.planner.gpu.weight_cost import publishing
 from rloo.cli import main
 from support.gpu_plans import make_job
 from tools import gpu_table
@@ -95,19 +98,49 @@ def test_a_16_bit_model_with_a_copy_on_an_l40s_by_hand(capsys):
 
 
 def test_bits_and_checkpointing_are_counted(capsys):
-    usual = plan(capsys, "--gpu", "rtx4090", *QLORA, *ROLLOUT)
-    full = plan(capsys, "--gpu", "rtx4090", *QLORA[:3], *ROLLOUT)
+    usual = plan(capsys, "--gpu", "l4", *QLORA, *ROLLOUT)
+    full = plan(capsys, "--gpu", "l4", *QLORA[:3], *ROLLOUT)
     assert part(full, "base model") > 4 * part(usual, "base model")
     assert "--rollout_engine vllm --vllm_gpu_memory_utilization" in usual
     assert "merge_adapter true" in usual and "merge_adapter" not in full
+    merges = ["--rollout_engine", "vllm", "--engine_kwargs.merge_adapter", "true"]
+    merged = plan(capsys, "--gpu", "l4", *QLORA, *ROLLOUT, *merges)
+    sync = float(re.search(r"and sync takes ([\d.]+) s", usual)[1])
+    assert sync == pytest.approx(8.04 * (1 / 1.6 + 1 / 0.8), rel=0.01)
+    row = next(line for line in merged.splitlines() if line[2:].startswith("vllm"))
+    assert float(row.split()[-3]) == sync
 
 
 @pytest.mark.parametrize("gpu", ["rtx3090", "rtx4090", "rtx5090", "l4", "l40s", "a10", "t4"])
 def test_every_card_has_a_plan_for_4_billion_parameters(capsys, gpu):
-    precision = ["--fp16", "true"] if gpu == "t4" else []
-    said = plan(capsys, "--gpu", gpu, *QLORA, *precision)
+    said = plan(capsys, "--gpu", gpu, *QLORA)
     assert f"GPUs     1 x {gpu} (NVIDIA" in said
     assert sum(line.startswith("* ") for line in said.splitlines()) == 1
+    assert ("give the run --fp16 true\n" in said) is (gpu == "t4")
+
+
+def test_a_card_without_bf16_is_planned_in_fp16(capsys, tmp_path):
+    alone = plan(capsys, "--gpu", "t4", *QLORA)
+    given = plan(capsys, "--gpu", "t4", *QLORA, "--fp16", "true")
+    note = "note     t4 has no bf16 arithmetic: this plan is for fp16; give the run --fp16 true\n"
+    assert alone.replace(note, "") == given != alone
+    several = plan(capsys, "--gpu", "t4", "--num_gpus", "4", *QLORA, *ROLLOUT)
+    assert note in several
+    (tmp_path / "run.yaml").write_text("bf16: true\n")
+    for own in ([str(tmp_path / "run.yaml")], ["--bf16", "true"]):
+        fact = refused(capsys, *own, "--gpu", "t4", *QLORA)
+        assert "which has no bf16 arithmetic; give --bf16 false --fp16 true (bf16, fp16)" in fact
+
+
+def test_one_of_a_kind_is_no_plural(capsys):
+    one = ["--num_prompts", "1", "--prompt_tokens", "1", "--completion_tokens", "1"]
+    for gpus in ([], ["--num_gpus", "2"]):
+        said = plan(capsys, "--gpu", "t4", *gpus, *QLORA, *ROLLOUT[2:], *one)
+        assert "rollout  1 prompt of 1 token x 8 completions of 1 token in the mean, 512" in said
+        assert not re.search(r"\b1 (prompt|completion|token)s", said)
+    long = ["--num_generations", "2", "--max_completion_length"]
+    said = plan(capsys, "--gpu", "t4", *QLORA, "--num_prompts", "1", *long, "9000")
+    assert "K        up to 1 completion of maximum length in the engine" in said
 
 
 def measured(name: str) -> float:
@@ -165,14 +198,21 @@ def test_weights_are_dequantised_in_each_pass_of_each_micro_batch():
     assert plain.dequantising == 0
 
 
-def test_a_server_that_slept_reads_its_weights_from_host_memory():
+def test_a_server_of_an_adapter_that_slept_reads_its_weights_from_host_memory():
     config = RLOOConfig(use_peft=True, rollout_engine="vllm")
     job = make_job(TYPICAL[2], "rtx4090", adapter=16)
-    asleep = shared_gpu.with_sampler(job, SERVER, config)
-    difference = asleep.publishing(1, divided=False, apart=False) - job.publishing(
-        1, divided=False, apart=False
-    )
-    assert difference == pytest.approx(2 * job.shape.parameters / (32e9 * 0.7))
+
+    def difference(job, *parallel):
+        asleep, awake = shared_gpu.with_sampler(job, SERVER, config), replace(job, sleeps=False)
+        pair = (
+            publishing(one, 1, *parallel, divided=False, apart=False) for one in (asleep, awake)
+        )
+        return next(pair) - next(pair)
+
+    assert difference(job) == pytest.approx(2 * job.shape.parameters / (32e9 * 0.7))
+    assert difference(job, 4) == pytest.approx(difference(job) / 4)
+    # Without an adapter of its own, a server drops its weights, and reads them from files.
+    assert difference(replace(job, adapter=0)) == difference(replace(job, merges=True)) == 0
 
 
 def test_the_native_engine_samples_waves_of_completions_of_maximum_length():
@@ -185,11 +225,20 @@ def test_the_native_engine_samples_waves_of_completions_of_maximum_length():
     assert job.wave(1, 1) == pytest.approx(waves * one.wave(1, 1), rel=1e-6)
 
 
+def test_a_plan_says_what_a_server_reserves(capsys):
+    free = plan(capsys, "--gpu", "rtx4090", *QLORA)
+    given = plan(capsys, "--gpu", "rtx4090", *QLORA, "--vllm_gpu_memory_utilization", "0.6")
+    share = float(re.search(r"--vllm_gpu_memory_utilization ([\d.]+)", free)[1])
+    for said, each in ((free, share), (given, 0.6)):
+        gigabytes = each * 23.64 * 2**30 / 1e9
+        assert f"the server reserves {gigabytes:.1f} of 25.4 GB" in said
+
+
 def test_a_server_has_at_most_its_share():
     config = RLOOConfig(rollout_engine="vllm", vllm_gpu_memory_utilization=0.5)
     job = shared_gpu.with_sampler(make_job(TYPICAL[2]), SERVER, config)
     free = 0.5 * 85e9 - 2 * job.shape.parameters - 1.5e9
-    assert job.sleeps and job.room(1) == int(free / (1200 * 147456))
+    assert job.sleeps and job.room(1, 0.0) == int(free / (1200 * 147456))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +299,12 @@ def test_a_table_says_what_does_not_fit(capsys):
     said = plan(capsys, "--gpu", "t4", "--fp16", "true", *QLORA, *ROLLOUT)
     rows = [line for line in said.splitlines() if re.match(r"(4|8|16|32) +\d", line)]
     assert len(rows) == 4 and all(line.endswith("-") for line in rows)
+
+
+def test_cards_on_pcie_have_the_rates_of_their_memory_and_of_pcie():
+    assert GPUS["t4"].bandwidth == 256 / 8 * 10e9  # bits, and bits per second of each
+    cards = [gpu for gpu in GPUS.values() if gpu.name not in ("a100", "h100", "h200", "b200")]
+    assert len(cards) == 7 and all(gpu.nvlink == gpu.host for gpu in cards)
 
 
 def test_the_page_has_the_figures_of_the_code():

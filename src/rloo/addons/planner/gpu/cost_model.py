@@ -42,15 +42,17 @@ class Sampler:
     """An engine on the GPUs that train. With `copies`, it has a 16-bit copy of all weights;
     otherwise it samples with the policy's module. With `serves`, it is a vLLM server, which has the
     caches of all completions as they grow and frees its memory during the update. The native engine
-    samples completions in waves and reserves their maximum length."""
+    samples completions in waves and reserves their maximum length. With `files`, it gets weights as
+    files, otherwise by a copy on the GPU."""
 
     name: str
     copies: bool
     serves: bool
+    files: bool = False
 
 
 SERVER, COPY, MODULE = (
-    Sampler("vllm", copies=True, serves=True),
+    Sampler("vllm", copies=True, serves=True, files=True),
     Sampler("native, copy", copies=True, serves=False),
     Sampler("native", copies=False, serves=False),
 )
@@ -66,8 +68,10 @@ class RolloutCost:
     at most `micro_tokens` tokens. If micro-batches are not `packed` to the same number of tokens,
     GPUs with sharded weights wait for the fullest one in every micro-batch. `memory` has the bytes
     per parameter. `sampler` is the engine on GPUs that train and sample. With `sleeps`, it is a
-    server that frees its memory during the update, and that reserves at most the share
-    `server_share` of the GPU."""
+    server that frees its memory during the update. A server reserves at most the share
+    `server_share` of a GPU that also trains, and `separate_share` of another GPU. With `merges`,
+    servers get adapters merged into the whole model. With `by_files`, servers on other GPUs get
+    weights as files, too."""
 
     shape: ModelShape
     gpu: GPU
@@ -89,6 +93,9 @@ class RolloutCost:
     sampler: Sampler = SERVER
     sleeps: bool = False
     server_share: float = 1.0
+    separate_share: float = USABLE
+    merges: bool = False
+    by_files: bool = False
 
     @property
     def rows(self) -> int:
@@ -174,18 +181,19 @@ class RolloutCost:
         """Bytes of the engine's copy of the weights."""
         return float(ENGINE * self.shape.parameters) if self.sampler.copies else 0.0
 
-    def room(self, parallel: int, held: float = 0.0) -> int:
+    def room(self, parallel: int, held: float | None = None) -> int:
         """The number of completions whose KV cache fits into an engine's memory, in addition to the
-        weights and `held` other bytes on each GPU: of mean length in a server, of maximum length
-        in the native engine."""
-        shape, sampler = self.shape, self.sampler
-        free = min(USABLE * self.gpu.memory - held, self.server_share * self.gpu.memory)
+        weights and, on a trainer's GPU, to `held` other bytes: of mean length in a server, of
+        maximum length in the native engine."""
+        shape, sampler, memory = self.shape, self.sampler, self.gpu.memory
+        free = self.separate_share * memory
+        if held is not None:
+            free = min(USABLE * memory - held, self.server_share * memory)
+            free -= self.rates["server_memory"] * (sampler.serves and self.sleeps)
         free -= self.copy_bytes / parallel
         length, scratch = self.completion, 0.0
         if not sampler.serves:
             length, scratch = self.longest, _ENTRY * shape.vocabulary
-        if sampler.serves and self.sleeps:
-            free -= self.rates["server_memory"]
         each = shape.cache_bytes * (self.prompt + length) / parallel + scratch
         return max(0, int(free / each))
 
@@ -195,7 +203,7 @@ class RolloutCost:
         gpus = engines * parallel
         return operations / gpus / (self.gpu.operations * self.rates["training_share"])
 
-    def wave(self, engines: int, parallel: int, held: float = 0.0) -> float:
+    def wave(self, engines: int, parallel: int, held: float | None = None) -> float:
         """Seconds to sample a rollout. Completions that do not fit into a server's memory wait, and
         the last completions run in a small batch. The native engine samples one wave after the
         other."""
@@ -231,6 +239,21 @@ class RolloutCost:
         """The number of trained parameters: of the model, or of the adapters on all its layers."""
         return self.adapter * self.shape.sides if self.adapter else self.shape.parameters
 
+    @property
+    def sends_adapter(self) -> bool:
+        """Whether servers get adapters, and not whole models."""
+        return self.adapter > 0 and not self.merges
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether servers on other GPUs get weights as files. vLLM loads adapters from files."""
+        return self.by_files or self.sends_adapter
+
+    @property
+    def sent(self) -> int:
+        """The number of parameters in a version of the weights for servers."""
+        return self.shape.parameters if self.merges else self.trained
+
     def update(self, trainers: int, *, divided: bool) -> UpdateCost:
         """The updates of the fullest of `trainers` GPUs."""
         positions = np.arange(self.longest, dtype=np.float64)
@@ -263,7 +286,7 @@ class RolloutCost:
         trainers exchange gradients once per optimizer step. With sharded weights, every micro-batch
         gathers the weights twice and reduces the gradients."""
         computing = self.update(trainers, divided=divided).seconds
-        rate = self._network(trainers)
+        rate = self.network(trainers)
         others = (trainers - 1) / trainers
         if not divided:
             return computing, self.steps * 2 * WEIGHTS * self.trained * others / rate
@@ -276,7 +299,7 @@ class RolloutCost:
         separate servers, or the shares of the other trainers."""
         others = (trainers - 1) / trainers
         missing = others > 0 if apart else others
-        return SAMPLED_TOKEN * self.sampled * missing / self._network(trainers)
+        return SAMPLED_TOKEN * self.sampled * missing / self.network(trainers)
 
     def micro_batches(self, trainers: int, *, divided: bool) -> float:
         """The number of micro-batches of a GPU."""
@@ -363,28 +386,7 @@ class RolloutCost:
         held += self.trainer_bytes(trainers, divided=divided) + self.transient(divided=divided)
         return max(0.0, (USABLE * self.gpu.memory - held) / self.activations)
 
-    def publishing(self, trainers: int, *, divided: bool, apart: bool) -> float:
-        """Seconds until engines have new weights. Sharded weights are gathered first. The weights
-        are then sent to separate servers, or copied on the trainer's GPU."""
-        size = self.trained
-        copied = (WEIGHTS + ENGINE) * size / self.gpu.bandwidth
-        if not apart:
-            copied += self._renewal()
-        sent = ENGINE * size / self.rates["weight_rate"] if apart else copied
-        others = (trainers - 1) / trainers if divided else 0.0
-        return sent + WEIGHTS * size * others / self._network(trainers)
-
-    def _renewal(self) -> float:
-        """Seconds in which an engine on the trainer's GPU gets weights that are not trained: a
-        server that slept reads them from host memory. An adapter is merged into all of a copy."""
-        rate = self.gpu.host * self.rates["network_share"]
-        if self.sampler.serves:
-            return self.copy_bytes / rate * self.sleeps
-        if not self.adapter or not self.sampler.copies:
-            return 0.0
-        return (self.memory.read + ENGINE) * self.shape.parameters / self.gpu.bandwidth
-
-    def _network(self, gpus: int) -> float:
+    def network(self, gpus: int) -> float:
         """Bytes per second that each of `gpus` GPUs sends to the others."""
         gpu = self.gpu
         return self.rates["network_share"] * (gpu.nvlink if gpus <= IN_A_MACHINE else gpu.network)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rloo.addons.planner.gpu.gpu_specs import FILE_RATE, GPU, GPUS, RATES, Assumption
+from rloo.addons.planner.gpu.gpu_specs import GPU, GPUS, RATES
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
 from rloo.config.parsing import parse_command_line
+from rloo.config.vllm_options import memory_share
 from rloo.data.tasks import configuration_of
 
 if TYPE_CHECKING:
@@ -34,16 +35,12 @@ MOST_GPUS = 1024
 
 @dataclass(frozen=True)
 class GPUPlanRequest:
-    """The command line of a GPU plan: the options of a run, and the plan's options."""
+    """The command line of a GPU plan: the options of a run, the plan's options, and notes for the
+    user."""
 
     config: RLOOConfig
     values: dict[str, str]
-
-    @property
-    def rates(self) -> dict[str, Assumption]:
-        """The rates of the plan, unless the command line has others."""
-        by_files = self.config.engine_options.weight_transfer == "files"
-        return {**RATES, **({"weight_rate": FILE_RATE} if by_files else {})}
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def shape(self) -> ModelShape:
@@ -125,6 +122,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     if name not in GPUS:
         known = ", ".join(GPUS)
         raise ValueError(f"gpu is {name}; the table has {known}{suggest(name, GPUS)} (gpu)")
+    asked = _with_fp16(asked, rest, GPUS[name])
     # Imported late, since the import takes a second: invalid options are reported before.
     from rloo.addons.planner.gpu.layouts import best
     from rloo.addons.planner.gpu.printing import GPUPlan, print_gpu_plan
@@ -136,7 +134,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     found = best(int(gpus), job)
     if not found:
         raise ValueError(_misfit(job, int(gpus)))
-    print_gpu_plan(GPUPlan(job, int(gpus), found, asked.rates, list(values), asked.price))
+    print_gpu_plan(GPUPlan(job, int(gpus), found, list(values), asked.price, asked.notes))
 
 
 def _plan_one(asked: GPUPlanRequest, name: str) -> None:
@@ -151,7 +149,7 @@ def _plan_one(asked: GPUPlanRequest, name: str) -> None:
     config, job = asked.config, make(asked.config)
     if shared_gpu.ways(config, job):
         plan = shared_gpu.SharedPlan(config, job, make)
-        print_shared_plan(plan, asked.rates, list(asked.values), asked.price)
+        print_shared_plan(plan, list(asked.values), asked.price, asked.notes)
         return
     change = next(shared_gpu.repairs(config, make), None)
     fits = f"it fits with {change.options}" if change else "no change that was tried makes it fit"
@@ -166,13 +164,25 @@ def _misfit(job: RolloutCost, gpus: int) -> str:
     )
 
 
+def _with_fp16(asked: GPUPlanRequest, arguments: list[str], gpu: GPU) -> GPUPlanRequest:
+    """The request with fp16 if the GPU has no bf16 and the run's `arguments` do not set bf16."""
+    if gpu.bf16 or not asked.config.bf16:
+        return asked
+    try:
+        config = parse_command_line([*arguments, "--fp16", "true"])
+    except ValueError:  # bf16 is set to true
+        return asked
+    note = f"{gpu.name} has no bf16 arithmetic: this plan is for fp16; give the run --fp16 true"
+    return replace(asked, config=config, notes=(*asked.notes, note))
+
+
 def _check_precision(config: RLOOConfig, gpu: GPU) -> None:
     """Raise ValueError for a precision that the GPU does not have, or of which there are no
     rates."""
     if config.bf16 and not gpu.bf16:
         raise ValueError(
-            f"bf16 is true and gpu is {gpu.name}, which has no bf16 arithmetic; give fp16 true "
-            "(bf16, fp16)"
+            f"bf16 is true and gpu is {gpu.name}, which has no bf16 arithmetic; give --bf16 false "
+            "--fp16 true (bf16, fp16)"
         )
     if not (config.bf16 or config.fp16):
         raise ValueError(
@@ -205,7 +215,7 @@ def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> Ro
     return RolloutCost(
         shape=asked.shape,
         gpu=GPUS[gpu],
-        rates={name: asked.number(name, rate.value) for name, rate in asked.rates.items()},
+        rates={name: asked.number(name, rate.value) for name, rate in RATES.items()},
         groups=batches.prompts_per_rollout,
         samples=config.num_generations,
         prompt=int(asked.number("prompt_tokens", 256)),
@@ -218,4 +228,9 @@ def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> Ro
         adapter=config.lora_r if config.use_peft else 0,
         micro_tokens=config.max_tokens_per_micro_batch or float("inf"),
         memory=memory_sizes(config),
+        sleeps=config.vllm_enable_sleep_mode is not False,
+        server_share=memory_share(config, separate=False),
+        separate_share=memory_share(config, separate=True),
+        merges=bool(config.engine_options.merge_adapter),
+        by_files=config.engine_options.weight_transfer == "files",
     )

@@ -14,10 +14,12 @@ IN_A_MACHINE = 8
 class GPU:
     """The maker's figures for a GPU: bytes of memory (as torch reports them: a GPU of 80 GB has
     79.2 GiB), dense 16-bit operations per second with sums in float32, and bytes per second of the
-    memory, of NVLink in one direction (of PCIe, if a GPU has no NVLink), and of the network in a
-    usual machine with eight GPUs. `attention` is the operations per second of FlashAttention-2 on
-    the GPU, `host` the bytes per second of PCIe in one direction. `bf16` is false for a GPU whose
-    16-bit operations are fp16 only."""
+    memory, of NVLink in one direction, and of the network in a usual machine with eight GPUs.
+    `nvlink` is the rate of PCIe for cards on PCIe: none has NVLink but the RTX 3090, whose bridge
+    (56.25e9 in one direction) connects no more than two cards, and is not assumed. `attention` is
+    the operations per second of FlashAttention-2 on the GPU, `host` the bytes per second of PCIe in
+    one direction. `bf16` is false for a GPU whose 16-bit operations are fp16 only. `source` is the
+    title of the maker's document, with its version or year if known."""
 
     name: str
     memory: float
@@ -54,9 +56,38 @@ def _card(
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        GPU("a100", 85e9, 312e12, 2.039e12, 300e9, 25e9, 225e12, "NVIDIA A100 80GB SXM, DGX A100"),
-        GPU("h100", 85e9, 989e12, 3.35e12, 450e9, 50e9, 350e12, "NVIDIA H100 SXM, DGX H100", 64e9),
-        GPU("h200", 150e9, 989e12, 4.8e12, 450e9, 50e9, 350e12, "NVIDIA H200 SXM, DGX H200", 64e9),
+        GPU(
+            "a100",
+            85e9,
+            312e12,
+            2.039e12,
+            300e9,
+            25e9,
+            225e12,
+            "NVIDIA A100 Tensor Core GPU data sheet (1758950-r4), 80GB SXM; DGX A100",
+        ),
+        GPU(
+            "h100",
+            85e9,
+            989e12,
+            3.35e12,
+            450e9,
+            50e9,
+            350e12,
+            "NVIDIA H100 Tensor Core GPU data sheet, SXM; DGX H100",
+            64e9,
+        ),
+        GPU(
+            "h200",
+            150e9,
+            989e12,
+            4.8e12,
+            450e9,
+            50e9,
+            350e12,
+            "NVIDIA H200 Tensor Core GPU data sheet, SXM; DGX H200",
+            64e9,
+        ),
         GPU(
             "b200",
             191e9,
@@ -65,27 +96,36 @@ GPUS = {
             900e9,
             50e9,
             350e12,
-            "NVIDIA DGX B200, an eighth of it",
+            "NVIDIA DGX B200 data sheet, an eighth of it",
             64e9,
         ),
         # GeForce cards multiply 16-bit matrices at half of their rate if the sums are float32, as
         # in training. The tables of these papers have both rates; these are the ones with float32.
-        _card("rtx3090", 23.69, 71, 936, "NVIDIA Ampere GA102 GPU Architecture, RTX 3090"),
-        _card("rtx4090", 23.64, 165.2, 1008, "NVIDIA Ada GPU Architecture, RTX 4090"),
+        _card("rtx3090", 23.69, 71, 936, "NVIDIA Ampere GA102 GPU Architecture, V2.0, RTX 3090"),
+        _card("rtx4090", 23.64, 165.2, 1008, "NVIDIA Ada GPU Architecture, V2.01, RTX 4090"),
         _card(
             "rtx5090",
             31.37,
             209.5,
             1792,
-            "NVIDIA RTX Blackwell GPU Architecture, RTX 5090",
+            "NVIDIA RTX Blackwell GPU Architecture (2025), RTX 5090",
             host=64e9,
         ),
-        # The data sheets of L4, L40S and A10 have rates with sparsity, which are twice as high.
-        _card("l4", 22.03, 121, 300, "NVIDIA L4 data sheet: 242 with sparsity"),
-        _card("l40s", 44.4, 362.05, 864, "NVIDIA L40S data sheet"),
-        _card("a10", 21.99, 125, 600, "NVIDIA A10 data sheet"),
-        # fp16 only: Turing has no bf16.
-        _card("t4", 14.56, 65, 300, "NVIDIA T4 data sheet", host=16e9, bf16=False),
+        # The data sheets of L4, L40S and A10 also have rates with sparsity. The dense rate of L40S
+        # is the one of its sheet; half of its rate with sparsity is 366.5.
+        _card("l4", 22.03, 121, 300, "NVIDIA L4 Tensor Core GPU data sheet (2023): 242 sparse"),
+        _card("l40s", 44.4, 362.05, 864, "NVIDIA L40S data sheet (2023): 362.05 dense, 733 sparse"),
+        _card("a10", 21.99, 125, 600, "NVIDIA A10 Tensor Core GPU data sheet (2021): 250 sparse"),
+        # fp16 only: Turing has no bf16. The sheet has 300+ GB/s.
+        _card(
+            "t4",
+            14.56,
+            65,
+            320,
+            "NVIDIA T4 Tensor Core GPU data sheet; its memory has 256 bits of 10 Gb/s",
+            host=16e9,
+            bf16=False,
+        ),
     )
 }
 
@@ -193,9 +233,23 @@ RATES = MappingProxyType(
         "weight_rate": Assumption(
             8.6e9,
             "source",
-            "bytes a second at which weights reach the servers",
+            "bytes a second at which weights reach servers on other GPUs over NCCL",
             "verl: 30 B parameters in bf16 in about 7 s; MoonshotAI's checkpoint-engine reaches "
             "70 GB/s: 235 B in 6.75 s on 8 H800",
+        ),
+        "file_rate": Assumption(
+            1.6e9,
+            "measured",
+            "bytes a second of a version of the weights that the main process writes as files",
+            "benchmarks/weights.py: 0.6 CPU seconds per GB of deltas, on one core of this "
+            "project's machine",
+        ),
+        "load_rate": Assumption(
+            0.8e9,
+            "measured",
+            "bytes a second of a version of the weights that a server reads from files",
+            "benchmarks/weights.py: 1.2 CPU seconds per GB in the mean of 16 versions, a complete "
+            "one and its deltas, on one core; the copy to the GPU is not included",
         ),
         "reading": Assumption(
             1.5e-6,
@@ -217,13 +271,4 @@ RATES = MappingProxyType(
             "no published figure for this use; it is of the cluster",
         ),
     }
-)
-
-# `weight_rate` if servers read deltas in files.
-FILE_RATE = Assumption(
-    1.6e9,
-    "measured",
-    RATES["weight_rate"].meaning,
-    "benchmarks/weights.py: 0.6 CPU seconds of the trainer per GB of deltas in files, on one core "
-    "of this project's machine; reading them is not included",
 )

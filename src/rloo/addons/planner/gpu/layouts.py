@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rloo.addons.planner.gpu.cost_model import USABLE, RolloutCost, Sampler
+from rloo.addons.planner.gpu.weight_cost import publishing
 
 # The values that are tried: GPUs per server, staleness, and the number of divisions of the GPUs
 # between trainers and engines.
@@ -94,13 +95,13 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
     if micro < job.prompt + job.longest or held + copy > most:
         return None
     engines = layout.engines or layout.trainers // layout.parallel
-    room = job.room(layout.parallel, held if together else 0.0)
+    room = job.room(layout.parallel, held if together else None)
     if room < 1:
         return None
     if layout.staleness:
         sampling, _ = job.flow(engines, layout.parallel, layout.staleness)
     else:
-        sampling = job.wave(engines, layout.parallel, held if together else 0.0)
+        sampling = job.wave(engines, layout.parallel, held if together else None)
     computing, sending = job.training(layout.trainers, divided=layout.divided)
     return Forecast(
         layout,
@@ -109,9 +110,11 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
         sending,
         job.sampled * job.rates["reading"] if layout.gpus > 1 else 0.0,
         job.gathering(layout.trainers, apart=not together),
-        job.publishing(layout.trainers, divided=layout.divided, apart=not together),
+        publishing(
+            job, layout.trainers, layout.parallel, divided=layout.divided, apart=not together
+        ),
         held + copy,
-        held + copy if together else most,
+        held + copy if together else job.separate_share * job.gpu.memory,
         micro,
         room,
         job.sampler,

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rloo.addons.planner.gpu.cost_model import RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import Assumption
-from rloo.addons.planner.gpu.layouts import Forecast, fastest, most_samples
+from rloo.addons.planner.gpu.gpu_specs import RATES, Assumption
+from rloo.addons.planner.gpu.layouts import Forecast, ParallelLayout, fastest, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
+from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import duration, write_line
 
 # The number of simulated rollouts, and how many of them only fill the queue.
@@ -23,15 +24,15 @@ WORTH = 1.05
 @dataclass(frozen=True, slots=True)
 class GPUPlan:
     """A plan for a number of GPUs: the forecasts of the best layouts (`ways`, from `layouts.best`),
-    the rates unless given, the names of the numbers given by the user, and the price of a GPU
-    hour."""
+    the names of the numbers given by the user, the price of a GPU hour, and notes on what the plan
+    assumes."""
 
     job: RolloutCost
     gpus: int
     ways: Mapping[str, Forecast]
-    rates: Mapping[str, Assumption]
     given: Sequence[str]
     price: float | None
+    notes: Sequence[str] = ()
 
     @property
     def chosen(self) -> str:
@@ -44,20 +45,29 @@ class GPUPlan:
 def print_gpu_plan(plan: GPUPlan) -> None:
     """Print the plan to stdout."""
     console = Console()
-    for line in [*heading(plan.job, plan.gpus), "", *table(plan), "", *advice(plan), ""]:
+    for line in [
+        *heading(plan.job, plan.gpus, plan.notes),
+        "",
+        *table(plan),
+        "",
+        *advice(plan),
+        "",
+    ]:
         write_line(console, line)
-    for line in sources(plan.job, plan.rates, plan.given):
+    for line in sources(plan.job, RATES, plan.given):
         write_line(console, line)
 
 
-def heading(job: RolloutCost, gpus: int) -> list[str]:
-    """The lines that tell what is planned."""
+def heading(job: RolloutCost, gpus: int, notes: Sequence[str]) -> list[str]:
+    """The lines that tell what is planned, and the notes."""
     shape = job.shape
+    mean = counted(round(job.completion), "token")
     return [
         f"model    {shape.name}: {shape.parameters / 1e9:.2f} B ({shape.origin})",
-        f"rollout  {job.groups:,} prompts of {job.prompt:,} tokens x {job.samples} completions of "
-        f"{job.completion:,.0f} tokens in the mean, {job.longest:,} at most",
+        f"rollout  {counted(job.groups, 'prompt')} of {counted(job.prompt, 'token')} x "
+        f"{counted(job.samples, 'completion')} of {mean} in the mean, {job.longest:,} at most",
         f"GPUs     {gpus:,} x {job.gpu.name} ({job.gpu.source})",
+        *(f"note     {note}" for note in notes),
     ]
 
 
@@ -100,16 +110,11 @@ def advice(plan: GPUPlan) -> list[str]:
     """The plan's recommendation, as lines of text."""
     one, job = plan.ways[plan.chosen], plan.job
     at = one.layout
-    options = f"--parallel {'fsdp2' if at.divided else 'replicate'}"
-    if at.engines or at.parallel > 1:
-        options += f" --rollout_engine {'vllm_server' if at.engines else 'vllm'}"
-        options += f" --vllm_tensor_parallel_size {at.parallel}" if at.parallel > 1 else ""
-    if at.staleness:
-        options += f" --max_staleness {at.staleness} --async_kwargs.partial_rollouts true"
-    lines = [f"take     {plan.chosen}: {options}"]
+    lines = [f"take     {plan.chosen}: {' '.join(_options_of(job, at))}"]
     fits = most_samples(job, one)
     lines.append(
-        f"K        up to {fits:,} completions of maximum length fit one engine and one micro-batch"
+        f"K        up to {counted(fits, 'completion')} of maximum length in one engine and one "
+        "micro-batch"
         + ("; a larger group is scored in a second pass" if fits < job.samples else "")
     )
     course = simulated(job, one)
@@ -132,6 +137,24 @@ def advice(plan: GPUPlan) -> list[str]:
             f"cost     {cost:,.0f} an hour, {cost * one.seconds / 3600:,.2f} a step (gpu_price)"
         )
     return lines
+
+
+def _options_of(job: RolloutCost, at: ParallelLayout) -> list[str]:
+    """The options of a run with this layout."""
+    options = [f"--parallel {'fsdp2' if at.divided else 'replicate'}"]
+    if at.engines:
+        options.append("--rollout_engine vllm_server")
+    else:
+        options.append("--rollout_engine vllm")
+        options.append(f"--vllm_gpu_memory_utilization {job.server_share:g}")
+    if at.parallel > 1:
+        options.append(f"--vllm_tensor_parallel_size {at.parallel}")
+    if at.staleness:
+        options.append(f"--max_staleness {at.staleness}")
+        # A completion ends with the adapter with which it began.
+        if not job.sends_adapter:
+            options.append("--async_kwargs.partial_rollouts true")
+    return options
 
 
 def simulated(job: RolloutCost, one: Forecast) -> SimulationResult | None:

@@ -9,10 +9,12 @@ from rich.console import Console
 
 from rloo.addons.planner.gpu import shared_gpu
 from rloo.addons.planner.gpu.cost_model import USABLE, RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import Assumption
+from rloo.addons.planner.gpu.gpu_specs import RATES
 from rloo.addons.planner.gpu.layouts import Forecast, fastest, most_samples
 from rloo.addons.planner.gpu.printing import WORTH, aligned, heading, sources
 from rloo.addons.planner.gpu.shared_gpu import SharedPlan
+from rloo.addons.planner.gpu.weight_cost import publishing
+from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import write_line
 
 # Rates without a meaning on one GPU.
@@ -20,21 +22,18 @@ _OF_SEVERAL = ("weight_rate", "reading", "failure_hours", "restart")
 
 
 def print_shared_plan(
-    plan: SharedPlan,
-    rates: Mapping[str, Assumption],
-    given: Sequence[str],
-    price: float | None,
+    plan: SharedPlan, given: Sequence[str], price: float | None, notes: Sequence[str] = ()
 ) -> None:
     """Print the plan to stdout. `given` are the names of the plan's options that the user set,
-    `price` is the price of an hour."""
+    `price` is the price of an hour, and `notes` say what the plan assumes."""
     console, job = Console(), plan.job
     found = shared_gpu.ways(plan.config, job)
     name = fastest(found, WORTH)
     one = found[name]
     own = with_sampler(plan, one)
-    alone = {key: rate for key, rate in rates.items() if key not in _OF_SEVERAL}
+    alone = {key: rate for key, rate in RATES.items() if key not in _OF_SEVERAL}
     for block in (
-        heading(job, 1),
+        heading(job, 1, notes),
         engines(plan, found, name),
         [*advice(plan, own, one), *([cost(own, one, price)] if price else [])],
         memory(own, one),
@@ -73,25 +72,31 @@ def advice(plan: SharedPlan, job: RolloutCost, one: Forecast) -> list[str]:
     """The recommended engine and micro-batch, as options."""
     options = _options_of(plan, job)
     lines = [f"take     {job.sampler.name}{': ' if options else ''}{' '.join(options)}"]
-    merges = plan.config.engine_options.merge_adapter
-    if job.sampler.serves and job.memory.quantised and not merges:
+    if job.sampler.serves:
+        given, memory = plan.config.vllm_gpu_memory_utilization, job.gpu.memory / 1e9
+        share = shared_gpu.server_share(job) if given is None else given
+        lines.append(
+            f"         the server reserves {share * memory:.1f} of {memory:.1f} GB while it "
+            "samples; GB above is the need of trainer and server at the peak"
+        )
+    if job.sampler.serves and job.memory.quantised and not job.merges:
+        seconds = publishing(replace(job, merges=True), 1, divided=False, apart=False)
         lines.append(
             "         its base model is not quantised; with --engine_kwargs.merge_adapter true it "
-            "samples with the trainer's weights"
+            f"samples with the trainer's weights, and sync takes {seconds:.3g} s"
         )
     budget, most = job.micro_tokens, one.micro_batch
     group = job.prompt + job.samples * job.longest
-    text = (
-        f"micro-batch  {min(budget, most):,.0f} tokens, and {most:,.0f} fit; a group has {group:,}"
-    )
+    tokens = counted(round(min(budget, most)), "token")
+    text = f"micro-batch  {tokens}, and {most:,.0f} fit; a group has {group:,}"
     if budget < group <= most:
         text += f": --max_tokens_per_micro_batch {group} avoids a second pass"
     elif group > most:
         text += " and is scored in a second pass"
     lines.append(text)
     lines.append(
-        f"K        up to {most_samples(job, one):,} completions of maximum length fit the engine "
-        "and one micro-batch"
+        f"K        up to {counted(most_samples(job, one), 'completion')} of maximum length in the "
+        "engine and one micro-batch"
     )
     return lines
 
@@ -147,9 +152,10 @@ def _about(job: RolloutCost, one: Forecast, name: str) -> str:
     if name == "caches":
         length = job.completion if job.sampler.serves else job.longest
         rows = min(job.rows, one.room)
-        return f"of {rows:,} completions of {length:,.0f} tokens and prompts, while it samples"
-    if name == "server's weights":
-        return "in host memory in the update" if job.sleeps else ""
+        tokens = counted(round(length), "token")
+        return f"of {counted(rows, 'completion')} of {tokens} and prompts, while it samples"
+    if name == "server's weights" and job.sleeps:
+        return f"{'in host memory' if job.sends_adapter else 'dropped'} in the update"
     if name == "micro-batch":
         return f"{job.activations / 1e3:,.0f} kB per token"
     return ""
@@ -193,6 +199,6 @@ def alternatives(plan: SharedPlan) -> list[str]:
             continue
         peak = max(shared_gpu.peaks(change.job, change.one)) / 1e9
         rate = f"{change.job.sampled / change.one.seconds:,.0f}"
-        most = f"{change.one.micro_batch:,.0f} tokens"
+        most = counted(round(change.one.micro_batch), "token")
         rows.append([change.options, change.name, rate, f"{peak:.1f}", most])
     return aligned(rows)
