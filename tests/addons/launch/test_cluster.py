@@ -167,6 +167,17 @@ def test_a_run_that_contradicts_its_cluster_is_refused(options, arguments, said)
         make_job(Cluster(**options), [*RECIPE, *arguments])
 
 
+@pytest.mark.parametrize(
+    "line", ["false", "source /no/such/file 2>/dev/null", "test -d '/no such' # really", "(exit 3)"]
+)
+def test_a_line_of_setup_that_fails_ends_the_shell_with_a_message(line):
+    lines = Cluster(setup=["export A='x y'", "true || false", line, "echo no"]).checked_setup
+    ended = subprocess.run(["bash", "-uc", "\n".join(lines)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    status = 3 if "3" in line else 1
+    assert ended.stderr == f"rloo: a line of setup failed with status {status}: {line}\n"
+
+
 def test_lines_of_setup_come_before_every_process():
     job = make_job(Cluster(setup=["export A='x y'"]), RECIPE)
     words = job.started()

@@ -4,6 +4,7 @@ a file. The options of the training are separate."""
 from __future__ import annotations
 
 import re
+import shlex
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -98,6 +99,16 @@ class Cluster:
         if self.trainer_gpus is not None:
             return self.trainer_gpus
         return max(1, self.nodes * self.gpus_per_node - self.engine_gpus)
+
+    @property
+    def checked_setup(self) -> list[str]:
+        """The lines of `setup`. After a line that fails, the shell ends with a message."""
+        failed = "rloo: a line of setup failed with status $status: "
+        return [
+            f"{line}\nstatus=$?; ((status == 0)) || "
+            f'{{ echo "{failed}"{shlex.quote(line)} >&2; exit 1; }}'
+            for line in self.setup
+        ]
 
 
 def read_cluster(arguments: Sequence[str]) -> tuple[Cluster, list[str], bool]:

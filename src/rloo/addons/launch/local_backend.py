@@ -54,7 +54,7 @@ def by_hand(job: LaunchJob, remarks: Sequence[str], ranks: Sequence[str]) -> str
         "trap 'kill $(jobs -p) 2>/dev/null' EXIT",
         *(f"export {name}={value}" for name, value in job.environment.items()),
         *([KEY_LINE] if job.servers else []),
-        *job.cluster.setup,
+        *job.cluster.checked_setup,
         "",
     ]
     for role in job.others:

@@ -92,7 +92,7 @@ class LaunchJob:
         """The command that starts `rloo`, or a module, with the arguments `words`."""
         if not self.cluster.setup:
             return [*this_program(module), *words]
-        lines = "\n".join([*self.cluster.setup, 'exec "$@"'])
+        lines = "\n".join([*self.cluster.checked_setup, 'exec "$@"'])
         return ["bash", "-c", lines, "bash", "python", "-m", module, *words]
 
 

@@ -43,7 +43,7 @@ def script(job: LaunchJob) -> str:
     return _template(job).substitute(
         directives="\n".join(f"#SBATCH {line}" for line in _directives(job, cpus, memory)),
         summary="\n# ".join(summary),
-        setup="\n".join([*settings, *cluster.setup, f"export OUT={out}"]),
+        setup="\n".join([*settings, *cluster.checked_setup, f"export OUT={out}"]),
         folder=shlex.quote(str(Path.cwd())),
         nodelist=names,
         port=cluster.port,
