@@ -4,6 +4,7 @@ weights of 16 bits, over steps of AdamW. Three ways: complete folders with the S
 
     python -m benchmarks.weights [--model FOLDER] [--rate 1e-6] [--steps 5]
     python -m benchmarks.weights --passes
+    python -m benchmarks.weights --load
 
 The weights are float32. The gradient is that of a policy gradient on completions that the model has
 sampled, with random advantages. Without `--model`, the model has 9 layers and random weights. The
@@ -12,7 +13,8 @@ what a server does with a version before its weights go to the GPU: files, chang
 digest.
 
 With `--passes`: the pass over the values alone, of which 2 % have changed, and numpy's pass that
-only reads the same memory.
+only reads the same memory. With `--load`: the cost of a version for an engine that loads it. The
+engine reads the chain, applies the changes and computes the digest of all tensors.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.processor import describe_processor
 from rloo import kernels
 from rloo.distributed.atomic_io import list_files
 from rloo.engines.delta_values import update_values
-from rloo.engines.vllm.server_plugin.rloo_weights import VersionReader
+from rloo.engines.vllm.server_plugin.rloo_weights import VersionReader, digest_tensor
 from rloo.engines.weight_delta import DeltaWriter
 from rloo.engines.weight_store import WeightStore
 from rloo.model.export import CompleteFiles, LayerSink, export_weights
@@ -107,6 +110,38 @@ def time_passes(count: int = 32_000_000, repeats: int = 7) -> None:
         print(f"from {dtype}: {pair[0]:.2f} CPU s/GB; only reading {pair[1]:.2f} CPU s/GB")
 
 
+def time_loads(model: PreTrainedModel, repeats: int = 9) -> None:
+    """Print the median CPU seconds per exported GB of loading a complete version, and deltas."""
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    print(f"{describe_processor()}; torch {torch.__version__}, one thread; {size / 1e6:,.1f} MB")
+    for share in (0.0, 0.01, 0.05):
+        store = WeightStore.made_in(None, secrets.token_hex(4))
+        writer = DeltaWriter(store, torch.bfloat16)
+        folder = writer.write(0, partial(write, model))
+        if share:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 + 0.1 * (torch.rand_like(parameter) < share))
+            folder = writer.write(1, partial(write, model))
+        loads, digests = [], []
+        for _ in range(repeats):
+            start = time.process_time()
+            reader = VersionReader(folder)
+            for _ in reader:
+                pass
+            reader.require_digest()
+            loads.append(time.process_time() - start)
+            tensors = VersionReader(folder).read()
+            start = time.process_time()
+            for tensor in tensors.values():
+                digest_tensor(tensor)
+            digests.append(time.process_time() - start)
+        load, digest = (sorted(some)[repeats // 2] / (size / 1e9) for some in (loads, digests))
+        changed = writer.stats.get("engine/changed_share", 0.0)
+        print(f"{changed:.2%} changed: {load:.2f} CPU s/GB, of which the digest {digest:.2f}")
+        store.remove()
+
+
 def main() -> None:
     """Print a line for each version and way."""
     options = argparse.ArgumentParser()
@@ -114,6 +149,7 @@ def main() -> None:
     options.add_argument("--rate", type=float, default=1e-6)
     options.add_argument("--steps", type=int, default=5)
     options.add_argument("--passes", action="store_true")
+    options.add_argument("--load", action="store_true")
     given = options.parse_args()
     torch.set_num_threads(1)
     kernels.use(kernels.unavailable_reason() is None)
@@ -121,6 +157,9 @@ def main() -> None:
         time_passes()
         return
     model = make_model(given.model)
+    if given.load:
+        time_loads(model)
+        return
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate, weight_decay=0.0)
     stores = [WeightStore.made_in(None, secrets.token_hex(4)) for _ in range(3)]
