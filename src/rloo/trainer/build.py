@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -54,12 +54,19 @@ LONG_TEXT = 1_000_000
 _UNNAMED_SET = "the evaluation set"
 Rows: TypeAlias = Given | str
 RowSets: TypeAlias = Rows | Mapping[str, Rows]
-# Rows with prompts and with the columns that rewards need, and notes about their conversion.
-PublishedRows: TypeAlias = tuple[Dataset | IterableDataset, list[str]]
 
 # A function, a reward model's module, an object with get_rewards, or the spec of such a reward.
 RewardFunction: TypeAlias = Callable[..., Any] | str | Mapping[str, Any]
 Tokenizers: TypeAlias = PreTrainedTokenizerBase | Sequence[PreTrainedTokenizerBase | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRows:
+    """Rows with prompts and with the columns that rewards need, and notes about their conversion. A
+    stream is not converted yet."""
+
+    rows: Dataset | IterableDataset
+    notes: list[str]
 
 
 def make_batches(args: RLOOConfig, world: World) -> BatchSizes:
@@ -123,7 +130,9 @@ def read_rows(spec: Rows | None, split: str, args: RLOOConfig, rewards: RewardSe
     stream is converted when it is read. Raises ValueError if a column that a reward needs is
     missing."""
     rows = load_given(spec, split, args)
-    return (rows, []) if isinstance(rows, IterableDataset) else as_published(rows, args, rewards)
+    if isinstance(rows, IterableDataset):
+        return PublishedRows(rows, [])
+    return PublishedRows(*as_published(rows, args, rewards))
 
 
 def make_source(
@@ -137,7 +146,7 @@ def make_source(
     """The tokenised prompts of the rows that `read_rows` returned. Raises ValueError for rows that
     cannot be prompts, for prompts beyond the `limit` (see `prompt_limit`), and if a column that a
     reward needs is missing in a stream."""
-    rows, notes = published
+    rows, notes = published.rows, published.notes
     options = args.chat_template_kwargs or {}
     characters = max(LONG_TEXT, limit.max_tokens * longest_token(tokenizer))
     encode = partial(encode_prompts, processing_class=tokenizer, chat_template_kwargs=options)
@@ -167,7 +176,7 @@ def make_source(
 
 
 def as_published(rows: Dataset, args: RLOOConfig, rewards: RewardSet) -> tuple[Dataset, list[str]]:
-    """Convert `rows` from a published format (`PublishedRows`)."""
+    """Convert `rows` from a published format. Return the fields of `PublishedRows`."""
     found, of_prompts = with_conversation(rows, args.prompt_template)
     found = found if found is not rows else with_prompts(rows, args.prompt_template)
     found, of_references = with_reference(found, args.reference, rewards.reads)
