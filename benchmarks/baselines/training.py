@@ -29,8 +29,8 @@ from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.rank_rollout import RewardScorer, generate_on_ranks
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.tracking.jsonl import versions
-from rloo.trainer.build import make_source, prompt_limit, read_rows
 from rloo.trainer.evaluate import settings_of
+from rloo.trainer.prompt_loading import make_source, prompt_limit, read_rows
 from rloo.types import Prompt
 
 ROOT = Path(__file__).resolve().parents[2]

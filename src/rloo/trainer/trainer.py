@@ -37,14 +37,15 @@ from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.model_card import write_card
 from rloo.tracking.monitor import Monitor
 from rloo.tracking.profiler import PhaseTimer
-from rloo.trainer import build, restart, trl_attributes, trl_overrides
-from rloo.trainer.build import PublishedRows, RewardFunction, Rows, RowSets, Tokenizers
+from rloo.trainer import build, prompt_loading, restart, trl_attributes, trl_overrides
+from rloo.trainer.build import RewardFunction, Tokenizers
 from rloo.trainer.checkpoint import find_checkpoint
 from rloo.trainer.cpu_settings import keep_freed_memory
 from rloo.trainer.eval_rewards import EvalRewards
 from rloo.trainer.evaluate import Evaluator, Results, check_evaluation, flatten
 from rloo.trainer.heartbeat import heartbeat
 from rloo.trainer.multi_turn import Factories, MultiTurnSetup, RolloutFunc, multi_turn_setup
+from rloo.trainer.prompt_loading import PublishedRows, Rows, RowSets
 from rloo.trainer.prompt_sampling import (
     check_pilot,
     check_terms,
@@ -222,7 +223,7 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         if isinstance(eval_dataset, str) and eval_dataset in sets:
             sets = {eval_dataset: sets[eval_dataset]}
         elif eval_dataset is not None:
-            rows = build.read_eval_rows(eval_dataset, self.args, self._rows_of)
+            rows = prompt_loading.read_eval_rows(eval_dataset, self.args, self._rows_of)
             sets = self._prompts_of_sets(rows)
         if not sets:
             raise ValueError("there is nothing to evaluate on (eval_dataset, eval_split)")
@@ -314,10 +315,11 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         if given is None and self.args.eval_split is not None:
             given = self.train_dataset
         training = self._rows_of(self.train_dataset, self.args.dataset_split) if trains else None
-        return training, build.read_eval_rows(given, self.args, self._rows_of)
+        return training, prompt_loading.read_eval_rows(given, self.args, self._rows_of)
 
     def _rows_of(self, rows: Rows, split: str) -> PublishedRows:
-        return build.read_rows(self.turns.rows(rows, self.args), split, self.args, self.rewards)
+        given = self.turns.rows(rows, self.args)
+        return prompt_loading.read_rows(given, split, self.args, self.rewards)
 
     def _load_prompts(
         self, training: PublishedRows | None, evaluation: Mapping[str, PublishedRows]
@@ -326,14 +328,14 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         self._source: Prompts | None = None
         if trains := training is not None:
             source = self._prompts(training)
-            arranged = build.arrange(source, self.args)
+            arranged = prompt_loading.arrange(source, self.args)
             check_pilot(self.args, self.rewards, self.turns)
             self._source = with_prompt_sampling(arranged, self.args, self.batches)
             stream = isinstance(self._source, IterablePromptDataset)
             if stream:
                 self.args = trl_attributes.with_stream(self.args)
             where = "the stream's first rows" if stream else "training"
-            self._notes += build.length_notes(self._source, where)
+            self._notes += prompt_loading.length_notes(self._source, where)
         self._eval_prompts = self._prompts_of_sets(evaluation)
         if not trains and not self._eval_prompts:
             raise ValueError(
@@ -411,18 +413,18 @@ class RLOOTrainer(trl_attributes.TRLTrainerAttributes):
         return resume
 
     def _prompts(self, rows: PublishedRows, *, evaluation: bool = False) -> Prompts:
-        source = build.make_source(
+        source = prompt_loading.make_source(
             rows,
             tokenizer=self.processing_class,
             rewards=self.rewards,
             args=self.turns.shown(self.args),
-            limit=build.prompt_limit(self.model, self.args, evaluation=evaluation),
+            limit=prompt_loading.prompt_limit(self.model, self.args, evaluation=evaluation),
         )
         return self.turns.checked(source)
 
     def _prompts_of_sets(self, rows: Mapping[str, PublishedRows]) -> dict[str, list[Prompt]]:
         make = partial(self._prompts, evaluation=True)
-        sets, notes = build.prompts_of_sets(rows, self.args, make)
+        sets, notes = prompt_loading.prompts_of_sets(rows, self.args, make)
         self._notes += notes
         for prompts in sets.values():
             self.judging.check(prompts)

@@ -27,7 +27,7 @@ from rloo.tracking.callbacks import Callback
 from rloo.tracking.hub_upload import HubUploader
 from rloo.tracking.jsonl import strict
 from rloo.tracking.monitor import Monitor, numbers_of
-from rloo.trainer.build import load_given
+from rloo.trainer.prompt_loading import load_given
 from rloo.trainer.subclass_checks import SEAM_OF
 
 # Options that TRL's trainer has as attributes of the same name.

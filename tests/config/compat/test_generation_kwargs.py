@@ -24,7 +24,8 @@ from rloo.engines.native.native_engine import NativeEngine
 from rloo.engines.sampling import StopStringMatcher
 from rloo.model.policy import Policy
 from rloo.tracking.sample_text import completions_table
-from rloo.trainer.build import make_sampling, prompt_limit
+from rloo.trainer.build import make_sampling
+from rloo.trainer.prompt_loading import prompt_limit
 from rloo.types import Completion, Group, Prompt, Sampling
 from support.models import make_model
 from support.text import CHAT_TEMPLATE, make_tokenizer

@@ -166,6 +166,8 @@ def test_vllm_serve_refuses_a_model_that_its_gpu_cannot_hold(tmp_path):
     serving = from_options.serving_alone(fits, str(tmp_path), THREE)
     assert serving.gpu_memory_utilization == 0.9
     assert from_options.serving_alone(fits, str(tmp_path), []).gpu_memory_utilization == 0.3
+    receives = [from_options.serving_alone(fits, str(tmp_path), g).transfers for g in (THREE, [])]
+    assert receives == [True, False]  # weights over NCCL
     longer = RLOOConfig(max_prompt_length=413_095, max_completion_length=100)
     with pytest.raises(ValueError, match=r"reserves 0\.9 .* 413,195 tokens"):
         from_options.serving_alone(longer, str(tmp_path), THREE)

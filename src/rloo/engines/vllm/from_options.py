@@ -86,6 +86,8 @@ def serving_alone(config: RLOOConfig, name: str, gpus: Sequence[int] | None = No
     tied = known.get_text_config().tie_word_embeddings and not gpus
     rank, sleeps = config.lora_r if config.use_peft else None, bool(config.vllm_enable_sleep_mode)
     serving = serving_of(config, model, rank, tied=tied, sleeps=sleeps, separate=bool(gpus))
+    by_files = not gpus or rank is not None or config.engine_options.weight_transfer == "files"
+    serving = replace(serving, transfers=not by_files)
     memory = smallest_gpu(gpus, serving.tensor_parallel_size)
     if memory is not None:
         parameters = num_parameters(known, trust_remote_code=config.trust_remote_code)
