@@ -93,7 +93,7 @@ ROWS = [
     "__main__",
 ]
 # The add-ons that another add-on imports. The core imports none, and names them in plugins.py only.
-AMONG_ADDONS = {("integrations", "graders")}
+AMONG_ADDONS = {("integrations", "graders"), ("planner", "launch")}
 ROW_OF = {name: number for number, row in enumerate(ROWS) for name in row.split()}
 # The package itself imports nothing when it is loaded: what it exports is found when asked for.
 ROW_OF["rloo"] = -1

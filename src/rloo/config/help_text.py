@@ -60,7 +60,8 @@ COMMANDS = {
         f"{_OPTIONS} [--num_gpus N --gpu NAME ...]",
         "predict micro-batches, peak memory, and the expected and the longest time, from "
         "measurements of less than a minute; calls no reward and leaves no file. With --num_gpus N "
-        "(1 to 1,024) and --gpu a100, h100, h200 or b200: predict a configuration, tokens/s, "
+        "(1 to 1,024), or with --cluster and a file of rloo launch, and --gpu h100, rtx4090 or "
+        "another of the table in docs/scaling.md: predict a configuration, tokens/s, "
         "memory and cost (--gpu_price) on GPUs that this machine does not have, from counted "
         "operations and published figures; --parameters 7B replaces --model; --prompt_tokens, "
         "--completion_tokens, --training_share and the other printed rates can be set "

@@ -3,13 +3,19 @@
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rloo.addons.launch.cluster import read_cluster
+from rloo.addons.launch.roles import make_job
 from rloo.addons.planner.gpu.gpu_plan_command import OPTIONS, split
-from rloo.addons.planner.gpu.gpu_specs import RATES
+from rloo.addons.planner.gpu.gpu_specs import RATES, RECEIVES
 from rloo.cli import main
+from rloo.config.parsing import parse_command_line
+from rloo.engines.vllm.server_process import CONFIGURATION
 
+MACHINES = Path(__file__).parents[4] / "examples" / "machines"
 USUAL = ["--num_prompts", "64", "--num_generations", "8", "--max_completion_length", "1024"]
 SIZE = ["--parameters", "8B"]
 
@@ -23,6 +29,12 @@ def cells(said: str, name: str) -> list[str]:
     """The cells of the row of a layout."""
     line = next(line for line in said.splitlines() if line[2:].startswith(name))
     return [cell.strip() for cell in line[2:].split("  ") if cell.strip()]
+
+
+def taken(said: str) -> list[str]:
+    """The options that a plan recommends."""
+    (line,) = (line for line in said.splitlines() if line.startswith("take "))
+    return shlex.split(line.partition(": ")[2])
 
 
 def test_a_plan_says_what_to_take_and_where_each_number_comes_from(capsys):
@@ -87,8 +99,7 @@ def test_the_options_to_take_are_those_that_were_planned(capsys, size, parallel,
     own = [] if share is None else ["--vllm_gpu_memory_utilization", share]
     said = plan(capsys, *words, *own)
     assert "* in turn" in said
-    (line,) = (line for line in said.splitlines() if line.startswith("take "))
-    take = shlex.split(line.partition(": ")[2])
+    take = taken(said)
     expected = ["--rollout_engine", "vllm", "--vllm_gpu_memory_utilization", share or "0.3"]
     more = [] if parallel == 1 else ["--vllm_tensor_parallel_size", str(parallel)]
     assert take[2:] == [*expected, *more]
@@ -127,6 +138,64 @@ def test_an_adapter_needs_less_memory_and_its_weights_are_sent_faster(capsys):
     assert sync < 0.1 * float(full[9])
     assert "replicate" in cells(adapter, "apart, S 1")[1] and "fsdp2" in full[1]
     assert gigabytes == pytest.approx(33, rel=0.05)  # four bytes a frozen parameter
+
+
+def cluster_file(folder: Path, **options) -> str:
+    path = folder / "cluster.yaml"
+    path.write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
+    return str(path)
+
+
+def test_a_plan_has_the_gpus_of_a_cluster(capsys, tmp_path):
+    path = cluster_file(tmp_path, backend="slurm", nodes=3, gpus_per_node=8, engine_gpus=16)
+    said = plan(capsys, "--cluster", path, *SIZE, *USUAL)
+    assert "GPUs     24 x h100" in said
+    assert f"note     {path}: 3 nodes of 8 GPUs; 8 train, 16 sample\n" in said
+    rows = [cells(said, f"apart, S {staleness}") for staleness in (0, 1, 2, 4)]
+    for row in rows:
+        engines, _, parallel = row[2].partition(" x ")
+        assert row[1] == "8 fsdp2" and int(engines) * int(parallel or 1) == 16
+    assert "in turn" not in said
+    path = cluster_file(tmp_path, backend="ray", nodes=2, gpus_per_node=4)
+    said = plan(capsys, "--cluster", path, *SIZE, *USUAL)
+    assert f"note     {path}: 2 nodes of 4 GPUs; 8 train and sample\n" in said
+    alone = plan(capsys, "--num_gpus", "8", *SIZE, *USUAL)
+    assert "apart" not in said.partition("K  ")[0]
+    assert cells(said, "in turn")[1:] == cells(alone, "in turn")[1:]
+    path = cluster_file(tmp_path, gpus_per_node=1)
+    said = plan(capsys, "--cluster", path, "--parameters", "0.6B", *USUAL)
+    assert "GPUs     1 x h100" in said and "1 node of 1 GPU; 1 train and sample\n" in said
+
+
+def test_rloo_launch_takes_the_options_that_were_planned(capsys):
+    """Its servers read files unless they have an argument."""
+    recipe, cluster = (str(MACHINES / name) for name in ("qwen3_8b.yaml", "slurm.yaml"))
+    words = [recipe, *SIZE, "--cluster", cluster]
+    said = plan(capsys, *words)
+    over_nccl = plan(capsys, *words, *shlex.split(RECEIVES))
+    sync = [float(cells(each, "apart, S 1")[9]) for each in (said, over_nccl)]
+    assert sync == [pytest.approx(30, rel=0.02), pytest.approx(1.95, rel=0.02)]
+    assert RECEIVES in said and "note     servers of rloo launch" not in over_nccl
+    for each in (said, over_nccl):
+        make_job(read_cluster(["--cluster", cluster])[0], [recipe, *taken(each)])
+    assert parse_command_line(taken(over_nccl)).engine_options.serve_args == [
+        "--weight-transfer-config",
+        CONFIGURATION,
+    ]
+    # A user who starts servers by hand needs the argument, too.
+    assert RECEIVES in plan(capsys, "--num_gpus", "16", *SIZE, *USUAL)
+
+
+def test_a_cluster_has_the_number_of_gpus(capsys, tmp_path):
+    path = cluster_file(tmp_path, gpus_per_node=8)
+    assert main(["plan", *SIZE, *USUAL, "--cluster", path, "--num_gpus", "8"]) == 2
+    assert f"num_gpus is 8 and cluster is {path}, which has" in capsys.readouterr().err
+    path = cluster_file(tmp_path, nodes=1)
+    assert main(["plan", *SIZE, *USUAL, "--cluster", path]) == 2
+    assert f"gpus_per_node is 0 in {path}; a plan needs GPUs" in capsys.readouterr().err
+    path = cluster_file(tmp_path, gpus_per_nod=8)
+    assert main(["plan", *SIZE, *USUAL, "--cluster", path]) == 2
+    assert "gpus_per_nod is no option of a cluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

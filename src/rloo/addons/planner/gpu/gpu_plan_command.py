@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rloo.addons.planner.gpu.gpu_specs import GPU, GPUS, RATES
+from rloo.addons.planner.gpu.gpu_specs import GPU, GPUS, RATES, RECEIVES
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
 from rloo.config.parsing import parse_command_line
 from rloo.config.vllm_options import memory_share
 from rloo.data.tasks import configuration_of
+from rloo.distributed.standard_streams import counted
 
 if TYPE_CHECKING:
+    from rloo.addons.launch.cluster import Cluster
     from rloo.addons.planner.gpu.cost_model import RolloutCost
     from rloo.addons.planner.gpu.model_shapes import ModelShape
 
@@ -24,6 +26,7 @@ OPTIONS = {
     "num_gpus": "how many GPUs, from 1 to 1,024: plan for these instead of this machine (1 with "
     "gpu)",
     "gpu": f"one of {', '.join(GPUS)} (h100)",
+    "cluster": "a file of rloo launch: plan for its GPUs, instead of num_gpus (none)",
     "gpu_price": "what an hour of a GPU costs (none)",
     "parameters": "a size such as 7B with a typical shape, instead of the model",
     "prompt_tokens": "tokens of a prompt in the mean (256)",
@@ -60,6 +63,17 @@ class GPUPlanRequest:
     def price(self) -> float | None:
         """The price of a GPU hour, or None."""
         return self.number("gpu_price", None) if "gpu_price" in self.values else None
+
+    @property
+    def num_gpus(self) -> int:
+        """The number of GPUs. Raises ValueError unless it is a whole number up to `MOST_GPUS`."""
+        gpus = self.number("num_gpus", 1.0, least=-float("inf"))
+        if gpus != int(gpus) or not 1 <= gpus <= MOST_GPUS:
+            text = self.values["num_gpus"]
+            raise ValueError(
+                f"num_gpus is {text}; it must be a whole number from 1 to {MOST_GPUS:,} (num_gpus)"
+            )
+        return int(gpus)
 
     def number(self, name: str, default: float | None, least: float = 0.0) -> float:
         """The value of option `name`. Raises ValueError if it is not a number above `least`."""
@@ -107,17 +121,15 @@ def asks_for_gpus(arguments: Sequence[str]) -> bool:
 def plan_gpus(arguments: Sequence[str]) -> None:
     """Print the plan. Raises ValueError for invalid options and for a run that does not fit."""
     rest, values = split(arguments)
-    if not values.keys() & {"num_gpus", "gpu"}:
+    if not values.keys() & {"num_gpus", "gpu", "cluster"}:
         raise ValueError(
             f"num_gpus is missing; {', '.join(values)} belongs to a plan of GPUs (num_gpus)"
         )
+    cluster = _read_cluster(values)
     asked = GPUPlanRequest(parse_command_line(rest), values)
-    gpus = asked.number("num_gpus", 1.0, least=-float("inf"))
-    if gpus != int(gpus) or not 1 <= gpus <= MOST_GPUS:
-        text = values["num_gpus"]
-        raise ValueError(
-            f"num_gpus is {text}; it must be a whole number from 1 to {MOST_GPUS:,} (num_gpus)"
-        )
+    if cluster:
+        asked = replace(asked, notes=_notes_on(asked, cluster))
+    gpus = cluster.trainers + cluster.engine_gpus if cluster else asked.num_gpus
     name = values.get("gpu", "h100").lower()
     if name not in GPUS:
         known = ", ".join(GPUS)
@@ -130,11 +142,48 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     if gpus == 1:
         _plan_one(asked, name)
         return
-    job = job_of(asked, asked.config, name, int(gpus))
-    found = best(int(gpus), job)
+    job = job_of(asked, asked.config, name, gpus)
+    found = best(gpus, job, cluster.engine_gpus if cluster else None)
     if not found:
-        raise ValueError(_misfit(job, int(gpus)))
-    print_gpu_plan(GPUPlan(job, int(gpus), found, list(values), asked.price, asked.notes))
+        raise ValueError(_misfit(job, gpus))
+    print_gpu_plan(GPUPlan(job, gpus, found, list(values), asked.price, asked.notes))
+
+
+def _read_cluster(values: Mapping[str, str]) -> Cluster | None:
+    """The cluster of the option `cluster`. Raises ValueError for a cluster without GPUs, and if the
+    number of GPUs is given, too."""
+    path = values.get("cluster")
+    if path is None:
+        return None
+    if "num_gpus" in values:
+        raise ValueError(
+            f"num_gpus is {values['num_gpus']} and cluster is {path}, which has the number of "
+            "GPUs; give one of them (num_gpus, cluster)"
+        )
+    from rloo.addons.launch.cluster import read_cluster
+
+    cluster, _, _ = read_cluster(["--cluster", path])
+    if not cluster.gpus_per_node:
+        raise ValueError(f"gpus_per_node is 0 in {path}; a plan needs GPUs (gpus_per_node)")
+    return cluster
+
+
+def _notes_on(asked: GPUPlanRequest, cluster: Cluster) -> tuple[str, ...]:
+    """Notes on the GPUs of a cluster, and on the way of the weights to its servers."""
+    where = f"{counted(cluster.nodes, 'node')} of {counted(cluster.gpus_per_node, 'GPU')}"
+    some = f"train, {cluster.engine_gpus:,} sample" if cluster.engine_gpus else "train and sample"
+    gpus = f"{asked.values['cluster']}: {where}; {cluster.trainers:,} {some}"
+    if not cluster.engine_gpus or not _reads_files(asked, asked.config):
+        return (gpus,)
+    return (gpus, f"servers of rloo launch read weights as files, unless they have {RECEIVES}")
+
+
+def _reads_files(asked: GPUPlanRequest, config: RLOOConfig) -> bool:
+    """Whether servers on other GPUs than the trainer's read complete weights as files. Those of
+    `rloo launch` receive them over NCCL only with the argument of `RECEIVES`."""
+    options = config.engine_options
+    receives = "--weight-transfer-config" in (options.serve_args or [])
+    return options.weight_transfer == "files" or ("cluster" in asked.values and not receives)
 
 
 def _plan_one(asked: GPUPlanRequest, name: str) -> None:
@@ -232,5 +281,5 @@ def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> Ro
         server_share=memory_share(config, separate=False),
         separate_share=memory_share(config, separate=True),
         merges=bool(config.engine_options.merge_adapter),
-        by_files=config.engine_options.weight_transfer == "files",
+        by_files=_reads_files(asked, config),
     )

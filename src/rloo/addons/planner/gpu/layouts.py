@@ -121,16 +121,20 @@ def forecast(job: RolloutCost, layout: ParallelLayout) -> Forecast | None:
     )
 
 
-def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
-    """The layouts of `gpus` GPUs that are compared."""
+def layouts(gpus: int, job: RolloutCost, separate: int | None = None) -> Iterator[ParallelLayout]:
+    """The layouts of `gpus` GPUs that are compared: all, or those in which `separate` GPUs only
+    sample."""
     sizes = [parallel for parallel in _PARALLEL if job.shape.kv_heads % parallel == 0]
-    for parallel in sizes:
+    for parallel in sizes if not separate else ():
         for divided in (False, True)[: 1 + (gpus > 1)]:
             if gpus % parallel == 0:
                 yield ParallelLayout(gpus, 0, parallel, divided, 0)
     for parallel in sizes:
         most = (gpus - 1) // parallel
-        for engines in sorted({max(1, round(most * n / _PARTS)) for n in range(1, _PARTS + 1)}):
+        numbers = {max(1, round(most * n / _PARTS)) for n in range(1, _PARTS + 1)}
+        if separate is not None:
+            numbers = {separate // parallel} if separate % parallel == 0 else set()
+        for engines in sorted(numbers - {0}):
             trainers = gpus - engines * parallel
             if most == 0 or trainers < 1:
                 continue
@@ -139,12 +143,13 @@ def layouts(gpus: int, job: RolloutCost) -> Iterator[ParallelLayout]:
                     yield ParallelLayout(trainers, engines, parallel, divided, staleness)
 
 
-def best(gpus: int, job: RolloutCost) -> dict[str, Forecast]:
+def best(gpus: int, job: RolloutCost, separate: int | None = None) -> dict[str, Forecast]:
     """The forecasts of the fastest layouts that fit into memory: one for training and sampling in
-    turn, and one for each staleness on separate GPUs. Among layouts whose times differ by at most
-    1 %, the simplest is chosen: replicated, with fewer GPUs per server."""
+    turn, and one for each staleness on separate GPUs. For `separate` see `layouts`. Among layouts
+    whose times differ by at most 1 %, the simplest is chosen: replicated, with fewer GPUs per
+    server."""
     found: dict[str, Forecast] = {}
-    for layout in layouts(gpus, job):
+    for layout in layouts(gpus, job, separate):
         if layout.trainers > job.rows:
             continue
         one = forecast(job, layout)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rloo.addons.planner.gpu.cost_model import RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import RATES, Assumption
+from rloo.addons.planner.gpu.gpu_specs import RATES, RECEIVES, Assumption
 from rloo.addons.planner.gpu.layouts import Forecast, ParallelLayout, fastest, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.distributed.standard_streams import counted
@@ -110,7 +110,7 @@ def advice(plan: GPUPlan) -> list[str]:
     """The plan's recommendation, as lines of text."""
     one, job = plan.ways[plan.chosen], plan.job
     at = one.layout
-    lines = [f"take     {plan.chosen}: {' '.join(_options_of(job, at))}"]
+    lines = [f"take     {plan.chosen}: {' '.join(_options_of(plan, at))}"]
     fits = most_samples(job, one)
     lines.append(
         f"K        up to {counted(fits, 'completion')} of maximum length in one engine and one "
@@ -139,20 +139,21 @@ def advice(plan: GPUPlan) -> list[str]:
     return lines
 
 
-def _options_of(job: RolloutCost, at: ParallelLayout) -> list[str]:
-    """The options of a run with this layout."""
+def _options_of(plan: GPUPlan, at: ParallelLayout) -> list[str]:
+    """The options of a run with this layout. `rloo launch` starts the servers of a cluster."""
+    started = not at.engines or "cluster" in plan.given
     options = [f"--parallel {'fsdp2' if at.divided else 'replicate'}"]
-    if at.engines:
-        options.append("--rollout_engine vllm_server")
-    else:
-        options.append("--rollout_engine vllm")
-        options.append(f"--vllm_gpu_memory_utilization {job.server_share:g}")
+    options.append(f"--rollout_engine {'vllm' if started else 'vllm_server'}")
+    if at.engines and not plan.job.reads_files:
+        options.append(RECEIVES)
+    if not at.engines:
+        options.append(f"--vllm_gpu_memory_utilization {plan.job.server_share:g}")
     if at.parallel > 1:
         options.append(f"--vllm_tensor_parallel_size {at.parallel}")
     if at.staleness:
         options.append(f"--max_staleness {at.staleness}")
         # A completion ends with the adapter with which it began.
-        if not job.sends_adapter:
+        if not plan.job.sends_adapter:
             options.append("--async_kwargs.partial_rollouts true")
     return options
 
