@@ -84,7 +84,7 @@ def test_the_plans_of_the_page_are_those_that_the_commands_print():
     from tools import machine_plans
 
     page = machine_plans.PAGE.read_text(encoding="utf-8")
-    assert page.count("<!-- output -->\n\n    model ") == page.count("<!-- output -->") == 7
+    assert page.count("<!-- output -->\n\n    model ") == page.count("<!-- output -->") == 6
     assert page.count("| `rtx4090` |") == 1
     assert machine_plans.filled(page) == page
 

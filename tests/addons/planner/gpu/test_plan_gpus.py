@@ -10,10 +10,8 @@ import pytest
 from rloo.addons.launch.cluster import read_cluster
 from rloo.addons.launch.roles import make_job
 from rloo.addons.planner.gpu.gpu_plan_command import OPTIONS, split
-from rloo.addons.planner.gpu.gpu_specs import RATES, RECEIVES
+from rloo.addons.planner.gpu.gpu_specs import RATES
 from rloo.cli import main
-from rloo.config.parsing import parse_command_line
-from rloo.engines.vllm.server_process import CONFIGURATION
 
 MACHINES = Path(__file__).parents[4] / "examples" / "machines"
 USUAL = ["--num_prompts", "64", "--num_generations", "8", "--max_completion_length", "1024"]
@@ -168,22 +166,15 @@ def test_a_plan_has_the_gpus_of_a_cluster(capsys, tmp_path):
 
 
 def test_rloo_launch_takes_the_options_that_were_planned(capsys):
-    """Its servers read files unless they have an argument."""
+    """Its servers receive weights over NCCL, unless the run sends files."""
     recipe, cluster = (str(MACHINES / name) for name in ("qwen3_8b.yaml", "slurm.yaml"))
     words = [recipe, *SIZE, "--cluster", cluster]
     said = plan(capsys, *words)
-    over_nccl = plan(capsys, *words, *shlex.split(RECEIVES))
-    sync = [float(cells(each, "apart, S 1")[9]) for each in (said, over_nccl)]
+    by_files = plan(capsys, *words, "--engine_kwargs.weight_transfer", "files")
+    sync = [float(cells(each, "apart, S 1")[9]) for each in (by_files, said)]
     assert sync == [pytest.approx(30, rel=0.02), pytest.approx(1.95, rel=0.02)]
-    assert RECEIVES in said and "note     servers of rloo launch" not in over_nccl
-    for each in (said, over_nccl):
+    for each in (said, by_files):
         make_job(read_cluster(["--cluster", cluster])[0], [recipe, *taken(each)])
-    assert parse_command_line(taken(over_nccl)).engine_options.serve_args == [
-        "--weight-transfer-config",
-        CONFIGURATION,
-    ]
-    # A user who starts servers by hand needs the argument, too.
-    assert RECEIVES in plan(capsys, "--num_gpus", "16", *SIZE, *USUAL)
 
 
 def test_a_cluster_has_the_number_of_gpus(capsys, tmp_path):

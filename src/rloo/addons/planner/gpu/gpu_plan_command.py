@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rloo.addons.planner.gpu.gpu_specs import GPU, GPUS, RATES, RECEIVES
+from rloo.addons.planner.gpu.gpu_specs import GPU, GPUS, RATES
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import suggest
@@ -128,7 +128,7 @@ def plan_gpus(arguments: Sequence[str]) -> None:
     cluster = _read_cluster(values)
     asked = GPUPlanRequest(parse_command_line(rest), values)
     if cluster:
-        asked = replace(asked, notes=_notes_on(asked, cluster))
+        asked = replace(asked, notes=(_note_on(asked, cluster),))
     gpus = cluster.trainers + cluster.engine_gpus if cluster else asked.num_gpus
     name = values.get("gpu", "h100").lower()
     if name not in GPUS:
@@ -168,22 +168,11 @@ def _read_cluster(values: Mapping[str, str]) -> Cluster | None:
     return cluster
 
 
-def _notes_on(asked: GPUPlanRequest, cluster: Cluster) -> tuple[str, ...]:
-    """Notes on the GPUs of a cluster, and on the way of the weights to its servers."""
+def _note_on(asked: GPUPlanRequest, cluster: Cluster) -> str:
+    """A note on the GPUs of a cluster."""
     where = f"{counted(cluster.nodes, 'node')} of {counted(cluster.gpus_per_node, 'GPU')}"
     some = f"train, {cluster.engine_gpus:,} sample" if cluster.engine_gpus else "train and sample"
-    gpus = f"{asked.values['cluster']}: {where}; {cluster.trainers:,} {some}"
-    if not cluster.engine_gpus or not _reads_files(asked, asked.config):
-        return (gpus,)
-    return (gpus, f"servers of rloo launch read weights as files, unless they have {RECEIVES}")
-
-
-def _reads_files(asked: GPUPlanRequest, config: RLOOConfig) -> bool:
-    """Whether servers on other GPUs than the trainer's read complete weights as files. Those of
-    `rloo launch` receive them over NCCL only with the argument of `RECEIVES`."""
-    options = config.engine_options
-    receives = "--weight-transfer-config" in (options.serve_args or [])
-    return options.weight_transfer == "files" or ("cluster" in asked.values and not receives)
+    return f"{asked.values['cluster']}: {where}; {cluster.trainers:,} {some}"
 
 
 def _plan_one(asked: GPUPlanRequest, name: str) -> None:
@@ -281,5 +270,5 @@ def job_of(asked: GPUPlanRequest, config: RLOOConfig, gpu: str, gpus: int) -> Ro
         server_share=memory_share(config, separate=False),
         separate_share=memory_share(config, separate=True),
         merges=bool(config.engine_options.merge_adapter),
-        by_files=_reads_files(asked, config),
+        by_files=config.engine_options.weight_transfer == "files",
     )

@@ -129,12 +129,6 @@ GPUS = {
     )
 }
 
-# The option with which servers that the user or `rloo launch` starts receive weights over NCCL.
-RECEIVES = (
-    "--engine_kwargs.serve_args "
-    """'["--weight-transfer-config", "{\\"backend\\": \\"nccl\\"}"]'"""
-)
-
 # The source of fitted rates.
 FITTED = "seven times published by prime-rl and SkyRL (python -m benchmarks.published --fit)"
 

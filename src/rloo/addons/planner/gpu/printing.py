@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rloo.addons.planner.gpu.cost_model import RolloutCost
-from rloo.addons.planner.gpu.gpu_specs import RATES, RECEIVES, Assumption
+from rloo.addons.planner.gpu.gpu_specs import RATES, Assumption
 from rloo.addons.planner.gpu.layouts import Forecast, ParallelLayout, fastest, most_samples
 from rloo.addons.planner.gpu.simulation import SimulatedRun, SimulationResult, simulate
 from rloo.distributed.standard_streams import counted
@@ -144,8 +144,6 @@ def _options_of(plan: GPUPlan, at: ParallelLayout) -> list[str]:
     started = not at.engines or "cluster" in plan.given
     options = [f"--parallel {'fsdp2' if at.divided else 'replicate'}"]
     options.append(f"--rollout_engine {'vllm' if started else 'vllm_server'}")
-    if at.engines and not plan.job.reads_files:
-        options.append(RECEIVES)
     if not at.engines:
         options.append(f"--vllm_gpu_memory_utilization {plan.job.server_share:g}")
     if at.parallel > 1:
