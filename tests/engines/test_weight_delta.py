@@ -83,6 +83,16 @@ def test_unchanged_weights_cost_nothing_and_large_steps_begin_a_new_chain(made, 
     assert [path.name for path in store.path(1).iterdir()] == ["manifest.json"]
 
 
+def test_a_chain_ends_after_five_deltas(made):
+    """Each load reads the whole chain."""
+    policy, store, writer, source = made
+    for version in range(14):
+        nudge(policy, version)
+        writer.write(version, source.write)
+    bases = [None, 0, 1, 2, 3, 4, None, 6, 7, 8, 9, 10, None, 12]
+    assert [store.base(version) for version in range(14)] == bases
+
+
 def test_frozen_float32_weights_are_left_out(made, tmp_path):
     policy, store, _, _ = made
     writer, source = DeltaWriter(store), PolicyExport(policy, torch.float32)

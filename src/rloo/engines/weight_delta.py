@@ -28,9 +28,9 @@ from rloo.engines.vllm.server_plugin.rloo_weights import (
 from rloo.engines.weight_store import WeightStore
 from rloo.model.export import CompleteFiles, LayerSink
 
-# A chain of deltas ends when it has this share of the bytes of its complete version, since every
-# load reads the chain.
-_CHAIN_SHARE = 0.5
+# A chain of deltas ends when it has this share of the bytes of its complete version, or so many
+# deltas, since every load reads the chain: docs/experiments/engines.md has the seconds.
+_CHAIN_SHARE, _CHAIN_LENGTH = 0.5, 5
 
 # Writes the policy's weights into a folder: see `rloo.model.export.PolicyExport.write`.
 Write = Callable[[Path, LayerSink], None]
@@ -48,7 +48,7 @@ class DeltaWriter:
         self._layers: list[list[str]] = []
         self._digests: dict[str, int] = {}
         self._version: int | None = None
-        self._complete_bytes = self._chain_bytes = 0
+        self._complete_bytes = self._chain_bytes = self._chain_length = 0
         self._lock = threading.Lock()
         # Shares of the values and of the bytes, and the bytes of the last version.
         self.stats: dict[str, float] = {}
@@ -57,7 +57,8 @@ class DeltaWriter:
         """Write a version and return its folder."""
         with self._lock:
             base, self._version = self._version, None
-            if self._chain_bytes > _CHAIN_SHARE * self._complete_bytes:
+            too_large = self._chain_bytes > _CHAIN_SHARE * self._complete_bytes
+            if too_large or self._chain_length == _CHAIN_LENGTH:
                 base = None
             before = combine_digests(self._digests)
             folder = self._store.write(version, lambda path: self._write(path, base, before, write))
@@ -84,9 +85,11 @@ class DeltaWriter:
         write(folder, sink)
         size = sum(tensor.nbytes for tensor in self._tensors.values())
         if base is None:
-            self._layers, self._complete_bytes, self._chain_bytes = sink.layers, size, 0
+            self._layers, self._complete_bytes = sink.layers, size
+            self._chain_bytes = self._chain_length = 0
         else:
             self._chain_bytes += sink.written
+            self._chain_length += 1
         self.stats = {"engine/sent_bytes": float(sink.written)}
         if sink.compared:
             self.stats["engine/changed_share"] = sink.changed / sink.compared
