@@ -1,5 +1,5 @@
-"""The commands of docs/how-to/machines.md, with a small model and two processes of this machine. A
-real Slurm and a real Ray run their files in `tests/addons/launch`."""
+"""The commands of docs/how-to/one-gpu.md and machines.md, with a small model and two processes of this
+machine. A real Slurm and a real Ray run their files in `tests/addons/launch`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ OTHERS = re.compile("pip |python examples/smollm2|rloo plan |rloo train examples
 
 
 def commands() -> list[list[str]]:
-    """The words of each command of the page that runs a file of `examples/machines/`. The laptop's
+    """The words of each command of the pages that runs a file of `examples/machines/`. The laptop's
     file is run by `tests/test_smollm2.py`; the plans are compared as a whole."""
-    text = (ROOT / "docs/how-to/machines.md").read_text()
+    pages = ("one-gpu.md", "machines.md")
+    text = "".join((ROOT / "docs/how-to" / page).read_text() for page in pages)
     blocks = "".join(re.findall(r"^```sh\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     lines = blocks.replace("\\\n", " ").splitlines()
     found = [shlex.split(line) for line in lines if not OTHERS.match(line)]
@@ -83,7 +84,7 @@ def test_one_gpu(small, tmp_path):
 def test_the_plans_of_the_page_are_those_that_the_commands_print():
     from tools import machine_plans
 
-    page = machine_plans.PAGE.read_text(encoding="utf-8")
+    page = "".join(path.read_text(encoding="utf-8") for path in machine_plans.PAGES)
     assert page.count("<!-- output -->\n\n    model ") == page.count("<!-- output -->") == 6
     assert page.count("| `rtx4090` |") == 1
     assert machine_plans.filled(page) == page

@@ -1,5 +1,5 @@
-"""Rewrites the plans in docs/how-to/machines.md: `python tools/machine_plans.py`. A test compares
-the page with this tool.
+"""Rewrites the plans in two pages of docs/how-to: `python tools/machine_plans.py`. A test compares
+the pages with this tool.
 
 An output stands behind each command `rloo plan` with the option `gpu`, without the sources of its
 rates. The table of cards is the plan of one recipe on each card."""
@@ -22,7 +22,7 @@ from rloo.config.config import RLOOConfig
 from rloo.config.parsing import parse_command_line
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs/how-to/machines.md"
+PAGES = [ROOT / "docs/how-to" / name for name in ("one-gpu.md", "machines.md")]
 # The recipe of the table, and the first line of a plan's sources.
 RECIPE, SOURCES = ["examples/machines/one_gpu.yaml", "--parameters", "4B"], "counted:"
 COMMAND = r"(^```sh\n(rloo plan [^\n]*--gpu [^\n]*)\n```\n\n<!-- output -->\n)(?:\n|    .*\n)*"
@@ -85,4 +85,5 @@ def longer(config: RLOOConfig, tokens: int) -> RLOOConfig:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
