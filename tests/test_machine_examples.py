@@ -1,5 +1,5 @@
-"""The commands of docs/how-to/one-gpu.md and machines.md, with a small model and two processes of this
-machine. A real Slurm and a real Ray run their files in `tests/addons/launch`."""
+"""The commands of docs/how-to/one-gpu.md and machines.md, with a small model and two processes of
+this machine. A real Slurm and a real Ray run their files in `tests/addons/launch`."""
 
 from __future__ import annotations
 
