@@ -135,10 +135,10 @@ def load_estimator(config: RLOOConfig) -> LoadedEstimator:
     return LoadedEstimator(name, partial(function, **arguments), scope == "batch", smallest, norms)
 
 
-def require_estimator(config: RLOOConfig) -> None:
-    """Raise ValueError as `load_estimator` does, and if a built-in estimator gives each token an
-    advantage and the ratio is one of the completion."""
-    load_estimator(config)
+def require_estimator(config: RLOOConfig) -> LoadedEstimator:
+    """Return the estimator. Raises ValueError as `load_estimator` does, and if a built-in estimator
+    gives each token an advantage and the ratio is one of the completion."""
+    estimator = load_estimator(config)
     level = config.importance_sampling_level
     if config.estimator in _PER_TOKEN and level != "token":
         raise ValueError(
@@ -146,6 +146,7 @@ def require_estimator(config: RLOOConfig) -> None:
             f"importance_sampling_level is {level}, one ratio for all of them "
             "(importance_sampling_level token)"
         )
+    return estimator
 
 
 def _check_arguments(name: str, function: Estimator, arguments: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerBase, TrainerState
 
-from rloo.algorithm.estimator_registry import load_estimator, require_estimator
+from rloo.algorithm.estimator_registry import require_estimator
 from rloo.config.batch_sizes import BatchSizes, batches_of
 from rloo.config.compat.generation_kwargs import stop_tokens
 from rloo.config.config import RLOOConfig, resolve_interval
@@ -44,9 +44,9 @@ def make_batches(args: RLOOConfig, world: World) -> BatchSizes:
     """The batch sizes of a run. Asynchronous training divides a generation batch into rollouts of
     one optimizer step, unless the estimator uses the whole batch. Raises ValueError as `batches_of`
     and `require_estimator`."""
-    require_estimator(args)
+    estimator = require_estimator(args)
     batches = batches_of(args, world.size)
-    whole = not args.max_staleness or load_estimator(args).over_rollout
+    whole = not args.max_staleness or estimator.over_rollout
     return batches if whole else batches.in_steps(args.num_generations)
 
 
