@@ -125,7 +125,8 @@ def test_trls_command_starts_vllms_own_server_as_the_page_describes(tmp_path):
     mine = arguments(ours.command("0.0.0.0")[3:])
     missing = {name for name in mine if theirs.get(name) != mine[name]} - {"--model-impl"}
     assert missing == {
-        "--middleware", "--generation-config", "--max-loras", "--max-cpu-loras"
+        "--middleware", "--generation-config", "--max-loras", "--max-cpu-loras",
+        "--worker-extension-cls",
     }  # fmt: skip
     switches = {name for name, value in SWITCHES.items() if environment.get(name) != value}
     assert switches == {"VLLM_ALLOW_RUNTIME_LORA_UPDATING"}

@@ -95,7 +95,7 @@ def test_a_run_tells_where_it_stands_and_is_stopped_by_its_folder(tmp_path, envi
 
 
 def test_bad_input_ends_all_at_once(tmp_path, environment):
-    (tmp_path / "data.jsonl").write_text("{}\n")
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1"}\n')
     wrong = ("--dataset=data.jsonl", "--model=countdown", "--reward=length(target_max=3)")
     done = subprocess.run(
         rloo("launch", *RUN, *wrong, "--output_dir=run"),
