@@ -245,11 +245,11 @@ RATES = MappingProxyType(
             "project's machine",
         ),
         "load_rate": Assumption(
-            0.8e9,
+            1.6e9,
             "measured",
             "bytes a second of a version of the weights that a server reads from files",
-            "benchmarks/weights.py: 1.2 CPU seconds per GB in the mean of 16 versions, a complete "
-            "one and its deltas, on one core; the copy to the GPU is not included",
+            "benchmarks/weights.py --steps 6: 0.6 CPU seconds per GB in the mean of six versions, a "
+            "complete one and its five deltas, on one core; the copy to the GPU is not included",
         ),
         "reading": Assumption(
             1.5e-6,
