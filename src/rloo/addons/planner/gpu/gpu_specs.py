@@ -248,8 +248,8 @@ RATES = MappingProxyType(
             1.6e9,
             "measured",
             "bytes a second of a version of the weights that a server reads from files",
-            "benchmarks/weights.py --steps 6: 0.6 CPU seconds per GB in the mean of six versions, a "
-            "complete one and its five deltas, on one core; the copy to the GPU is not included",
+            "benchmarks/weights.py --steps 6: 0.6 CPU seconds per GB in the mean of six versions, "
+            "a complete one and its five deltas, on one core; the copy to the GPU is not included",
         ),
         "reading": Assumption(
             1.5e-6,
