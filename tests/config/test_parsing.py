@@ -42,6 +42,18 @@ def test_the_command_line_wins_over_the_file_also_under_another_name(write):
     assert (config.beta, config.num_generations) == (0.02, 4)
 
 
+def test_options_of_the_embedded_task_are_not_those_of_the_user(write):
+    base = str(write("model: countdown\nbeta: 0.001\nnum_generations: 4\nmax_steps: 50\n"))
+    usual = parse_command_line([], base)
+    assert (usual.beta, usual.max_steps, usual.named) == (0.001, 50, frozenset())
+    line = ["--beta", "0.001", "--max_steps=3", "model_init_kwargs.revision=main"]
+    config = parse_command_line(line, base)
+    assert config.named == {"beta", "max_steps", "model_init_kwargs"}
+    path = write("num_generations: 4\n", "own.yaml")
+    assert parse_command_line([str(path)], base).named == {"num_generations"}
+    assert parse_command_line([base]).named == {"model", "beta", "num_generations", "max_steps"}
+
+
 def test_all_ways_to_write_an_option():
     config = parse_command_line(
         ["--learning-rate=1e-5", "--beta", "0.02", "actor.adv_norm.std_level=none", "--fp16",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -140,8 +140,13 @@ class RLOOConfig(TRLCompatibleOptions):
     @property
     def named(self) -> frozenset[str]:
         """The names of the options that were set in a file, on a command line or by a script. All
-        other options have defaults or derived values."""
+        other options have defaults or derived values, or those of the embedded task."""
         return self._named
+
+    def without_named(self, names: Collection[str]) -> RLOOConfig:
+        """This object. Its options `names` do not count as `named` from now on."""
+        vars(self)["_named"] = self._named.difference(names)
+        return self
 
     @property
     def loss_form(self) -> LossForm:

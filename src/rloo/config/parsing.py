@@ -43,8 +43,8 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     list of mappings, is YAML or JSON. `--mapping.name value` adds one entry to the file's mapping.
     The command line overrides the file, and the last value of any other repeated option counts. If
     neither the command line nor the file names a model or data, the file `base` is also read, with
-    the lowest priority. Raises ValueError with all faults, each with the option, or with file and
-    line.
+    the lowest priority: its options are not `named`. Raises ValueError with all faults, each with
+    the option, or with file and line.
     """
     path, given, faults = _split(arguments)
     path = os.path.expanduser(path) if path and path.startswith("~/") else path
@@ -64,11 +64,13 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     if path and len(faults) > before:
         refuse_foreign(path)
     named = {*values, *map(our_name, given)} & {"model", "dataset", "eval_dataset"}
+    below: dict[str, Any] = {}
     if base is not None and not named:
         below = _resolved(*_written(base, faults), faults)
         if "preset" in values:
             below = {name: value for name, value in below.items() if name not in BASE}
-        values = _under(below, values, written)
+        own, values = values.keys(), _under(below, values, written)
+        below = {name: value for name, value in below.items() if name not in own}
     if "preset" in given:  # a resolved file sets the whole objective
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
@@ -85,7 +87,8 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     for name, text in entries.items():
         option, _, entry = name.partition(".")
         values[option] = {**(values.get(option) or {}), **_entry(values, option, entry, text)}
-    return RLOOConfig(**values)
+    config, user = RLOOConfig(**values), {*line, *(name.partition(".")[0] for name in entries)}
+    return config.without_named(below.keys() - user)
 
 
 # Options that set the number of completions of an optimizer step.

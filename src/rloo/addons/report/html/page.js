@@ -164,7 +164,7 @@ function options(several) {
   const all = el("details", {}, el("summary", {}, `All ${data.options.length} options`));
   all.addEventListener("toggle", () => { if (all.open && all.childElementCount === 1) all.append(table("All options", head, rows(data.options))); });
   return [
-    first.length ? table(several ? "Options that differ" : "Options with another value than their default", head, rows(first)) : el("p", {}, several ? "All options are the same." : "All options have their defaults."),
+    first.length ? table(several ? "Options that differ" : "Options with another value than their default", head, rows(first)) : el("p", {}, several ? "All options are the same." : data.named ? "No option was set." : "All options have their defaults."),
     data.options.length ? all : null,
     [...new Set(versions)].filter(Boolean).map((line) => el("p", { class: "small" }, line)),
     data.runs.filter((run) => run.commit || run.host).map((run) => el("p", { class: "small" }, several ? `${run.name}: ` : "",
