@@ -181,16 +181,18 @@ def test_progress_states_the_change_since_the_start_with_its_error(tmp_path):
     # mean of all three 0.4, error sqrt(3) * 0.03 / 3; the last third less the
     # first one: 0.6 - 0.2, error sqrt(2 * 0.03^2)
     line = shown(screen).splitlines()[-1]
-    assert line.startswith("step 3/5  2 s a step  4 s left  reward")
-    assert "  reward 0.400 ± 0.017  +0.400 ± 0.042 since the start | signal 75 %" in line
-    assert line.endswith("  length 12 | KL 0.01") and len(line) < 120
+    assert line.startswith("step 3/5  4 s left  reward")
+    assert (
+        "  reward 0.400 ± 0.017  (3 rollouts)  +0.400 ± 0.042 since the start | signal 75 %" in line
+    )
+    assert line.endswith("  length 12") and len(line) < 120
 
 
 def test_progress_averages_over_the_last_eight_steps():
     rows = [make_metrics(0.0, 0.0)] * 4 + [make_metrics(1.0, 0.0)] * 8
     told = progress_line(12, 12, scored=rows, recent=rows[-8:])
     assert told.progress == ["step 12/12", "2 s a step"]
-    assert told.reward == ["reward 1.000 ± 0.000", "+1.000 ± 0.000 since the start"]
+    assert told.reward == ["reward 1.000 ± 0.000", "(8 rollouts)", "+1.000 ± 0.000 since the start"]
 
 
 def test_progress_of_a_run_with_tools_tells_of_their_calls():
@@ -216,10 +218,10 @@ def test_a_line_has_less_than_120_characters_and_keeps_what_matters_most():
     )
     line = told.line()
     assert line == (
-        "step 41000/100000  2 h 17 min left  reward 0.200 ± 0.011  +0.000 ± 0.017 since the start"
-        " | signal 0 %  length 11.8"
+        "step 41000/100000  2 h 17 min left  reward 0.200 ± 0.011  (8 rollouts)  +0.000 ± 0.017 "
+        "since the start | signal 0 %"
     )
-    assert len(line) == 114 and "clipped" not in str(told.rows)  # 0.4 % is shown as 0 %
+    assert len(line) == 115 and "clipped" not in str(told.rows)  # 0.4 % is shown as 0 %
     short = progress_line(1, 2, scored=[row], recent=[row], memory="644.7 MB").line()
     assert short.endswith("| KL 0  entropy 0.341") and "0.14 s a step" in short
 
@@ -310,7 +312,7 @@ def test_a_line_in_a_pipe_has_less_than_120_characters(tmp_path):
         watcher.step(10_000 + step, make_metrics(-12.5, 1.0) | long)
     line = shown(screen).splitlines()[-1]
     assert len(line) < 120 and "time" not in line and "right" not in line
-    assert line.endswith("  length 12")  # KL and memory do not fit
+    assert line.endswith("signal 75 %")  # length, KL and memory do not fit
 
 
 def test_the_lines_of_an_evaluation_in_a_pipe_have_less_than_120_characters(tmp_path):

@@ -22,9 +22,9 @@ from rloo.tracking.console import (
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
     """The progress after one step, as phrases by subject. A phrase is never broken. `progress` has
-    the step, the seconds per step and the remaining time. `reward` is the mean reward and its
-    change. `rows` are the other phrases, by name. `span` describes the steps over which metrics are
-    averaged; it is empty for one step."""
+    the step, the seconds per step and the remaining time. `reward` is the mean reward, the number
+    of its rollouts, and its change. `rows` are the other phrases, by name. `span` describes
+    the steps over which their metrics are averaged; it is empty for one step."""
 
     step: int
     max_steps: int
@@ -44,8 +44,8 @@ class ProgressLine:
         rollout, policy, span = self.rows["rollout"], self.rows["policy"], [self.span]
         head = [self.progress[0], *speed, *left, *self.reward]
         sections = [head, functions, rollout, policy, memory, span if self.span else []]
-        shown = {self.progress[0], self.reward[0]}
-        by_importance = [left, self.reward[1:], rollout, policy, functions, speed, memory, span]
+        shown = {self.progress[0], *self.reward[:2]}
+        by_importance = [left, self.reward[2:], rollout, policy, functions, speed, memory, span]
         for phrase in (phrase for some in by_importance for phrase in some):
             if len(_joined(sections, shown | {phrase})) <= LONGEST_LINE:
                 shown.add(phrase)
@@ -55,7 +55,7 @@ class ProgressLine:
         """Return the phrases that stay in the scroll-back of a terminal."""
         rows = [phrase for name in ("rollout", "policy") for phrase in self.rows[name]]
         span = [f"({self.span})"] if self.span else []
-        return [self.progress[0], self.reward[0], *self._functions(), *rows, *span]
+        return [self.progress[0], *self.reward[:2], *self._functions(), *rows, *span]
 
     def _functions(self) -> list[str]:
         return self.rows["rewards"] if len(self.rows["rewards"]) > 1 else []
@@ -85,11 +85,12 @@ def progress_line(
         left = speed * waiting * (max_steps - step)
         progress += [f"{speed:.2g} s a step" if speed < 10 else f"{duration(speed)} a step"]
         progress += [f"{duration(left)} left", f"until {clock(left)}"] if step < max_steps else []
-    reward = [f"reward {plus_minus(*mean_reward(scored[-WINDOW_ROLLOUTS:]))}"]
+    window = scored[-WINDOW_ROLLOUTS:]
+    reward = [f"reward {plus_minus(*mean_reward(window))}"]
     if len(scored) > 1:
         (first, first_error), (now, error) = map(mean_reward, windows(scored))
         change = plus_minus(now - first, math.hypot(error, first_error), signed=True)
-        reward.append(f"{change} since the start")
+        reward += [f"({counted(len(window), 'rollout')})", f"{change} since the start"]
     names = dict.fromkeys(n for row in recent for n in row if FUNCTION_MEAN.fullmatch(n))
     shares = {n: _recent_mean(recent, n) for n in dict.fromkeys(n for row in recent for n in row)}
     rows = {
@@ -115,7 +116,8 @@ def progress_line(
         ),
         "time": [*_time_split(recent), *([f"memory {memory}"] if memory else [])],
     }
-    return ProgressLine(step, max_steps, progress, reward, rows, _span(scored, recent))
+    span = f"means of {counted(len(recent), 'step')}" if len(recent) > 1 else ""
+    return ProgressLine(step, max_steps, progress, reward, rows, span)
 
 
 def _phrases(means: Row, *shown: tuple[str, str, float]) -> list[str]:
@@ -126,13 +128,6 @@ def _phrases(means: Row, *shown: tuple[str, str, float]) -> list[str]:
         if math.isfinite(mean := means.get(name, math.nan))
     ]
     return [text for text in phrases if not text.endswith(" 0 %") or text.startswith("signal")]
-
-
-def _span(scored: Sequence[Row], recent: Sequence[Row]) -> str:
-    rollouts, steps = min(WINDOW_ROLLOUTS, len(scored)), len(recent)
-    if rollouts in (0, steps):
-        return f"means of {counted(steps, 'step')}" if steps > 1 else ""
-    return f"reward: mean of {counted(rollouts, 'rollout')}, others of {counted(steps, 'step')}"
 
 
 def _time_split(recent: Sequence[Row]) -> Iterator[str]:

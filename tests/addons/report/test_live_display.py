@@ -238,8 +238,8 @@ def test_elsewhere_there_are_plain_lines_with_rewards_and_clipped_share():
     ]  # fmt: skip
     assert all(line.isprintable() for line in lines)
     assert lines[1] == (
-        "step 5/12  18 s left  reward 0.260 ± 0.013  +0.080 ± 0.042 since the start | "
-        "signal 75 %  clipped 25 %  length 12"
+        "step 5/12  18 s left  reward 0.260 ± 0.013  (5 rollouts)  +0.080 ± 0.042 since the start | "
+        "signal 75 %  clipped 25 %"
     )
 
 
@@ -260,9 +260,8 @@ def test_values_say_over_how_many_steps_they_are_means():
     bare = {"step_time": 1.0}  # a further step on the same rollout
     assert progress_line(1, 9, scored=[row], recent=[row]).span == ""
     assert progress_line(9, 9, scored=[row] * 9, recent=[row] * 8).span == "means of 8 steps"
-    assert progress_line(8, 9, scored=[row] * 2, recent=[row, bare, bare, bare] * 2).span == (
-        "reward: mean of 2 rollouts, others of 8 steps"
-    )
+    told = progress_line(8, 9, scored=[row] * 2, recent=[row, bare, bare, bare] * 2)
+    assert told.span == "means of 8 steps" and told.reward[1] == "(2 rollouts)"
 
 
 def test_colours_mark_alarms_unless_they_are_unwanted():
