@@ -68,7 +68,7 @@ def test_the_third_rollout_or_the_last_is_accounted_for(
     assert 1000 < seconds_of(report, "reward") < seconds_of(report, "all") < 1100
     operators = report.partition("| operator")[2]
     assert len(re.findall(r"^\| .* s \| +[\d.]+ % \| +[\d,]+ \|$", operators, re.MULTILINE)) == 10
-    assert "| aten::mm " in operators or "| aten::addmm " in operators
+    assert "| aten::" in operators
     assert ("cost is unknown" in report) == (profiled == 1)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"phase: sample", "phase: update"} <= {event["name"] for event in events}
