@@ -73,18 +73,19 @@ def progress_line(
     *,
     scored: Sequence[Row],
     recent: Sequence[Row],
-    waiting: float = 1.0,
+    waiting: float | None = 1.0,
     memory: str = "",
 ) -> ProgressLine:
     """Return the progress after `step`. `scored` are all steps with rewards, in order; `recent` are
     the last steps, over which metrics are averaged. `waiting` is the time of the run, including
-    evaluations and checkpoints, divided by the time of its steps."""
+    evaluations and checkpoints, divided by the time of its steps; None for a run that has ended."""
     speed = _recent_mean(recent, "step_time")
     progress = [f"step {step}/{max_steps}"]
     if math.isfinite(speed):
-        left = speed * waiting * (max_steps - step)
         progress += [f"{speed:.2g} s a step" if speed < 10 else f"{duration(speed)} a step"]
-        progress += [f"{duration(left)} left", f"until {clock(left)}"] if step < max_steps else []
+        if waiting is not None and step < max_steps:
+            left = speed * waiting * (max_steps - step)
+            progress += [f"{duration(left)} left", f"until {clock(left)}"]
     window = scored[-WINDOW_ROLLOUTS:]
     reward = [f"reward {plus_minus(*mean_reward(window))}"]
     if len(scored) > 1:

@@ -238,8 +238,8 @@ def test_elsewhere_there_are_plain_lines_with_rewards_and_clipped_share():
     ]  # fmt: skip
     assert all(line.isprintable() for line in lines)
     assert lines[1] == (
-        "step 5/12  18 s left  reward 0.260 ± 0.013  (5 rollouts)  +0.080 ± 0.042 since the start | "
-        "signal 75 %  clipped 25 %"
+        "step 5/12  18 s left  reward 0.260 ± 0.013  (5 rollouts)  +0.080 ± 0.042 since the start "
+        "| signal 75 %  clipped 25 %"
     )
 
 

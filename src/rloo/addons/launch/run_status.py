@@ -45,9 +45,9 @@ def status(folder: Path) -> Iterator[str]:
     if rows:
         scored = [row for row in rows if math.isfinite(row.get("reward", math.nan))]
         planned = max(most or 0, found.steps)
-        last = planned if going_on else found.steps
-        shown = progress_line(found.steps, last, scored=scored, recent=rows[-_RECENT:])
-        shown.progress[0] = f"step {found.steps}/{planned}"
+        waiting = 1.0 if going_on else None
+        recent = rows[-_RECENT:]
+        shown = progress_line(found.steps, planned, scored=scored, recent=recent, waiting=waiting)
         yield shown.line()
     if found.status == NOT_ENDED and not going_on:
         yield "resume it: the command of the run, with --resume_from_checkpoint auto"
