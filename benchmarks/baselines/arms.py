@@ -21,7 +21,8 @@ class Arm:
     compared with: the planned comparisons. `trainer` is `rloo`, or a class of TRL. With `defaults`
     the arm has the trainer's own defaults, its learning rate included. `most_seeds` bounds the
     number of reported seeds. With `by_level` the arm reads the column `level` of the rows. With
-    `only_signal` it trains only on the rows that have a signal."""
+    `only_signal` it trains only on the rows that have a signal. `rate` is a given learning
+    rate: the arm is not tuned."""
 
     title: str
     family: str
@@ -33,6 +34,7 @@ class Arm:
     most_seeds: int = 10
     by_level: bool = False
     only_signal: bool = False
+    rate: float | None = None
 
 
 # The heading of each family of comparisons. Holm's correction is over one family.
@@ -40,6 +42,7 @@ FAMILIES = {
     "methods": "Methods",
     "prompts": "Choice of prompts",
     "bound": "The best possible choice of prompts",
+    "rates": "At the learning rate 2e-4, which was chosen for the arm with column and probe",
     "baselines": "Baselines",
     "sizes": "Completions per prompt (K)",
     "staleness": "Stale weights",
@@ -63,6 +66,11 @@ def _drawn(title: str, **choices: Any) -> Arm:
     return Arm(title, "prompts", {**_PAPER, **options}, by_level=by_level)
 
 
+def _fast(title: str, *against: str, only_signal: bool = False) -> Arm:
+    how: dict[str, Any] = {"against": against, "only_signal": only_signal, "rate": 2e-4}
+    return Arm(f"{title}, 2e-4", "rates", _PAPER, **how)
+
+
 def _baseline(title: str, **options: Any) -> Arm:
     return Arm(title, "baselines", {**_PAPER, **options})
 
@@ -84,9 +92,13 @@ ARMS: dict[str, Arm] = {
     "probe": _drawn("variance, probe", probe=True),
     "probe_column": _drawn("variance, column and probe", column="level", probe=True),
     "k_by_prompt": _drawn("variance, K by prompt", max_generations=16),
+    "k_by_column": _drawn("uniform, K by column", column="level", floor=1.0, max_generations=16),
     "only_signal": Arm("RLOO, only prompts with a signal", "bound", _PAPER, only_signal=True),
+    "rloo_fast": _fast("RLOO", "probe_column"),
+    "signal_fast": _fast("Only prompts with a signal", "rloo", "rloo_fast", only_signal=True),
     "shrinkage": _baseline("Shrinkage", estimator="shrinkage"),
     "length_weighted": _baseline("Length-weighted", estimator="length_weighted"),
+    "optimal_token": _baseline("Optimal-token", estimator="optimal_token"),
     "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
     "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),

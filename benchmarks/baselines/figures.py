@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from benchmarks.baselines.arms import ARMS, FAMILIES
 from benchmarks.baselines.cells import FRACTIONS
-from benchmarks.baselines.summary import Summary
+from benchmarks.baselines.summary import AXES, Summary
 
 REFERENCE_ARM = "rloo"
 _GREY = "#6b6b6b"
@@ -56,8 +56,8 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _curves(summary: Summary, path: Path) -> Path:
-    """Held-out pass@1 against completions and against CPU seconds: a row for each family with runs.
-    The band is the range of the seeds."""
+    """Held-out pass@1 against completions, CPU seconds and wall seconds: a row for each family with
+    runs. The band is the range of the seeds."""
     import matplotlib.pyplot as plt
 
     shown = {
@@ -70,23 +70,22 @@ def _curves(summary: Summary, path: Path) -> Path:
     }
     rows = {family: names for family, names in shown.items() if set(names) - {REFERENCE_ARM}}
     rows = rows or {"methods": shown["methods"]}
-    figure, axes = plt.subplots(len(rows), 2, figsize=(9.5, 3.2 * len(rows)), squeeze=False)
-    for (left, right), (family, names) in zip(axes, rows.items(), strict=True):
+    figure, axes = plt.subplots(len(rows), 3, figsize=(13, 3.2 * len(rows)), squeeze=False)
+    for panels, (family, names) in zip(axes, rows.items(), strict=True):
         for name in names:
-            _draw_arm(summary, name, left, right)
-        left.set_title(FAMILIES[family], fontsize=9)
-        left.set_ylabel("held-out pass@1")
-        left.set_xlabel("completions")
-        right.set_xlabel("CPU seconds of training")
-        right.legend(fontsize=7, loc="lower right")
-        if summary.mark is not None:
-            for axis in (left, right):
-                axis.axhline(summary.mark, color=_GREY, lw=0.8, ls=":")
+            _draw_arm(summary, name, panels)
+        panels[0].set_title(FAMILIES[family], fontsize=9)
+        panels[0].set_ylabel("held-out pass@1")
+        panels[1].legend(fontsize=7, loc="lower right")
+        for panel, label in zip(panels, AXES.values(), strict=True):
+            panel.set_xlabel(label)
+            if summary.mark is not None:
+                panel.axhline(summary.mark, color=_GREY, lw=0.8, ls=":")
     figure.suptitle(f"{summary.task.title}: mean and range of the seeds", fontsize=10)
     return _save(figure, path)
 
 
-def _draw_arm(summary: Summary, name: str, left: Any, right: Any) -> None:
+def _draw_arm(summary: Summary, name: str, panels: Sequence[Any]) -> None:
     arm = summary.arms[name]
     colour = _GREY if name == REFERENCE_ARM else None
     label = ARMS[name].title
@@ -94,15 +93,17 @@ def _draw_arm(summary: Summary, name: str, left: Any, right: Any) -> None:
         label += f" ({len(arm.runs)} seeds of {len(summary.task.seeds_of(name))})"
     places = [0.0, *(part * summary.task.budget for part in FRACTIONS)]
     known = [(x, y) for x, y in zip(places, arm.mean_curve(places), strict=True) if y is not None]
-    (line,) = left.plot(*zip(*known, strict=True), color=colour, lw=1.6, label=label)
+    (line,) = panels[0].plot(*zip(*known, strict=True), color=colour, lw=1.6, label=label)
     curves = [arm.curve(seed, "completions")[1] for seed in arm.runs]
     if len({len(values) for values in curves}) == 1 and len(curves[0]) == len(places):
         points = list(zip(*curves, strict=True))
         low, high = [min(p) for p in points], [max(p) for p in points]
-        left.fill_between(places, low, high, color=line.get_color(), alpha=0.12, lw=0)
-        seconds = zip(*(arm.curve(seed, "cpu")[0] for seed in arm.runs), strict=True)
+        panels[0].fill_between(places, low, high, color=line.get_color(), alpha=0.12, lw=0)
         means = [fmean(p) for p in points]
-        right.plot([fmean(s) for s in seconds], means, color=line.get_color(), lw=1.6, label=label)
+        for panel, axis in zip(panels[1:], ("cpu", "wall"), strict=True):
+            seconds = zip(*(arm.curve(seed, axis)[0] for seed in arm.runs), strict=True)
+            x = [fmean(s) for s in seconds]
+            panel.plot(x, means, color=line.get_color(), lw=1.6, label=label)
 
 
 def _variances(variances: Mapping[str, Any], path: Path) -> Path:

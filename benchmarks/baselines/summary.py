@@ -102,7 +102,7 @@ def summarise(results: Results, task: Task) -> Summary:
     )
     whole = {name: arm for name, arm in found.arms.items() if found.is_complete(name)}
     # A bound is no method: it does not move the mark of the methods.
-    methods = {name: arm for name, arm in whole.items() if ARMS[name].family != "bound"}
+    methods = {name: arm for name, arm in whole.items() if not ARMS[name].only_signal}
     if not methods:
         return found
     ends = {name: fmean(map(arm.last, arm.runs)) for name, arm in methods.items()}
@@ -128,7 +128,7 @@ def _summarise_arm(results: Results, task: Task, arm: str) -> ArmSummary:
         scores = tuning_scores(results, task, arm)
     except ValueError as error:
         return ArmSummary(missing=str(error))
-    rate = choose_rate(scores)
+    rate = choose_rate(arm, scores)
     cells = final_cells(task, arm, rate, task.seeds_of(arm))
     runs = {c.seed: run for c in cells if (run := results.read(c)) is not None}
     return ArmSummary(scores, rate, edge_of(rate, task.rates), runs)
