@@ -1,8 +1,9 @@
 """The exact KL compared with k1: the variance of the gradient, seconds and memory of an update.
 
-    python -m benchmarks.exact_kl [--steps 50 10 0] [--prompts 5] [--groups 32] [--rounds 5]
+    python -m benchmarks.exact_kl [--task countdown|gym|smollm2] [--steps 50 10 0]
+        [--prompts 5] [--groups 32] [--rounds 5]
 
-Variance: the base model of the embedded task (Countdown) is trained for each number of `--steps`,
+Variance: the base model of a task of benchmarks/baselines is trained for each number of `--steps`,
 with its base as the reference. Then completions of `--prompts` prompts are sampled. The gradients
 of `--groups` groups of each size are computed by the code of training, with every form of the KL on
 the same groups. A gradient is linear in beta, so those at beta 0 and 1 give all others. A variance
@@ -12,7 +13,7 @@ k1 in the reward of the whole completion, with 95 % bootstrap intervals over gro
 Cost: an update is a forward and a backward of 64 completions, without the optimizer's step, in turn
 with k1 and with the exact KL. The figures are medians of the CPU seconds of `--rounds`. Memory is
 the peak of the tensors of such an update. `--rounds 0` leaves the costs out, `--steps` without
-numbers the variance.
+numbers the variance. Random models with large vocabularies are measured with `--task countdown`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.baselines.arms import Task
 from benchmarks.baselines.tasks import TASKS
 from benchmarks.baselines.training import make_trainer
 from benchmarks.baselines.variance import Gradients, draw, interval, resamples, trace_variance
@@ -57,12 +59,19 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 TRAINING: dict[str, Any] = {
     "preset": "paper", "beta": 0.001, "num_prompts": 8, "num_generations": 8,
-    "max_completion_length": 60, "learning_rate": 4e-4, "warmup_steps": 3, "eval_strategy": "no",
-    "save_strategy": "no", "bf16": False, "use_cpu": True, "num_threads": 1,
-    "gradient_checkpointing": False, "report_to": [], "disable_tqdm": True,
+    "warmup_steps": 3, "eval_strategy": "no", "save_strategy": "no", "bf16": False,
+    "use_cpu": True, "num_threads": 1, "gradient_checkpointing": False, "report_to": [],
+    "disable_tqdm": True,
 }  # fmt: skip
+# Learning rates by task.
+RATES = {"countdown": 4e-4, "gym": 1e-4, "smollm2": 1e-5}
 # Random weights: 3 M parameters without embeddings.
 VOCABULARIES = ("3m-8k", "3m-32k")
+
+
+def training(task: Task) -> dict[str, Any]:
+    """The options of a task's runs."""
+    return TRAINING | {"max_completion_length": task.max_tokens, "learning_rate": RATES[task.name]}
 
 
 @contextmanager
@@ -75,12 +84,12 @@ def options_of(policy: Policy, config: RLOOConfig) -> Iterator[None]:
         policy.config = before
 
 
-def variances(steps: int, prompts: int, groups: int) -> dict[str, Any]:
+def variances(task: Task, steps: int, prompts: int, groups: int) -> dict[str, Any]:
     """Variances after `steps` of training, as ratios to k1: form, K and beta -> [value, low,
     high]."""
     with tempfile.TemporaryDirectory() as folder:
-        options = TRAINING | {"max_steps": max(steps, 1), "seed": 1}
-        task, place = TASKS["countdown"], Path(folder)
+        options = training(task) | {"max_steps": max(steps, 1), "seed": 1}
+        place = Path(folder)
         trainer = make_trainer(task, options, model=task.model(place), folder=place)
         if steps:
             trainer.train()
@@ -165,11 +174,10 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
-def countdown_costs(rounds: int) -> dict[str, Any]:
-    """The costs on Countdown, with the share of sampling in a step."""
+def task_costs(task: Task, rounds: int) -> dict[str, Any]:
+    """The costs on a task, with the share of sampling in a step."""
     with tempfile.TemporaryDirectory() as folder:
-        options = TRAINING | {"max_steps": 1}
-        task, place = TASKS["countdown"], Path(folder)
+        options, place = training(task) | {"max_steps": 1}, Path(folder)
         trainer = make_trainer(task, options, model=task.model(place), folder=place)
         parts, _ = trainer.make_parts()
         rollouts: Any = parts.rollouts
@@ -190,8 +198,7 @@ def countdown_costs(rounds: int) -> dict[str, Any]:
 
 def vocabulary_costs(name: str, rounds: int) -> dict[str, Any]:
     """The costs of 64 completions of 60 tokens with random weights and another vocabulary."""
-    options = {k: v for k, v in TRAINING.items() if k not in ("max_steps", "seed")}
-    config = RLOOConfig(**options)
+    config = RLOOConfig(**training(TASKS["countdown"]))
     policy = Policy(
         make_random_model(name, "cpu"), make_word_tokenizer(), config,
         world=make_world(use_cpu=True), num_training_steps=1,
@@ -203,17 +210,19 @@ def vocabulary_costs(name: str, rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Print each figure as soon as it is measured: one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=list(RATES), default="countdown")
     parser.add_argument("--steps", type=int, nargs="*", default=[50, 10, 0])
     for name, default in {"prompts": 5, "groups": 32, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    task = TASKS[args.task]
     if args.rounds:
-        print(json.dumps({"costs": "countdown", **countdown_costs(args.rounds)}), flush=True)
-        for name in VOCABULARIES:
+        print(json.dumps({"costs": args.task, **task_costs(task, args.rounds)}), flush=True)
+        for name in VOCABULARIES if args.task == "countdown" else ():
             print(json.dumps({"costs": name, **vocabulary_costs(name, args.rounds)}), flush=True)
     for steps in args.steps:
-        found = variances(steps, args.prompts, args.groups)
+        found = variances(task, steps, args.prompts, args.groups)
         for what, value in found.items():
             print(json.dumps({"steps": steps, "of": what, "value": value}), flush=True)
 

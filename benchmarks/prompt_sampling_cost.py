@@ -194,6 +194,7 @@ def random_task(shape: str, *, max_tokens: int, num_rows: int = 256) -> Task:
 def workloads() -> list[Workload]:
     mixture = TASKS["mixture"]
     return [
+        Workload(mixture, 4, 4, steps=60),  # the step of benchmarks/baselines
         Workload(mixture, 8, 4, steps=60),
         Workload(mixture, 16, 8, steps=60),
         Workload(random_task("29m-8k", max_tokens=128), 4, 4, steps=5),
