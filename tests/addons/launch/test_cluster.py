@@ -71,14 +71,15 @@ def test_every_fault_is_named_at_once(tmp_path):
     with pytest.raises(ConfigErrors) as caught:
         read_cluster(
             ["--cluster", str(file), "--backend", "kubernetes", "--allocation_mode",
-             "sglang.d2+d2p2t2", "--scorers", "x", "--threads"]
+             "sglang.d2+d2p2t2c4", "--scorers", "x", "--threads"]
         )  # fmt: skip
     said = "\n".join(caught.value.faults)
     for words in (
         "cluster.yaml, line 2: slurm.partitoin is no option of a cluster; did you mean",
         "backend is 'kubernetes'; it must be one of local, ray, slurm",
         "pipeline parallelism, of which there is none here",
-        "divides the trainer's matrices (t); here weights are divided by parallel fsdp2",
+        "the trainer's matrices among 2 GPUs (t2); give the run parallel_kwargs.tp_size 2",
+        "the trainer's sequences among 4 GPUs (c4); give the run parallel_kwargs.sp_size 4",
         "scorers is 'x'; it must be a whole number",
         "--threads needs a value",
     ):

@@ -178,16 +178,18 @@ def _allocated(mode: str, faults: list[str]) -> dict[str, int]:
         sizes[part] = {
             letter: int(n) for letter, n in re.findall(r"([dtpc])(\d+)", found[part] or "")
         }
-        for letter, what in (("p", "pipeline"), ("c", "context")):
-            if sizes[part].get(letter, 1) != 1:
-                faults.append(
-                    f"allocation_mode has {what} parallelism, of which there is none here"
-                )
-    if sizes["ours"].get("t", 1) != 1:
-        faults.append(
-            "allocation_mode divides the trainer's matrices (t); here weights are divided by "
-            "parallel fsdp2, among as many processes (trainer_gpus)"
-        )
+        if sizes[part].get("p", 1) != 1:
+            faults.append("allocation_mode has pipeline parallelism, of which there is none here")
+    for letter, what, option in (
+        ("t", "the trainer's matrices", "tp_size"),
+        ("c", "the trainer's sequences", "sp_size"),
+    ):
+        if (parts := sizes["ours"].get(letter, 1)) != 1:
+            faults.append(
+                f"allocation_mode divides {what} among {parts} GPUs ({letter}{parts}); give the "
+                f"run parallel_kwargs.{option} {parts}, and the launcher all GPUs of the trainer "
+                "(trainer_gpus)"
+            )
     theirs = sizes["theirs"]
     engines = theirs.get("d", 1) * theirs.get("t", 1) if theirs else 0
     return {"trainer_gpus": sizes["ours"].get("d", 1), "engine_gpus": engines}

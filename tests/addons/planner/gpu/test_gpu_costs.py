@@ -96,8 +96,11 @@ def test_divided_weights_are_sent_in_every_micro_batch():
 def test_weights_travel_at_their_rate():
     job = make_job(TYPICAL[5])
     seconds = publishing(job, 1, divided=False, apart=True)
-    assert seconds == pytest.approx(2 * job.shape.parameters / 8.6e9)
-    assert seconds == pytest.approx(7 * 32.76 / 30, rel=0.02)  # verl's figure, for 32 B
+    sent = 2 * job.shape.parameters / 8.6e9
+    assert sent == pytest.approx(7 * 32.76 / 30, rel=0.02)  # verl's figure, for 32 B
+    assert seconds == pytest.approx(2 * job.shape.parameters / 1.6e9 + sent)
+    handles = replace(job, sampler=replace(job.sampler, files=False))  # others write no files
+    assert publishing(handles, 1, divided=False, apart=True) == pytest.approx(sent)
 
 
 def test_a_server_on_the_trainers_gpu_reads_files():
@@ -244,6 +247,6 @@ def test_an_adapter_is_all_that_is_trained_and_sent():
     # vLLM loads adapters from files.
     assert sent == pytest.approx(2 * adapted.trained * 2 / 1.6e9)
     merged = publishing(replace(adapted, merges=True), 1, divided=False, apart=True)
-    assert merged == pytest.approx(2 * job.shape.parameters / 8.6e9)
+    assert merged == pytest.approx(2 * job.shape.parameters * (1 / 1.6e9 + 1 / 8.6e9))
     both = [one.training(8, divided=False)[1] for one in (job, adapted)]
     assert both[1] / both[0] == pytest.approx(adapted.trained / job.shape.parameters)

@@ -1,9 +1,10 @@
 """Seconds until the engines have the weights of a step.
 
-Sharded weights are gathered first. Then they go one of three ways: a copy on the GPU, for an engine
-in the trainer's process; NCCL, for servers on other GPUs; files, which the main process writes and
-every server reads. A run sends files to servers on the trainer's GPUs, and adapters to any server
-(`rloo.engines.vllm.from_options`)."""
+Sharded weights are gathered first. Then they go one of three ways. An engine in the trainer's
+process copies them on the GPU. Servers on the trainer's GPUs read files, which the main process
+writes; so do all servers for an adapter (`rloo.engines.vllm.from_options`). For servers on other
+GPUs the main process writes files, too, and sends the weights over NCCL; only servers that cannot
+receive at that moment read the files."""
 
 from __future__ import annotations
 
@@ -30,7 +31,10 @@ def publishing(
 
 
 def _by_nccl(job: RolloutCost) -> float:
-    return ENGINE * job.sent / job.rates["weight_rate"]
+    """The main process first writes the files, for servers that cannot receive at that moment."""
+    size = ENGINE * job.sent
+    written = size / job.rates["file_rate"] if job.sampler.files else 0.0
+    return written + size / job.rates["weight_rate"]
 
 
 def _by_files(job: RolloutCost) -> float:
