@@ -72,6 +72,26 @@ def test_a_delta_read_through_its_bases_is_the_complete_export(made, tmp_path):
     assert not (store.path(3) / "config.json").exists() and (store.path(0) / "config.json").exists()
 
 
+def test_the_newest_version_is_read_from_memory_until_there_is_another(made, tmp_path):
+    policy, store, writer, source = made
+    for version in range(2):
+        nudge(policy, version)
+        writer.write(version, source.write)
+        found = dict(writer.tensors(version, torch.device("cpu")))
+        assert same(found, exported(policy, tmp_path / f"e{version}"))
+    described = dict(writer.tensors(1, torch.device("meta")))
+    assert list(described) == list(found)
+    assert all(
+        t.shape == found[n].shape and t.dtype == found[n].dtype for n, t in described.items()
+    )
+    reading = writer.tensors(1, torch.device("cpu"))
+    name, first = next(reading)
+    writer.write(2, source.write)  # in place
+    assert torch.equal(first, found[name])
+    with pytest.raises(ValueError, match="version 1 of the weights is no longer the newest"):
+        next(reading)
+
+
 def test_unchanged_weights_cost_nothing_and_large_steps_begin_a_new_chain(made, tmp_path):
     policy, store, writer, source = made
     for version, rate in enumerate((0, 0, 0.1, 0.1, 1e-6)):

@@ -83,6 +83,23 @@ def fail_once(server, route) -> None:
     server.faults[route] = fail
 
 
+def nudge(policy, seed):
+    """Change one value of a hundred, so much that log-probs move."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters:
+            parameter.add_(0.1 * (torch.rand_like(parameter) < 0.01))
+
+
+def has(server, policy) -> bool:
+    """Whether a server has the policy's weights, rounded to bfloat16."""
+    ours = dict(policy.model.named_parameters())
+    return all(
+        torch.equal(value, ours[name].bfloat16().float())
+        for name, value in server.model.named_parameters()
+    )
+
+
 class Slow:
     """Holds the answers of a route of a server until `go`; `seen` is set when one is held."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,8 @@ Write = Callable[[Path, LayerSink], None]
 class DeltaWriter:
     """Writes versions into `store`. The first version is complete, and so is a version after a long
     chain of deltas. The tensors of the newest version stay in host memory. A new version is
-    compared with them, and a complete folder of the newest version can be written at any time. The
-    weights are exported as `dtype`."""
+    compared with them; they can be read, and a complete folder of the newest version can be written
+    at any time. The weights are exported as `dtype`."""
 
     def __init__(self, store: WeightStore, dtype: torch.dtype = torch.float32) -> None:
         self._store, self._dtype = store, dtype
@@ -77,6 +77,16 @@ class DeltaWriter:
                 root = self._store.complete(self._version)
                 self._store.write_copy(self._version, partial(self._write_copy, root))
             return self._version, folder
+
+    def tensors(self, version: int, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield copies of all tensors of `version` on `device`, in an order that does not change.
+        Raises ValueError as soon as it is not the newest version."""
+        for name in list(self._tensors):
+            with self._lock:
+                if self._version != version:
+                    raise ValueError(f"version {version} of the weights is no longer the newest")
+                tensor = self._tensors[name].to(device, copy=True)
+            yield name, tensor
 
     def _write(self, folder: Path, base: int | None, before: str, write: Write) -> dict[str, Any]:
         rounds = self._dtype == torch.bfloat16 and kernels.in_use()

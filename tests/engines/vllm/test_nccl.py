@@ -16,6 +16,7 @@ import torch
 
 from rloo.engines.vllm import from_options, nccl
 from rloo.engines.vllm.client import VLLMClient
+from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
 from rloo.engines.vllm.server_process import ServerConfig
 from rloo.engines.vllm.server_state import ServerState, ServerWeights
 from rloo.model.export import PolicyExport
@@ -27,8 +28,10 @@ from support.vllm_engines import (
     SAMPLING,
     Slow,
     change,
+    has,
     made_on_fakes,
     make_policy,
+    nudge,
     sample_of,
     wait_until,
 )
@@ -191,6 +194,34 @@ def test_one_broadcast_serves_all_servers(made, played):
     assert [how.world_size for how in played.link["made"]] == [8]
     assert played.link["offsets"] == [[1, 2, 4]]
     assert count(servers, RPC) == [0, 0, 0] and said == []
+
+
+def test_only_a_delta_is_written_where_the_tensors_are_sent(made, played, tmp_path):
+    """A server that is lost meanwhile reads the chain of deltas."""
+    policy = make_policy()
+    engine, servers, said = make(
+        made, policy, played, sizes=(1, 1), dtype=torch.bfloat16, tolerance=0.2,
+        extensions=(EXTENSION, EXTENSION), weights_folder=tmp_path,
+    )  # fmt: skip
+    sizes = []
+    for seed in (None, 1, 2):
+        if seed is not None:
+            nudge(policy, seed)
+        load(policy, engine, servers)
+        assert all(has(server, policy) for server in servers)
+        newest = max(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_mtime).parent
+        sizes.append(sum(path.stat().st_size for path in newest.glob("*.safetensors")))
+    assert played.link["sent"] == [2, 2, 2] and said == []
+    assert count(servers, RPC) == [0, 0] and max(sizes[1:]) < sizes[0] / 4
+
+    def fail() -> None:
+        raise RuntimeError("the network is down")
+
+    played.link["fault"] = fail
+    nudge(policy, 3)
+    load(policy, engine, servers)
+    assert all(has(server, policy) for server in servers) and count(servers, RPC) == [1, 1]
+    assert len(said) == 1 and "by files from now on, not over NCCL" in said[0]
 
 
 @pytest.mark.parametrize("played", [4.0], indirect=True)

@@ -12,29 +12,14 @@ from support.vllm_engines import (
     SAMPLING,
     damage,
     fail_once,
+    has,
     made_on_fakes,
     make_policy,
+    nudge,
     wait_until,
 )
 
 made = pytest.fixture(made_on_fakes)
-
-
-def nudge(policy, seed):
-    """Change one value of a hundred, so much that log-probs move."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.parameters:
-            parameter.add_(0.1 * (torch.rand_like(parameter) < 0.01))
-
-
-def has(server, policy) -> bool:
-    """Whether a server has the policy's weights, rounded to bfloat16."""
-    ours = dict(policy.model.named_parameters())
-    return all(
-        torch.equal(value, ours[name].bfloat16().float())
-        for name, value in server.model.named_parameters()
-    )
 
 
 def methods(server) -> list[str]:

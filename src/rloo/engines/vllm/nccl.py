@@ -86,7 +86,7 @@ class NCCLGroup:
         self._sender: Any = None
         self._calls: _Calls | None = None
         self._group: list[tuple[str, int]] = []
-        self._folder = Path()
+        self._weights: ServerWeights | None = None
 
     async def sent(self, member: ServerState, weights: ServerWeights) -> bool:
         """Receive a version in a paused server, together with the other servers. Return False if
@@ -136,7 +136,7 @@ class NCCLGroup:
         limit = min(self._seconds, FIRST_SECONDS) if connects else self._seconds
         try:
             async with asyncio.timeout(limit):
-                await self._send_in_thread(meeting.weights.folder, servers, group)
+                await self._send_in_thread(meeting.weights, servers, group)
         except Exception as error:  # any error of vLLM's sender
             self._failed = True
             fact = str(error) or type(error).__name__
@@ -146,7 +146,7 @@ class NCCLGroup:
         return servers
 
     async def _send_in_thread(
-        self, folder: Path, servers: list[ServerState], group: list[tuple[str, int]]
+        self, weights: ServerWeights, servers: list[ServerState], group: list[tuple[str, int]]
     ) -> None:
         """Send a version. A call inside NCCL cannot be interrupted, so this method makes the call
         in a separate thread. The thread is abandoned at the deadline, after a server has failed a
@@ -166,7 +166,7 @@ class NCCLGroup:
 
         def work() -> None:
             try:
-                self._send(folder, calls, group)
+                self._send(weights, calls, group)
             except Exception as error:
                 tell_from_thread(error)
             else:
@@ -182,8 +182,8 @@ class NCCLGroup:
         finally:
             done.cancel()  # a later error of the thread has no effect
 
-    def _send(self, folder: Path, calls: _Calls, group: list[tuple[str, int]]) -> None:
-        self._folder = folder
+    def _send(self, weights: ServerWeights, calls: _Calls, group: list[tuple[str, int]]) -> None:
+        self._weights = weights
         if group == self._group:
             assert self._calls is not None
             self._calls.tell = calls.tell
@@ -204,13 +204,15 @@ class NCCLGroup:
         group = self
 
         class Source(WeightSource):
-            """The tensors of the current folder, in the order of its index."""
+            """The tensors of the current version, in an order that does not change."""
 
             def metadata(self) -> list[Any]:
-                return [ParamMeta(*each) for each in described(group._folder)]
+                assert group._weights is not None
+                return [ParamMeta(*each) for each in described(group._weights)]
 
             def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-                return tensors(group._folder, group._device)
+                assert group._weights is not None
+                return tensors(group._weights, group._device)
 
         hosts = [urlsplit(client.url).hostname or "" for client in calls.clients]
         how = NCCLTrainerInitInfo(
@@ -320,18 +322,26 @@ async def fill(
     await member.client.reload(str(folder), seconds=seconds)
 
 
-def described(folder: Path) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Yield name, dtype and shape of every tensor of a version, in the order of its index."""
-    for name, file in _places(folder):
-        with safe_open(folder / file, "pt") as opened:
+def described(weights: ServerWeights) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Yield name, dtype and shape of every tensor of a version, in the order of `tensors`."""
+    if weights.tensors is not None:
+        for name, tensor in weights.tensors(torch.device("meta")):
+            yield name, tensor.dtype, tuple(tensor.shape)
+        return
+    for name, file in _places(weights.folder):
+        with safe_open(weights.folder / file, "pt") as opened:
             part = opened.get_slice(name)
             yield name, _DTYPES[part.get_dtype()], tuple(part.get_shape())
 
 
-def tensors(folder: Path, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a version on `device`, one at a time, in the order of its index."""
-    for name, file in _places(folder):
-        with safe_open(folder / file, "pt") as opened:
+def tensors(weights: ServerWeights, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a version on `device`, one at a time: from host memory if the version
+    is there, otherwise from its folder, in the order of its index."""
+    if weights.tensors is not None:
+        yield from weights.tensors(device)
+        return
+    for name, file in _places(weights.folder):
+        with safe_open(weights.folder / file, "pt") as opened:
             yield name, opened.get_tensor(name).to(device)
 
 

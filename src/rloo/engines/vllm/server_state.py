@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from rloo.engines.vllm.client import ROUTE, TOKENS_ROUTE, ServerError, VLLMClient
 from rloo.engines.vllm.server_process import LocalServer
@@ -61,6 +63,8 @@ class ServerWeights:
     complete: Path | None = None
     # Writes a complete folder of this version, which is a delta.
     repair: Callable[[], Path] | None = None
+    # All tensors on a device, in the main process, as long as the version is the newest.
+    tensors: Callable[[torch.device], Iterator[tuple[str, torch.Tensor]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,8 @@ class VLLMEngine:
         source, settings = self._source, self._settings
         self._token = source.world.broadcast_object(self._token)
         few = source.adapter_rank is None and source.dtype.itemsize == 2
-        deltas = few and self._extended and not settings.server.transfers
+        here = self.capabilities.central or not settings.server.transfers  # what is sent is here
+        deltas = few and self._extended and here
         versions = self._open.versions = VersionFolders(
             source, settings.weights_folder, self._token, settings.deadline, deltas=deltas
         )

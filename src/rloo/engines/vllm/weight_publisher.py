@@ -91,6 +91,8 @@ class VersionFolders:
             weights.complete = complete
             repair = self._write_complete if self._main else self._request_complete
             weights.repair = partial(repair, version)
+        if self._deltas is not None:
+            weights.tensors = partial(self._deltas.tensors, version)
         return weights
 
     def write_folder(self, name: str, write: Callable[[Path | None], None]) -> Path:
