@@ -73,7 +73,7 @@ def test_a_delta_read_through_its_bases_is_the_complete_export(made, tmp_path):
 
 
 def test_the_newest_version_is_read_from_memory_until_there_is_another(made, tmp_path):
-    policy, store, writer, source = made
+    policy, _, writer, source = made
     for version in range(2):
         nudge(policy, version)
         writer.write(version, source.write)
@@ -81,9 +81,8 @@ def test_the_newest_version_is_read_from_memory_until_there_is_another(made, tmp
         assert same(found, exported(policy, tmp_path / f"e{version}"))
     described = dict(writer.tensors(1, torch.device("meta")))
     assert list(described) == list(found)
-    assert all(
-        t.shape == found[n].shape and t.dtype == found[n].dtype for n, t in described.items()
-    )
+    for name, tensor in described.items():
+        assert (tensor.shape, tensor.dtype) == (found[name].shape, found[name].dtype)
     reading = writer.tensors(1, torch.device("cpu"))
     name, first = next(reading)
     writer.write(2, source.write)  # in place

@@ -241,8 +241,8 @@ RATES = MappingProxyType(
             2.4e9,
             "measured",
             "bytes a second of a version of the weights that the main process writes as files",
-            "benchmarks/weights.py --steps 6: 0.42 CPU seconds per GB in the mean of five deltas and "
-            "the complete version after them, on one core of this project's machine",
+            "benchmarks/weights.py --steps 6: 0.42 CPU seconds per GB in the mean of five deltas "
+            "and the complete version after them, on one core of this project's machine",
         ),
         "load_rate": Assumption(
             1.6e9,
