@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +28,8 @@ from rloo.engines.vllm.server_process import (
     HERE,
     KEY,
     ServerConfig,
-    guarded_environment,
     require_key,
+    server_environment,
 )
 from rloo.engines.vllm.settings import VLLMSettings
 from rloo.model.export import PolicyExport, tied_outputs
@@ -102,14 +101,12 @@ def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
     without a key."""
     host, port = address_of(config, named=named)
     require_key(host)
-    serving = serving_alone(config, model).guarded()
-    environment = guarded_environment()
+    serving = serving_alone(config, model)
     say(access_note(host, port))
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
-    command = serving.command(host, port)
-    say(f"{settings} {shlex.join(command)}")
+    say(serving.line(host, port))
     serving.require_program()
-    os.environ.update(environment)
+    command = serving.command(host, port)
+    os.environ.update(server_environment())
     os.execvp(command[0], command)
 
 
@@ -169,8 +166,7 @@ def settings_of(
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     separate = on_gpu and has_separate_gpus(config)
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps, separate=separate)
-    extended = config.rollout_engine == "vllm"
-    serving = replace(serving, transfers=transfers and reason is None, extended=extended)
+    serving = replace(serving, transfers=transfers and reason is None)
     if config.rollout_engine == "vllm" and on_gpu:
         _require_room(policy, serving, devices, gpus)
     if site is not None and not on_gpu and config.vllm_gpu_memory_utilization is None:
