@@ -27,6 +27,7 @@ from rloo.engines.vllm.server_memory import num_parameters, require_room, smalle
 from rloo.engines.vllm.server_process import (
     HERE,
     KEY,
+    MAKE_KEY,
     ServerConfig,
     require_key,
     server_environment,
@@ -130,7 +131,7 @@ def access_note(host: str, port: int) -> str:
         return f"{where}; requests need the key in {KEY}, which the run must have, too"
     return (
         f"{where}, for every user of this machine: {KEY} is not set, so requests need no key "
-        f"(export {KEY}=$(openssl rand -hex 16), for the server and for the run)"
+        f"({MAKE_KEY}, for the server and for the run)"
     )
 
 

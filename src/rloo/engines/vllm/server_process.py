@@ -27,6 +27,7 @@ from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION, GUARDED
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 GUARD = "rloo_guard.RouteGuard"
 HERE, KEY = "127.0.0.1", "VLLM_API_KEY"
+MAKE_KEY = f"export {KEY}=$(openssl rand -hex 16)"
 # Prefixes of the variables that launchers set for our processes. (torchrun also sets
 # OMP_NUM_THREADS to 1, unless it is set.)
 OURS = (
@@ -207,7 +208,7 @@ def require_key(host: str) -> None:
         raise ValueError(
             f"vllm_server_host is {host}, where others reach the server, load weights into it and "
             f"read what it is given, and {KEY} is not set; set it for the server and for the run "
-            f"(export {KEY}=$(openssl rand -hex 16)), or leave vllm_server_host out, which listens "
+            f"({MAKE_KEY}), or leave vllm_server_host out, which listens "
             f"on {HERE} alone (vllm_server_host)"
         )
 
