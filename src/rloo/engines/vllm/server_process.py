@@ -199,17 +199,18 @@ def server_environment() -> dict[str, str]:
     return {**SWITCHES, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def require_key(host: str) -> None:
-    """Raise ValueError if other machines could reach a server on `host` without a key."""
+def require_key(host: str, option: str = "vllm_server_host") -> None:
+    """Raise ValueError if other machines could reach a server on `host` without a key. The error
+    names the `option` that the host is from."""
     with suppress(ValueError):  # `host` is a name, not an address
         if ip_address(host).is_loopback:
             return
     if host != "localhost" and not os.environ.get(KEY):
         raise ValueError(
-            f"vllm_server_host is {host}, where others reach the server, load weights into it and "
-            f"read what it is given, and {KEY} is not set; set it for the server and for the run "
-            f"({MAKE_KEY}), or leave vllm_server_host out, which listens "
-            f"on {HERE} alone (vllm_server_host)"
+            f"{option} names {host}, where others reach the server, load weights into it and read "
+            f"what it is given, and {KEY} is not set; set it for the server and for the run "
+            f"({MAKE_KEY}), or let the server listen on this machine alone "
+            f"(vllm_server_host {HERE})"
         )
 
 
