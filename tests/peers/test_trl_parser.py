@@ -95,7 +95,7 @@ def test_trls_command_starts_vllms_own_server_as_the_page_describes(tmp_path):
     page = PAGE.read_text(encoding="utf-8")
     (version,) = re.findall(r"`trl vllm-serve` of TRL (\d+\.\d+) starts vLLM's server", page)
     assert trl.__version__.startswith(f"{version}.")
-    ours = ServerConfig("m", "bfloat16", lora_rank=8, tells=True, transfers=True).guarded()
+    ours = ServerConfig("m", "bfloat16", lora_rank=8, tells=True, transfers=True)
     folder = tmp_path / "vllm" / "entrypoints" / "cli"
     folder.mkdir(parents=True)
     (folder / "main.py").write_text(TELLS)

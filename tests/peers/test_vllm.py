@@ -23,7 +23,7 @@ from rloo import RLOOTrainer
 from rloo.cli import EMBEDDED
 from rloo.config.parsing import parse_command_line
 from rloo.engines.vllm.from_options import must_untie, serving_of
-from rloo.engines.vllm.server_process import LocalServer, guarded_environment
+from rloo.engines.vllm.server_process import LocalServer, server_environment
 from rloo.engines.weight_store import WeightStore
 from rloo.model.export import PolicyExport
 from rloo.types import Sampling
@@ -185,7 +185,7 @@ def answer(url: str, path: str, key: str | None, body: bytes | None = None) -> i
 
 def test_a_given_server_is_given_adapters_and_answers_nobody_without_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "the-key")
-    for name, value in guarded_environment().items():
+    for name, value in server_environment().items():
         monkeypatch.setenv(name, value)
     config = make_config(tmp_path, "use_peft", "true", "lora_target_modules", "all-linear")
     probe = RLOOTrainer(args=config)
@@ -194,7 +194,7 @@ def test_a_given_server_is_given_adapters_and_answers_nobody_without_the_key(tmp
     probe.engine._source.write_base(base)
     serving = serving_of(config, str(base), config.lora_r, tied=must_untie(probe.policy))
     probe.engine.close()
-    server = LocalServer(serving.guarded(), tmp_path / "log")
+    server = LocalServer(serving, tmp_path / "log")
     try:
         server.start()
 
@@ -310,10 +310,14 @@ def test_episodes_with_a_tool_are_trained_on_and_their_turns_find_what_was_compu
 
     vllm, ends = trainer.engine._inner, trainer.policy.stop_token_ids
     (member,) = vllm._open.fleet.members
+    for path in ("/pause", "/collective_rpc", "/sleep", "/init_weight_transfer_engine"):
+        assert answer(member.url, path, None, b"{}") == 401  # the run alone has the key
 
     def hits() -> float:
         """Tokens that the server found computed so far."""
-        with urllib.request.urlopen(f"{member.url}/metrics") as answer:
+        request = urllib.request.Request(f"{member.url}/metrics")
+        request.add_header("Authorization", f"Bearer {member.own.key}")
+        with urllib.request.urlopen(request) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(x.split()[-1]) for x in lines if "prefix_cache_hits_total{" in x)
 

@@ -51,7 +51,9 @@ def test_vllm_knows_all_that_it_is_sent(made, tmp_path):
         *requests_of(made, adapted, lora=True, serving=sleeping, sleep_level=1),
     ]
     PolicyExport(base, torch.float32).write(tmp_path)
-    paths = map(str, (Path(rloo.__file__).parents[1], PROGRAM.parents[1]))
+    package = Path(rloo.__file__).parent
+    plugin = package / "engines" / "vllm" / "server_plugin"  # which the app loads
+    paths = map(str, (plugin, package.parent, PROGRAM.parents[1]))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_NO_USAGE_STATS": "1"}
     ended = subprocess.run(
         [os.environ["RLOO_VLLM_PYTHON"], str(PROGRAM), str(tmp_path)],

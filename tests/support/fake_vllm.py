@@ -32,7 +32,7 @@ class FakeVLLM:
     """Serves `model`; `calls` are the routes in the order in which they were called, with query.
     `faults[route]` is called with the request and the answer, and returns another answer, raises
     `Status`, or takes its time; a route with a query, as in `calls`, is possible, too. `settings`
-    change what it says of itself."""
+    change what it says of itself. With a `key`, it asks for it, except for its health."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class FakeVLLM:
         self.interrupted = False  # an error has ended a load of weights
         self.faults: dict[str, Callable[[dict, Any], Any]] = {}
         self.settings: dict[str, Any] = {}
-        self.lora_rank, self.extension = LORA_RANK, ""
+        self.lora_rank, self.extension, self.key = LORA_RANK, "", ""
         self._lock, self._closed = threading.Lock(), False
         # Completions that are computed, and whether that is to pause.
         self._changed, self._active, self._paused = threading.Condition(), 0, False
@@ -246,6 +246,9 @@ def _handler(server: FakeVLLM) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(size) or b"{}")
             status, query, answer = 200, dict(parse_qsl(address.query)), None
             try:
+                given = self.headers.get("Authorization")
+                if server.key and address.path != "/health" and given != f"Bearer {server.key}":
+                    raise Status(401, "the key is missing or wrong")
                 answer = server.answer(address.path, query, body)
                 sent = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             except Status as error:

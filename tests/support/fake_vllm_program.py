@@ -2,6 +2,7 @@
 does, it listens on all addresses."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -21,5 +22,7 @@ if __name__ == "__main__":
     if "--hf-overrides" in sys.argv:
         overrides = json.loads(sys.argv[sys.argv.index("--hf-overrides") + 1])
         server.settings = {"hf_overrides": overrides}
+    if "--middleware" in sys.argv:  # without which vLLM's routes for weights need no key
+        server.key = os.environ.get("VLLM_API_KEY", "")
     while True:
         time.sleep(60)

@@ -65,6 +65,8 @@ class LinkedServers:
                 server.settings["hf_overrides"] = {"tie_word_embeddings": False}
             if "--worker-extension-cls" in started["arguments"]:
                 server.extension = EXTENSION
+            assert "--middleware" in started["arguments"] and started["key"]
+            server.key = started["key"]
             server.calls = _Calls(started["devices"], self)
             self.servers.append(server)
             self.started.append(started)
@@ -102,6 +104,7 @@ def _main() -> None:
     port = int(arguments[arguments.index("--port") + 1])
     devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     told = {"model": model, "arguments": arguments, "devices": devices, "pid": os.getpid()}
+    told["key"] = os.environ.get("VLLM_API_KEY")
     try:
         with urllib.request.urlopen(registry, json.dumps(told).encode()) as answer:
             url = answer.read().decode()

@@ -150,7 +150,7 @@ def inside(path: str, body: dict) -> list[str]:
 def main() -> None:
     torch.set_num_threads(1)
     os.environ |= SWITCHES
-    serving = ServerConfig("m", lora_rank=8, sleeps=True, tells=True, transfers=True, extended=True)
+    serving = ServerConfig("m", lora_rank=8, sleeps=True, tells=True, transfers=True)
     app = real_app(serving)
     requests = [*json.load(sys.stdin), *sent_over_nccl(Path(sys.argv[1]))]
     found = {line for request in requests for line in differences(app, request)}

@@ -119,7 +119,6 @@ class Ranks:
                 tensor_parallel_size=shared,
                 lora_rank=source.adapter_rank,
                 sleeps=level is not None,
-                extended=deltas,
                 executable=tuple(self.linked.executable),
             )
             how = {"sleep_level": 1 if lora else 2, "deadline": 60.0, "restarts": 0} | settings

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rloo.config.config import RLOOConfig
-from rloo.engines.vllm.from_options import address_of
+from rloo.engines.vllm.from_options import access_note, address_of, serve
 from rloo.engines.vllm.serve_command import options_of_server
 from rloo.engines.vllm.server_plugin.rloo_guard import WEIGHTS, RouteGuard
 from rloo.engines.vllm.server_process import KEY, require_key
@@ -93,7 +93,9 @@ def test_this_machine_needs_no_key(host, monkeypatch):
 def test_where_others_come_a_key_is_needed(host, monkeypatch):
     for key in (None, ""):
         monkeypatch.delenv(KEY, raising=False) if key is None else monkeypatch.setenv(KEY, key)
-        with pytest.raises(ValueError, match=rf"vllm_server_host is {host}, .* {KEY} is not set"):
+        with pytest.raises(
+            ValueError, match=rf"vllm_server_host names {host}, .* {KEY} is not set"
+        ):
             require_key(host)
     monkeypatch.setenv(KEY, "secret")
     require_key(host)
@@ -143,20 +145,21 @@ def test_the_command_serves_others_with_a_key_that_it_does_not_print(tmp_path):
 
 
 URL = {"vllm_server_base_url": ["http://node7:9000"]}
+HOST, BASE = "vllm_server_host", "vllm_server_base_url"
 
 
 @pytest.mark.parametrize(
     ("options", "named", "address"),
     [
-        ({}, False, ("127.0.0.1", 8000)),
-        ({"vllm_server_port": 8001}, False, ("127.0.0.1", 8001)),
-        ({}, True, ("0.0.0.0", 8000)),
-        ({"vllm_server_host": "node8"}, False, ("node8", 8000)),
-        (URL, False, ("node7", 9000)),
-        ({**URL, "vllm_server_host": "node8"}, False, ("node8", 8000)),
-        ({"vllm_server_base_url": ["http://[fd00::7]:9000"]}, False, ("fd00::7", 9000)),
-        ({"vllm_server_base_url": ["https://node7:443"]}, False, ("127.0.0.1", 8000)),
-        ({"vllm_server_base_url": ["http://a:1", "http://b:2"]}, False, ("127.0.0.1", 8000)),
+        ({}, False, ("127.0.0.1", 8000, HOST)),
+        ({"vllm_server_port": 8001}, False, ("127.0.0.1", 8001, HOST)),
+        ({}, True, ("0.0.0.0", 8000, HOST)),
+        ({"vllm_server_host": "node8"}, False, ("node8", 8000, HOST)),
+        (URL, False, ("node7", 9000, BASE)),
+        ({**URL, "vllm_server_host": "node8"}, False, ("node8", 8000, HOST)),
+        ({"vllm_server_base_url": ["http://[fd00::7]:9000"]}, False, ("fd00::7", 9000, BASE)),
+        ({"vllm_server_base_url": ["https://node7:443"]}, False, ("127.0.0.1", 8000, HOST)),
+        ({"vllm_server_base_url": ["http://a:1", "http://b:2"]}, False, ("127.0.0.1", 8000, HOST)),
     ],
 )
 def test_the_command_listens_where_the_run_looks(options, named, address):
@@ -164,6 +167,26 @@ def test_the_command_listens_where_the_run_looks(options, named, address):
         rollout_engine="vllm" if not URL.keys() & options.keys() else "vllm_server", **options
     )
     assert address_of(config, named=named) == address
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        (URL, "vllm_server_base_url names node7, where"),
+        ({**URL, "vllm_server_host": "node8"}, "vllm_server_host names node8, where"),
+    ],
+)
+def test_a_missing_key_is_refused_with_the_option_that_was_set(options, fact, monkeypatch):
+    monkeypatch.delenv(KEY, raising=False)
+    config = RLOOConfig(model="m", rollout_engine="vllm_server", **options)
+    with pytest.raises(ValueError, match=rf"^{fact}.* {KEY} is not set; .*vllm_server_host 127"):
+        serve(config, "m", named=False)
+    monkeypatch.setenv(KEY, "secret")
+    host, port, option = address_of(config, named=False)
+    names = {HOST: f"{HOST}, vllm_server_port", BASE: BASE}[fact.split()[0]]
+    assert access_note(host, port, option).startswith(
+        f"the server listens on {host}, port {port} ({names});"
+    )
 
 
 @pytest.mark.parametrize(

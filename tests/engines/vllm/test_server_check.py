@@ -1,13 +1,16 @@
 """Servers that cannot be sampled from are refused, with the line that starts the right one."""
 
 import asyncio
+import os
+import shlex
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
 from rloo.engines.vllm.client import ROUTE, TOKENS_ROUTE, ServerError, VLLMClient
 from rloo.engines.vllm.server_check import examine
-from rloo.engines.vllm.server_process import ServerConfig
+from rloo.engines.vllm.server_process import KEY, ServerConfig
 from support.fake_vllm import FakeVLLM
 from support.models import make_model
 from support.text import make_tokenizer
@@ -70,6 +73,29 @@ def test_a_server_that_cannot_be_used_is_refused_with_the_right_line(server, fau
     line = ServerConfig("the/model", **options).line(place.hostname, place.port)
     assert line in str(error.value) and f"--host {place.hostname} --port {place.port}" in line
     assert server.url in str(error.value) and "rloo vllm-serve" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "note"),
+    [
+        ("top-secret", f"the server needs the run's key in {KEY}"),
+        ("", rf"first export {KEY}=\$\(openssl rand -hex 16\), the same key for the server and "),
+    ],
+)
+def test_the_line_of_a_refusal_starts_a_server_that_asks_for_the_key(
+    server, key, note, monkeypatch
+):
+    monkeypatch.setenv(KEY, key)
+    without(server, "/collective_rpc")
+    with pytest.raises(ValueError, match=rf"vllm serve the/model .* \({note}") as error:
+        look(server)
+    line = str(error.value).partition("start it with: ")[2].partition(" (")[0]
+    words = shlex.split(line)
+    (folder,) = [w.removeprefix("PYTHONPATH=") for w in words if w.startswith("PYTHONPATH=")]
+    module, _, name = words[words.index("--middleware") + 1].rpartition(".")
+    guard = Path(folder.split(os.pathsep)[0], f"{module}.py")
+    assert f"class {name}" in guard.read_text() and "VLLM_SERVER_DEV_MODE=1" in words
+    assert "--worker-extension-cls" in words and "top-secret" not in str(error.value)
 
 
 def test_another_tokenizer_is_refused(server):

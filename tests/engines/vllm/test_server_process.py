@@ -1,6 +1,7 @@
 """How servers are started, and that they end with us, whatever way we go."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -12,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rloo.engines.vllm.client import ServerError
-from rloo.engines.vllm.server_process import LocalServer, ServerConfig, start_all
+from rloo.engines.vllm.client import ServerError, VLLMClient
+from rloo.engines.vllm.server_plugin.rloo_guard import WEIGHTS
+from rloo.engines.vllm.server_process import KEY, LocalServer, ServerConfig, start_all
 
 PROGRAM = (sys.executable, str(Path(__file__).parents[2] / "support" / "small_server.py"))
 
@@ -56,8 +58,50 @@ def tree(pid):
 )
 def test_the_line_has_what_the_run_needs(serving, expected):
     assert expected in serving.line()
-    for needed in ("VLLM_SERVER_DEV_MODE=1", "--logprobs-mode processed_logprobs"):
+    for needed in (
+        "VLLM_SERVER_DEV_MODE=1", "PYTHONPATH=", "--logprobs-mode processed_logprobs",
+        "--middleware rloo_guard.RouteGuard", "--worker-extension-cls rloo_worker.WorkerExtension",
+    ):  # fmt: skip
         assert needed in serving.line()
+
+
+async def status(client, path):
+    try:
+        await client.post(path, phase="asking", seconds=20.0)
+    except ServerError as error:
+        return error.status
+    return 200
+
+
+def test_a_server_of_ours_answers_its_run_and_nobody_else(tmp_path, monkeypatch):
+    """Its key is the user's, or is made for it."""
+    serving = ServerConfig("m", executable=PROGRAM)
+
+    async def ask(server):
+        ours = await server.wait(20.0)
+        strangers = [VLLMClient(server.url), VLLMClient(server.url, key="another")]
+        for path in WEIGHTS:
+            assert [await status(c, path) for c in (*strangers, ours)] == [401, 401, 200], path
+        assert await status(ours, "/reset_prefix_cache") == 404
+        for client in (ours, *strangers):
+            await client.close()
+
+    found = []
+    for number, given in enumerate((None, "", "the-users")):
+        monkeypatch.delenv(KEY, raising=False) if given is None else monkeypatch.setenv(KEY, given)
+        server = LocalServer(serving, tmp_path / str(number))
+        server.start()
+        monkeypatch.delenv(KEY, raising=False)  # or the strangers would send it
+        try:
+            asyncio.run(ask(server))
+        finally:
+            server.stop()
+        arguments, environment = json.loads(server.log.read_text().splitlines()[1])
+        key = environment[KEY]
+        assert key not in " ".join(arguments) + repr(server)
+        found.append(key)
+    assert found[2] == "the-users" and {len(key) for key in found[:2]} == {32}
+    assert found[0] != found[1]
 
 
 def test_a_server_of_ours_is_stopped_with_its_workers(tmp_path):
@@ -133,7 +177,8 @@ def test_a_server_ends_when_we_are_killed(tmp_path):
 @pytest.mark.slow  # a process that imports torch
 def test_workers_end_when_guard_and_server_are_killed(tmp_path):
     """All processes but the worker are killed, as by a program that frees memory."""
-    server = LocalServer(ServerConfig("m", executable=PROGRAM).guarded(), tmp_path / "log")
+    serving = ServerConfig("m", executable=PROGRAM, arguments=("--extended-worker",))
+    server = LocalServer(serving, tmp_path / "log")
     server.start()
     asyncio.run(ready(server))
     worker = int(server.log.read_text().split("worker ")[1].split()[0])

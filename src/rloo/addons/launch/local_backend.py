@@ -4,7 +4,6 @@ that sample, serve and score. A supervised process is restarted if it dies."""
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,14 +12,14 @@ from contextlib import contextmanager
 from rloo.addons.launch.local_ranks import SAVING, launch
 from rloo.addons.launch.roles import KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.supervisor import Supervisor
-from rloo.engines.vllm.server_process import KEY
+from rloo.engines.vllm.server_process import KEY, server_key
 
 
 def run_here(job: LaunchJob, *, saving: float = SAVING) -> int:
     """Run a job on this machine; returns the status of `rloo.addons.launch.local_ranks.launch`."""
     environment = {"MASTER_ADDR": "127.0.0.1", **job.environment}
     if job.servers:  # the key stops other users of this machine
-        environment[KEY] = os.environ.get(KEY) or secrets.token_hex(16)
+        environment[KEY] = server_key()
     before = {name: os.environ.get(name) for name in environment}
     os.environ |= environment
     try:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ from rloo.algorithm.stop_signals import Stopped, StopSignals
 from rloo.distributed.child_process import ChildProcess, shell_status
 from rloo.distributed.standard_streams import say
 from rloo.distributed.world import REGISTRY
-from rloo.engines.vllm.server_process import KEY
+from rloo.engines.vllm.server_process import KEY, server_key
 from rloo.tracking.jsonl import EVENTS, LOGS
 from rloo.tracking.run_reader import read_rows
 from rloo.trainer.heartbeat import STOP
@@ -126,7 +125,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     if job.servers:  # the key stops others on the network from loading weights into a server
-        os.environ.setdefault(KEY, secrets.token_hex(16))
+        os.environ[KEY] = server_key()
     ray.init(address=job.cluster.ray_address)
     try:
         if not job.cluster.ray_autoscaling:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +27,10 @@ from rloo.engines.vllm.server_memory import num_parameters, require_room, smalle
 from rloo.engines.vllm.server_process import (
     HERE,
     KEY,
+    MAKE_KEY,
     ServerConfig,
-    guarded_environment,
     require_key,
+    server_environment,
 )
 from rloo.engines.vllm.settings import VLLMSettings
 from rloo.model.export import PolicyExport, tied_outputs
@@ -100,40 +100,41 @@ def serve(config: RLOOConfig, model: str, *, named: bool) -> None:
     """Print the address, the key's source and the command line of a server of `model`, then
     replace this process by the server. Raises ValueError if other machines could reach the server
     without a key."""
-    host, port = address_of(config, named=named)
-    require_key(host)
-    serving = serving_alone(config, model).guarded()
-    environment = guarded_environment()
-    say(access_note(host, port))
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
-    command = serving.command(host, port)
-    say(f"{settings} {shlex.join(command)}")
+    host, port, option = address_of(config, named=named)
+    require_key(host, option)
+    serving = serving_alone(config, model)
+    say(access_note(host, port, option))
+    say(serving.line(host, port))
     serving.require_program()
-    os.environ.update(environment)
+    command = serving.command(host, port)
+    os.environ.update(server_environment())
     os.execvp(command[0], command)
 
 
-def address_of(config: RLOOConfig, *, named: bool) -> tuple[str, int]:
-    """The host and port on which `rloo vllm-serve` listens: `vllm_server_host` and
-    `vllm_server_port` if the user has `named` the host or its value is not the default. Otherwise
-    those of `vllm_server_base_url` if it is one URL with a port, else the loopback address."""
+def address_of(config: RLOOConfig, *, named: bool) -> tuple[str, int, str]:
+    """The host and port on which `rloo vllm-serve` listens, and the option that the host is from:
+    `vllm_server_host` and `vllm_server_port` if the user has `named` the host or its value is not
+    the default. Otherwise those of `vllm_server_base_url` if it is one URL with a port, else the
+    loopback address, which `vllm_server_host` changes."""
     host, port = config.vllm_server_host, config.vllm_server_port
     if named or host != RLOOConfig().vllm_server_host:
-        return host, port
+        return host, port, "vllm_server_host"
     urls = [urlsplit(url) for url in config.vllm_server_base_url or ()]
     if len(urls) == 1 and urls[0].scheme == "http" and urls[0].hostname and urls[0].port:
-        return urls[0].hostname, urls[0].port
-    return HERE, port
+        return urls[0].hostname, urls[0].port, "vllm_server_base_url"
+    return HERE, port, "vllm_server_host"
 
 
-def access_note(host: str, port: int) -> str:
-    """A sentence with the address of a server, and the key that its requests need."""
-    where = f"the server listens on {host}, port {port} (vllm_server_host, vllm_server_port)"
+def access_note(host: str, port: int, option: str) -> str:
+    """A sentence with the address of a server, the `option` that it is from, and the key that its
+    requests need."""
+    options = "vllm_server_host, vllm_server_port" if option == "vllm_server_host" else option
+    where = f"the server listens on {host}, port {port} ({options})"
     if os.environ.get(KEY):
         return f"{where}; requests need the key in {KEY}, which the run must have, too"
     return (
         f"{where}, for every user of this machine: {KEY} is not set, so requests need no key "
-        f"(export {KEY}=$(openssl rand -hex 16), for the server and for the run)"
+        f"({MAKE_KEY}, for the server and for the run)"
     )
 
 
@@ -169,8 +170,7 @@ def settings_of(
         policy.notes.append(f"weights go to the servers by files, not over NCCL: {reason}")
     separate = on_gpu and has_separate_gpus(config)
     serving = serving_of(config, model, rank, tied=source.untie, sleeps=sleeps, separate=separate)
-    extended = config.rollout_engine == "vllm"
-    serving = replace(serving, transfers=transfers and reason is None, extended=extended)
+    serving = replace(serving, transfers=transfers and reason is None)
     if config.rollout_engine == "vllm" and on_gpu:
         _require_room(policy, serving, devices, gpus)
     if site is not None and not on_gpu and config.vllm_gpu_memory_utilization is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from rloo.engines.vllm.client import ROUTE, TOKENS_ROUTE, ServerError, VLLMClient
 from rloo.engines.vllm.nccl import TRANSFER_ROUTE
 from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION
-from rloo.engines.vllm.server_process import HERE, ServerConfig
+from rloo.engines.vllm.server_process import HERE, KEY, MAKE_KEY, ServerConfig
 
 _SECONDS = 30.0
 _PHASE = "examining"
@@ -39,14 +40,14 @@ async def examine(
     """Check a server and return its `ServerInfo`. Raises ValueError for another program, missing
     routes for weights, a wrong kind of log-probs, a wrong dtype or tokenizer, a context too short
     for `needed` tokens, or missing support of adapters. The error shows the command line of a
-    correct server. Raises ServerError if the server does not answer."""
+    correct server, with its variables. Raises ServerError if the server does not answer."""
 
     def refuse(fact: str) -> ValueError:
         place = urlsplit(client.url)
         line = wanted.line(place.hostname or HERE, place.port or 8000)
         return ValueError(
-            f"{client.url} {fact}; start it with: {line} (rloo vllm-serve prints and runs "
-            "this line; vllm_server_base_url)"
+            f"{client.url} {fact}; start it with: {line} ({_key_note()}; rloo vllm-serve prints "
+            "and runs this line with the PYTHONPATH of its machine; vllm_server_base_url)"
         )
 
     paths = await _require_routes(client, wanted, refuse)
@@ -92,6 +93,13 @@ async def examine(
             raise refuse(f"serves adapters up to rank {rank}, and lora_r is {wanted.lora_rank}")
     await _require_tokenizer(client, tokenizer, refuse)
     return facts
+
+
+def _key_note() -> str:
+    """A clause that says how the user's server gets the key of the run. The key is not shown."""
+    if os.environ.get(KEY):
+        return f"the server needs the run's key in {KEY}"
+    return f"first {MAKE_KEY}, the same key for the server and for the run"
 
 
 async def _require_routes(client: VLLMClient, wanted: ServerConfig, refuse: Any) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -11,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from rloo.engines.vllm.server_plugin.rloo_weights import EXTENSION, GUARDED
 
 # vLLM has routes for weights, pauses, sleep and adapters only with these variables.
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+GUARD = "rloo_guard.RouteGuard"
 HERE, KEY = "127.0.0.1", "VLLM_API_KEY"
+MAKE_KEY = f"export {KEY}=$(openssl rand -hex 16)"
 # Prefixes of the variables that launchers set for our processes. (torchrun also sets
 # OMP_NUM_THREADS to 1, unless it is set.)
 OURS = (
@@ -41,14 +44,22 @@ LOOK_SECONDS, LOOK_PAUSE = 10.0, 1.0
 _STOP_SECONDS = 10.0
 
 
+def server_key() -> str:
+    """The key of servers: VLLM_API_KEY if it is set, otherwise a new key."""
+    return os.environ.get(KEY) or secrets.token_hex(16)
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The command line settings of a server of `model`, a folder or hub id. `lora_rank` is the rank
     of the adapters that the server will load (None: no adapters). With `tied`, the model has tied
     embeddings, which the server must untie (on a CPU). With `tells`, answers must name the weights
     that sampled each token. With `transfers`, weights are sent over NCCL. `arguments` are further
-    arguments of vLLM. An `extended` server has the worker extension; start it with
-    `guarded_environment`."""
+    arguments of vLLM.
+
+    Every server has the worker extension and the route guard, and needs the variables of
+    `server_environment`. The guard disables routes that no run uses. With VLLM_API_KEY, all routes
+    except health checks require that key."""
 
     model: str
     dtype: str = "float32"
@@ -64,10 +75,9 @@ class ServerConfig:
     transfers: bool = False
     arguments: tuple[str, ...] = ()
     executable: tuple[str, ...] = ("vllm",)
-    extended: bool = False
 
     def command(self, host: str = HERE, port: int = 8000) -> list[str]:
-        """The command line, without `SWITCHES`, of a server that listens on `host`."""
+        """The command line, without the variables, of a server that listens on `host`."""
         options = {
             "--host": host, "--port": port, "--dtype": self.dtype,
             # Log-probs are of the sampled distribution, not of the model at temperature 1.
@@ -90,7 +100,7 @@ class ServerConfig:
         command += ["--enable-scale-out"] if self.tells else []
         command += ["--weight-transfer-config", CONFIGURATION] if self.transfers else []
         command += ["--trust-remote-code"] if self.trust_remote_code else []
-        command += ["--worker-extension-cls", EXTENSION] if self.extended else []
+        command += ["--worker-extension-cls", EXTENSION, "--middleware", GUARD]
         return [*command, *self.arguments]
 
     def require_program(self) -> None:
@@ -103,28 +113,23 @@ class ServerConfig:
             )
 
     def line(self, host: str = HERE, port: int = 8000) -> str:
-        """The command line for a shell, including the environment variables."""
-        switches = " ".join(f"{name}={value}" for name, value in SWITCHES.items())
-        return f"{switches} {shlex.join(self.command(host, port))}"
-
-    def guarded(self) -> ServerConfig:
-        """This configuration with the route guard; start the server with `guarded_environment`. The
-        guard disables routes that no run uses. With VLLM_API_KEY, all routes except health checks
-        require that key."""
-        arguments = ("--middleware", "rloo_guard.RouteGuard", *self.arguments)
-        return replace(self, arguments=arguments, extended=True)
+        """The command line for a shell, including the variables of `server_environment`."""
+        variables = server_environment().items()
+        settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
+        return f"{settings} {shlex.join(self.command(host, port))}"
 
 
 @dataclass(slots=True)
 class LocalServer:
     """A server that the run starts and stops. `devices` is the server's CUDA_VISIBLE_DEVICES (None:
-    the value of the run). Its output is appended to `log`."""
+    the value of the run). Its output is appended to `log`. Requests need its `key`."""
 
     serving: ServerConfig
     log: Path
     devices: str | None = None
     url: str = ""
     over: bool = False
+    key: str = field(default_factory=server_key, repr=False)
     _process: ChildProcess | None = None
 
     def start(self, model: str | None = None) -> None:
@@ -134,7 +139,7 @@ class LocalServer:
         self.serving.require_program()
         port = free_port("127.0.0.1")
         serving = self.serving if model is None else replace(self.serving, model=model)
-        environment = {**os.environ, **guarded_environment(), GUARDED: "1"}
+        environment = {**os.environ, **server_environment(), GUARDED: "1", KEY: self.key}
         if self.devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self.devices
         # A launcher's variables for our processes are wrong for the server's processes.
@@ -152,7 +157,7 @@ class LocalServer:
     async def wait(self, seconds: float) -> VLLMClient:
         """Wait until the server answers, and return a client. Raises ServerError, with the last
         lines of the log, if the server ends, or does not answer within `seconds`."""
-        client, end = VLLMClient(self.url), time.monotonic() + seconds
+        client, end = VLLMClient(self.url, key=self.key), time.monotonic() + seconds
         while True:
             if not self.is_alive():
                 raise ServerError("starting", self.url, f"has ended; {self.last_words()}")
@@ -186,24 +191,26 @@ class LocalServer:
         return f"the end of its log {self.log}:{tail}" if tail else f"its log {self.log} is empty"
 
 
-def guarded_environment() -> dict[str, str]:
-    """The environment variables of a server that loads code of `server_plugin`."""
-    guard = str(Path(__file__).parent / "server_plugin")
-    paths = [guard, *filter(None, [os.environ.get("PYTHONPATH")])]
+def server_environment() -> dict[str, str]:
+    """The environment variables of a server, which loads code of `server_plugin`. The key is not
+    among them."""
+    plugin = str(Path(__file__).parent / "server_plugin")
+    paths = [plugin, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**SWITCHES, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def require_key(host: str) -> None:
-    """Raise ValueError if other machines could reach a server on `host` without a key."""
+def require_key(host: str, option: str = "vllm_server_host") -> None:
+    """Raise ValueError if other machines could reach a server on `host` without a key. The error
+    names the `option` that the host is from."""
     with suppress(ValueError):  # `host` is a name, not an address
         if ip_address(host).is_loopback:
             return
     if host != "localhost" and not os.environ.get(KEY):
         raise ValueError(
-            f"vllm_server_host is {host}, where others reach the server, load weights into it and "
-            f"read what it is given, and {KEY} is not set; set it for the server and for the run "
-            f"(export {KEY}=$(openssl rand -hex 16)), or leave vllm_server_host out, which listens "
-            f"on {HERE} alone (vllm_server_host)"
+            f"{option} names {host}, where others reach the server, load weights into it and read "
+            f"what it is given, and {KEY} is not set; set it for the server and for the run "
+            f"({MAKE_KEY}), or let the server listen on this machine alone "
+            f"(vllm_server_host {HERE})"
         )
 
 

@@ -67,7 +67,7 @@ class VLLMEngine:
         # Distinguishes this run's versions, since other runs, and a resumed run, also count from 0.
         self._token = secrets.token_hex(4)
         # Whether all servers can load deltas.
-        self._extended = bool(settings.urls) or settings.server.extended
+        self._extended = True
         self._begun: set[Future[list[Completion]]] = set()
         self._wanted: ServerWeights | None = None  # published, but not loaded yet
         self._loop = LoopThread()

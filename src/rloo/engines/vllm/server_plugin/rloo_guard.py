@@ -44,7 +44,7 @@ class RouteGuard:
         if path not in OPEN and not self._knows_the_key(scope):
             await _refuse(scope, send, 401, "the key is missing or wrong (VLLM_API_KEY)")
         elif not path.startswith(SAMPLING) and path not in (*OPEN, *OTHERS, *WEIGHTS):
-            await _refuse(scope, send, 404, "rloo vllm-serve has no such route")
+            await _refuse(scope, send, 404, "no run uses this route")
         elif path == "/collective_rpc":
             body, again = await _read(receive)
             if _method(body) in CALLED:
