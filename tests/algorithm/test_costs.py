@@ -4,12 +4,17 @@ the figures of docs/algorithm.md. `test_unbiased.py` enumerates the forms of the
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from rloo.algorithm.kl_controller import KLController
 from rloo.algorithm.reward_shaping import has_reward_variance
 from rloo.config.config import RLOOConfig
+from rloo.data.group_budget import GroupBudget
+from rloo.tools.exact_gradient import all_draws
+from rloo.tools.probe_sampling import all_probe_draws, make_probe_sampler
+from support.drawn import drawn_rollouts, pilot_rollouts, second_sizes
 from support.production import Production, compare, make_tiny, with_failures
 
 # A policy that ends 36 % of its completions itself, and one that ends 18 %.
@@ -22,6 +27,7 @@ LEFT_IN = {"estimator_kwargs": {"leave1out": False}}
 EXACT = {"kl_estimator": "exact"}
 TO_GO = {**TOKEN, "kl_placement": "reward_to_go"}
 TWO_PROMPTS = {"num_prompts": 2, "max_completion_length": 1}
+WEIGHTED = {**TWO_PROMPTS, "prompt_sampling": "variance"}
 MODE, BOUND = "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"
 
 
@@ -76,6 +82,41 @@ def missing(*rates, **options):
         return case, with_failures(case.rollouts(), lambda prompt: rates[prompt])
 
     return make
+
+
+def weighted(beta):
+    """Of two prompts the second is drawn four times as often."""
+    case = of_policy(beta, longest=1, **WEIGHTED)
+    return case, drawn_rollouts(case, all_draws([0.4, 1.6], 2))
+
+
+def probed(beta):
+    """One of two candidates of three prompts, drawn by the predictions for another prompt."""
+    options = {**WEIGHTED, "num_prompts": 3, "prompt_sampling_kwargs": {"probe": True}}
+    case = of_policy(beta, longest=1, **options)
+    sampler = make_probe_sampler("is wrong", 3, floor=case.config.prompt_options.floor)
+    return case, drawn_rollouts(case, all_probe_draws(sampler, 1))
+
+
+def sized(beta):
+    """As `weighted`, with 2 to 4 completions by the deviations 1 and 40."""
+    options = {"num_generations": 3, "prompt_sampling_kwargs": {"max_generations": 4}}
+    case, budget = of_policy(beta, longest=1, **WEIGHTED, **options), GroupBudget(3, 4, 2)
+
+    def sizes_of(draws):
+        return budget.sizes(np.array([weight * (1.0, 40.0)[n] for n, weight in draws]))
+
+    rollouts = list(drawn_rollouts(case, all_draws([0.4, 1.6], 2), sizes_of))
+    assert {len(group.completions) for _, groups in rollouts for group in groups} == {2, 3, 4}
+    return case, rollouts
+
+
+def piloted(beta):
+    """Two completions of each prompt, and one to three that follow from their rewards."""
+    kwargs, budget = {"pilot": 2, "max_generations": 5}, GroupBudget(4, 5, 2, pilot=2)
+    options = {"num_generations": 4, "prompt_sampling_kwargs": kwargs}
+    case = of_policy(beta, longest=1, **WEIGHTED, **options)
+    return case, pilot_rollouts(case, 2, lambda rewards: second_sizes(budget, rewards))
 
 
 def resampled(beta, **options):
@@ -145,6 +186,10 @@ COSTS = {
         resampled,
         {0.0: (2.0965, 1), 0.3: (1.9650, 0.9622)},
     ),
+    "`prompt_sampling variance`": (weighted, {0.0: (1, 1), 0.3: (1, 1)}),
+    "`prompt_sampling_kwargs.probe true`": (probed, {0.0: (1, 1), 0.3: (1, 1)}),
+    "`prompt_sampling_kwargs.max_generations 4`": (sized, {0.0: (1, 1), 0.3: (1, 1)}),
+    "`prompt_sampling_kwargs.pilot 2`": (piloted, {0.3: (1, 1)}),
     "another rollout policy, no correction": (
         off_policy,
         {0.0: (1.0898, 0.9791), 0.3: (0.9062, 0.9704)},

@@ -4,7 +4,6 @@ rewards, and every second stage, the gradient is the exact one of K completions 
 import itertools
 import json
 import math
-from collections import Counter
 from functools import cache
 
 import pytest
@@ -14,12 +13,11 @@ from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.config.config import RLOOConfig
 from rloo.data.group_budget import GroupBudget
-from rloo.data.reward_estimate import RewardedPrompt, RewardEstimate
-from rloo.data.variance_sampler import VarianceSampler
 from rloo.tools.exact_gradient import TabularPolicy, logits_table
 from rloo.types import Completion, Group, Prompt
 from support.bandits import BanditGroup, TokenTables, rollout_loss
-from support.production import GRADED, Production
+from support.drawn import make_pilot_sampler, pilot_rollouts, second_sizes
+from support.production import GRADED, Production, draws_of
 from support.terms import advantages, rollout_of
 
 PILOT, K, MOST = 2, 4, 5
@@ -41,31 +39,7 @@ def config_of(**options) -> RLOOConfig:
     )
 
 
-def make_sampler() -> VarianceSampler:
-    estimate = RewardEstimate([""] * 4, half_life=10.0)
-    # Other prompts, with equal rewards: a prior that counts little.
-    estimate.add([RewardedPrompt(2, 1.0, [0.3] * 40), RewardedPrompt(3, 1.0, [0.7] * 40)])
-    sampler = VarianceSampler(range(4), estimate, lambda g: [*g.rewards], seed=0, floor=1.0)
-    sampler.budget = GroupBudget(K, MOST, num_prompts=2, pilot=PILOT)
-    return sampler
-
-
-def second_sizes(rewards, weights=(1.0, 1.0)) -> list[int]:
-    """The numbers that follow from the rewards of two pilots."""
-    groups = [
-        Group(Prompt(n, [1], "x", weight=w, num_completions=PILOT), [], [], [*some])
-        for n, (some, w) in enumerate(zip(rewards, weights, strict=True))
-    ]
-    return make_sampler().second_sizes(groups)
-
-
-def draws_of(chances, size):
-    """Every multiset of `size` members, with its probability."""
-    for chosen in itertools.combinations_with_replacement(range(len(chances)), size):
-        chance = float(math.factorial(size))
-        for member, times in Counter(chosen).items():
-            chance *= chances[member] ** times / math.factorial(times)
-        yield chance, chosen
+BUDGET = GroupBudget(K, MOST, num_prompts=2, pilot=PILOT)
 
 
 class Tables:
@@ -121,7 +95,7 @@ class Tables:
         pilots = [list(draws_of(chances, PILOT)) for chances in self.chances]
         for (one, first), (other, second) in itertools.product(*pilots):
             rewards = [[REWARDS[0][s] for s in first], [REWARDS[1][s] for s in second]]
-            sizes = second_sizes(rewards, WEIGHTS)
+            sizes = second_sizes(BUDGET, rewards, WEIGHTS)
             seen |= {*sizes}
             for prompt, (pilot, more) in enumerate(zip((first, second), sizes, strict=True)):
                 total = total + one * other * self.after(prompt, pilot, more)
@@ -227,7 +201,7 @@ def test_a_group_whose_pilot_has_one_score_does_not_train():
 
 
 def test_numbers_follow_from_the_pilot_and_the_state_does_not_change():
-    sampler = make_sampler()
+    sampler = make_pilot_sampler(BUDGET)
     draws = sampler.next(2)
     assert [draw.num_completions for draw in draws] == [PILOT] * 2
     before = json.dumps(sampler.state_dict())
@@ -248,31 +222,19 @@ def test_numbers_follow_from_the_pilot_and_the_state_does_not_change():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"estimator": "optimal_token", **TOKEN}])
-def test_pilots_reach_the_optimizer_from_the_prompt(options):
-    """A transformer in float64, through shaping, advantages and update."""
+def test_pilots_reach_the_optimizer_from_the_prompt():
+    """A transformer in float64, through shaping, advantages and update. The defaults are a row of
+    `test_costs.py`."""
     config = config_of(
-        bf16=False, use_cpu=True, gradient_checkpointing=False, max_completion_length=1, **options
-    )
-    case = Production(config, rewards=GRADED, longest=1, seed=9)
+        bf16=False, use_cpu=True, gradient_checkpointing=False, max_completion_length=1,
+        estimator="optimal_token", **TOKEN,
+    )  # fmt: skip
+    case, seen = Production(config, rewards=GRADED, longest=1, seed=9), set()
 
-    def rollouts():
-        chances = [chances for _, chances in case.prompts]
-        every = [list(draws_of(some, PILOT)) for some in chances]
-        for (one, first), (other, second) in itertools.product(*every):
-            pilots = (first, second)
-            sizes = second_sizes([[GRADED[n][s] for s in some] for n, some in enumerate(pilots)])
-            seen.update(sizes)
-            seconds = [list(draws_of(c, n)) for c, n in zip(chances, sizes, strict=True)]
-            for parts in itertools.product(*seconds):
-                groups, chance = [], one * other
-                for n, (pilot, (part, others)) in enumerate(zip(pilots, parts, strict=True)):
-                    chosen, chance = (*pilot, *others), chance * part
-                    drawn = case.prompt(n, num_completions=len(chosen), pilot=PILOT)
-                    groups.append(case.group(drawn, chosen))
-                yield chance, groups
+    def sizes_of(rewards):
+        seen.update(found := second_sizes(BUDGET, rewards))
+        return found
 
-    seen: set[int] = set()
-    found, exact = case.expected(rollouts()), case.exact(config.beta)
+    found, exact = case.expected(pilot_rollouts(case, PILOT, sizes_of)), case.exact(config.beta)
     assert seen == {1, 2, 3}
     assert (found - exact).norm() < 1e-6 * exact.norm()

@@ -12,6 +12,7 @@ from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import TabularPolicy, all_draws, logits_table
 from rloo.types import Prompt
 from support.bandits import BanditGroup, TokenTables, rollout_loss
+from support.drawn import drawn_rollouts
 from support.production import GRADED, Production
 
 REWARDS = ([0.1, 1.0, 0.3], [1.0, 1.0, 1.0], [-2.0, 0.4, 3.0])
@@ -125,25 +126,24 @@ def test_a_weight_of_the_policy_term_alone_would_be_found():
     assert (tables.gradient(total) - uniform).abs().max() > 1e-2
 
 
+# The defaults are rows of `test_costs.py`.
+IN_THE_LOSS = {"kl_placement": "loss", "kl_estimator": "k3"}
+
+
+def production(**options) -> Production:
+    """A transformer, through shaping, credit and update."""
+    plain = {"bf16": False, "use_cpu": True, "gradient_checkpointing": False}
+    config = form(**plain, max_completion_length=1, **options)
+    return Production(config, rewards=GRADED, longest=1, seed=9)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"kl_placement": "loss", "kl_estimator": "k3"}])
-def test_weights_reach_the_optimizer_from_the_prompt(options):
-    """A transformer, through shaping, credit and update: both prompts, drawn unequally."""
-    config = RLOOConfig(
-        bf16=False, use_cpu=True, gradient_checkpointing=False, num_generations=2, num_prompts=2,
-        max_completion_length=1, beta=0.3, prompt_sampling="variance", **options,
-    )  # fmt: skip
-    case = Production(config, rewards=GRADED, longest=1, seed=9)
+def test_weights_reach_the_optimizer_from_the_prompt():
+    case = production(**IN_THE_LOSS)
     uniform = case.expected()
-    rollouts = [
-        (chance * part, groups)
-        for chance, drawn in all_draws([0.4, 1.6], 2)
-        for part, groups in case.rollouts_of(drawn)
-    ]
+    rollouts = list(drawn_rollouts(case, all_draws([0.4, 1.6], 2)))
     assert len({tuple(g.prompt.id for g in groups) for _, groups in rollouts}) == 2
     assert (case.expected(rollouts) - uniform).norm() < 1e-6 * uniform.norm()
-    if not options:
-        assert (uniform - case.exact(0.3)).norm() < 1e-6 * uniform.norm()
 
 
 # Spreads, by prompt, that decide on numbers of completions: the others than are right, too.
@@ -198,21 +198,16 @@ def test_numbers_of_completions_without_their_weight_would_be_found(name, weight
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"kl_placement": "loss", "kl_estimator": "k3"}])
-def test_numbers_of_completions_reach_the_optimizer_from_the_prompt(options):
-    config = RLOOConfig(
-        bf16=False, use_cpu=True, gradient_checkpointing=False, num_generations=3, num_prompts=2,
-        max_completion_length=1, beta=0.3, prompt_sampling="variance",
-        prompt_sampling_kwargs={"max_generations": 4}, **options,
-    )  # fmt: skip
-    case = Production(config, rewards=GRADED, longest=1, seed=9)
-    uniform = case.expected()
-    rollouts, seen = [], set()
-    for chance, drawn in all_draws([0.4, 1.6], 2):
-        draws = [(*d, k) for d, k in zip(drawn, sizes_of(drawn, [1.0, 5.0]), strict=True)]
-        seen |= {size for *_, size in draws}
-        rollouts += [(chance * part, groups) for part, groups in case.rollouts_of(draws)]
-    assert seen == {2, 3, 4}
+def test_numbers_of_completions_reach_the_optimizer_from_the_prompt():
+    case = production(
+        num_generations=3, prompt_sampling_kwargs={"max_generations": 4}, **IN_THE_LOSS
+    )
+    uniform, seen = case.expected(), set()
+
+    def sizes(draws):
+        seen.update(found := sizes_of(draws, [1.0, 5.0]))
+        return found
+
+    rollouts = drawn_rollouts(case, all_draws([0.4, 1.6], 2), sizes)
     assert (case.expected(rollouts) - uniform).norm() < 1e-6 * uniform.norm()
-    if not options:
-        assert (uniform - case.exact(0.3)).norm() < 1e-6 * uniform.norm()
+    assert seen == {2, 3, 4}

@@ -5,6 +5,7 @@ All groups of K are enumerated with their probabilities.
 """
 
 import itertools
+import re
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +17,9 @@ from torch import Tensor
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.config.config import RLOOConfig
 from rloo.config.estimator_config import ARGUMENTS
-from rloo.config.presets import BASE
+from rloo.config.presets import BASE, PRESETS, Bias, remarks
 from rloo.tools.exact_gradient import TabularPolicy, logits_table, measure
 from support.bandits import BanditGroup, TokenTables, rollout_loss
-from support.presets import PRESET_FORMS
 
 REWARDS = torch.tensor([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], dtype=torch.float64)
 BANDIT = TabularPolicy(logits_table(0, 3), logits_table(1, 3), REWARDS)
@@ -272,18 +272,43 @@ BIASED = {
 }
 
 
+PRESET_FORMS = {
+    name: ({"preset": name}, *preset.bias)
+    for name, preset in PRESETS.items()
+    if preset.bias != (1, 1)
+}
+
+
+def bias_of(gradient: Tensor, exact: Tensor) -> Bias:
+    along = ((gradient * exact).sum() / (exact * exact).sum()).item()
+    cosine = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
+    return Bias(along, cosine)
+
+
 @pytest.mark.parametrize("name", BIASED | PRESET_FORMS)
 def test_biased_variants_are_caught_and_their_bias_is_as_stated(name):
     options, scale, cosine = (BIASED | PRESET_FORMS)[name]
     config = options if isinstance(options, RLOOConfig) else form(**options)
-    gradient, exact = expected_gradient(3, config), BANDIT.exact_gradient(0.3)
-    along = ((gradient * exact).sum() / (exact * exact).sum()).item()
-    measured = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
-    assert (along, measured) == pytest.approx((scale, cosine), abs=1e-4)
+    gradient = expected_gradient(3, config)
+    found = bias_of(gradient, BANDIT.exact_gradient(0.3))
+    assert found == pytest.approx((scale, cosine), abs=1e-4)
     assert error_of(gradient) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["paper", "trl"])
+@pytest.mark.parametrize("name", ["areal_docs", "opo", "optimal_token_baseline"])
+def test_the_notes_of_a_run_state_the_bias_of_a_preset_as_measured(name):
+    (note,) = remarks(RLOOConfig(preset=name))
+    options = [{"preset": name}]
+    if name != "areal_docs":
+        options.append({"preset": name, "estimator_kwargs": {"leave1out": True}})
+    stated = re.findall(r"scale ([\d.]+), cosine ([\d.]+)", note)
+    assert len(stated) == len(options)
+    for figures, some in zip(stated, options, strict=True):
+        found = bias_of(expected_gradient(3, form(**some)), BANDIT.exact_gradient(0.3))
+        assert [float(figure) for figure in figures] == pytest.approx(found, abs=5.1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in PRESET_FORMS])
 def test_the_presets_of_the_paper_and_of_trl_are_unbiased(name):
     assert error_of(expected_gradient(3, form(preset=name))) < 1e-12
 
@@ -315,8 +340,6 @@ def test_what_is_measured_of_an_estimator_is_what_the_production_loss_does(beta)
         gradient = expected_gradient(3, config)
         exact_kl = config.kl_estimator == "exact"
         (found,) = measure(load_estimator(config), [BANDIT], 3, beta, exact_kl=exact_kl)
-        along = ((gradient * exact).sum() / (exact * exact).sum()).item()
-        cosine = torch.cosine_similarity(gradient.flatten(), exact.flatten(), dim=0).item()
         error = ((gradient - exact).norm() / exact.norm()).item()
-        expected = pytest.approx((along, cosine, error), abs=1e-12)
+        expected = pytest.approx((*bias_of(gradient, exact), error), abs=1e-12)
         assert (found.scale, found.cosine, found.error) == expected

@@ -32,7 +32,6 @@ from rloo.config.show import render_resolved
 from rloo.model.logprobs import TokenScores
 from rloo.types import Completion, Group, Prompt
 from support.fixed_logprobs import Rollout, ours
-from support.presets import PRESET_FORMS
 from support.terms import advantages, rollout_of, terms_of
 
 
@@ -199,7 +198,7 @@ def test_every_preset_is_a_valid_configuration_and_its_own_description():
                 assert getattr(config, option) == value
         assert config.loss_form == preset.loss_form
         text = "\n".join(describe_preset(name))
-        assert preset.formula in text and preset.source in text
+        assert preset.formula in text and preset.source in text and f": {preset.bias}" in text
         for option, value in preset.options.items():
             if option == "kl_kwargs":
                 assert all(f"kl_kwargs.{key} {one}" in text for key, one in value.items())
@@ -418,5 +417,5 @@ def test_the_documented_table_is_that_of_the_presets():
         cells = rows[name].split(" | ")
         assert preset.formula in rows[name] and preset.source in rows[name]
         assert cells[2] == (differences(preset_parts(name), preset_parts("paper")) or "none")
-        figures = PRESET_FORMS[name][1:] if name in PRESET_FORMS else (1, 1)
-        assert [float(cell.strip("| ")) for cell in cells[3:]] == pytest.approx(figures, abs=1e-4)
+        scale, cosine = (cell.strip("| ") for cell in cells[3:])
+        assert str(preset.bias) == f"scale {scale}, cosine {cosine}"

@@ -28,9 +28,13 @@ from support.terms import rollout_of, terms_of
 from support.text import make_tokenizer
 
 V, END = 3, 0
-PROMPTS = ([1, 2], [2, 1, 1])
+PROMPTS = ([1, 2], [2, 1, 1], [1, 1])
 # Rewards of the completions of each prompt.
-GRADED = ([0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7], [1.4, -0.2, 0.8, 0.5, 1.1, -0.9, 0.2])
+GRADED = (
+    [0.1, 1.0, 0.3, 0.0, -0.5, 2.0, 0.7],
+    [1.4, -0.2, 0.8, 0.5, 1.1, -0.9, 0.2],
+    [0.6, -0.4, 1.2, 0.9, 0.0, 0.3, -1.0],
+)
 # A group and its probability.
 Weighted = tuple[float, Group]
 
@@ -113,10 +117,7 @@ class Production:
         _, chances = self.prompts[prompt]
         size = num_completions or self.config.num_generations
         drawn = self.prompt(prompt, weight=weight, num_completions=num_completions)
-        for chosen in itertools.combinations_with_replacement(range(len(chances)), size):
-            chance = float(math.factorial(size))
-            for s, times in Counter(chosen).items():
-                chance *= chances[s] ** times / math.factorial(times)
+        for chance, chosen in draws_of(chances, size):
             yield chance, self.group(drawn, chosen)
 
     def prompt(self, number: int, **drawn: Any) -> Prompt:
@@ -174,6 +175,15 @@ class Production:
             update(policy, samples, compute_advantages(samples, policy, terms), terms)
             mass += chance
         return total / mass
+
+
+def draws_of(chances: Sequence[float], size: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Every multiset of `size` members, with its probability."""
+    for chosen in itertools.combinations_with_replacement(range(len(chances)), size):
+        chance = float(math.factorial(size))
+        for member, times in Counter(chosen).items():
+            chance *= chances[member] ** times / math.factorial(times)
+        yield chance, chosen
 
 
 def with_failures(

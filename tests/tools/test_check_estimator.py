@@ -20,6 +20,7 @@ from rloo.tools.exact_gradient import (
     measure,
     pilot_error,
 )
+from rloo.tools.probe_sampling import PROBES, all_probe_draws, make_probe_sampler
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "estimator.py"
 MINE = """
@@ -235,10 +236,39 @@ def test_draws_without_their_weights_would_be_biased():
     """By hand: of two prompts with gradients 1 and 2 the first has 3/4 of the draws."""
     gradients = [torch.tensor([1.0]).double(), torch.tensor([2.0]).double()]
     for num in (1, 2, 3):
-        assert draw_error([1.5, 0.5], gradients, num) < 1e-12
+        assert draw_error(all_draws([1.5, 0.5], num), gradients) < 1e-12
         chances = [sum(c * sum(n == x for n, _ in draws) for c, draws in all_draws([1.5, 0.5], num))
                    for x in (0, 1)]  # fmt: skip
         assert chances == pytest.approx([0.75 * num, 0.25 * num], abs=1e-12)
+
+
+def test_the_draws_of_a_probe_are_enumerated(pairs, capsys):
+    probed = ("--prompt_sampling", "variance", "--prompt_sampling_kwargs.probe", "true")
+    lines = check(capsys, "rloo", *probed)
+    assert lines[-1] == "exact: a probe does not change the expected gradient"
+    rows = [line.rsplit(maxsplit=2) for line in lines[-5:-2]]
+    assert [row[0] for row in rows] == [*PROBES]
+    knows, nothing, wrong = (float(row[1]) for row in rows)
+    # The probe decides on the prompts that were never drawn.
+    assert knows > nothing + 0.1 and nothing > wrong + 0.05
+    assert all(float(row[2]) < 1e-12 for row in rows)
+
+
+@pytest.mark.parametrize("probe", PROBES)
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_an_error_of_the_draws_of_a_probe_is_found(probe, num):
+    """Of draws without weights, and of weights that count all prompts, not the candidates."""
+    sampler = make_probe_sampler(probe, 6, floor=0.25)
+    drawn = list(all_probe_draws(sampler, num))
+    gradients = [torch.eye(6).double()[n] for n in range(6)]
+    assert sum(chance for chance, _ in drawn) == pytest.approx(1.0, abs=1e-12)
+    assert draw_error(drawn, gradients) < 1e-12
+    plain = [(chance, [(n, 1.0) for n, _ in draws]) for chance, draws in drawn]
+    assert draw_error(plain, gradients) > 1e-2
+    if num < 3:
+        factor = 2 * num / 6
+        over_all = [(chance, [(n, factor * w) for n, w in draws]) for chance, draws in drawn]
+        assert draw_error(over_all, gradients) > 0.3
 
 
 @pytest.mark.parametrize(

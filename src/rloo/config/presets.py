@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from rloo.config.estimator_config import ARGUMENTS
 from rloo.config.fields import suggest
@@ -29,16 +29,42 @@ class LossForm:
     any_kl: bool = False
 
 
+class Bias(NamedTuple):
+    """Scale and cosine of the expected gradient, compared with the exact one, in the example that
+    `tests/algorithm/test_unbiased.py` enumerates: 3 completions, beta 0.3."""
+
+    scale: float
+    cosine: float
+
+    def __str__(self) -> str:
+        scale, cosine = ("1" if value == 1 else f"{value:.4f}" for value in self)
+        return f"scale {scale}, cosine {cosine}"
+
+
+UNBIASED = Bias(1.0, 1.0)
+_EXAMPLE = "the expected gradient compared with the exact one (enumerated; 3 answers, beta 0.3):"
+
+
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A preset: the `options` that it sets, and the `arguments` of its estimator."""
+    """A preset: the `options` that it sets, and the `arguments` of its estimator. `left_out`: the
+    bias with `estimator_kwargs.leave1out` true."""
 
     formula: str
     source: str
     options: Mapping[str, Any]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     loss_form: LossForm = LossForm()
+    bias: Bias = UNBIASED
     warning: str | None = None
+    left_out: Bias | None = None
+
+    def notice(self) -> str | None:
+        """The warning with the bias."""
+        if self.warning is None:
+            return None
+        other = self.left_out and f", and with estimator_kwargs.leave1out true {self.left_out}"
+        return f"{self.warning}; {_EXAMPLE} {self.bias}{other or ''}"
 
 
 # The objective of the paper. All other presets are differences from it.
@@ -62,10 +88,7 @@ _OVER_TOKENS = {"normalize_over": "tokens"}
 _VERL = {**_TOKEN_MEAN, "beta": 0.001, "delta": 3.0}
 _WHITENED = {"normalize_advantages": True, "advantage_epsilon": 1e-8}
 _AS_VERL_WHITENS = {**_OVER_TOKENS, "epsilon_in_variance": True}
-_LEFT_IN = (
-    "preset {0} has the paper's baseline, which includes the answer itself and is biased; the "
-    "estimator {1} alone leaves it out (estimator_kwargs.leave1out true)"
-)
+_LEFT_IN = "preset {} has the paper's baseline, which includes the answer itself and is biased"
 
 PRESETS: dict[str, Preset] = {
     "paper": Preset(
@@ -96,6 +119,7 @@ PRESETS: dict[str, Preset] = {
         },
         {**_KL_APART, **_OVER_TOKENS},
         LossForm(any_kl=True),
+        bias=Bias(0.7807, 0.9281),
     ),
     "areal_docs": Preset(
         "A_it = G_it - mean of all other G_js of the group's tokens, G the reward less the KL to "
@@ -107,26 +131,30 @@ PRESETS: dict[str, Preset] = {
         },
         {"mean_over": "tokens"},
         LossForm(any_kl=True),
-        "preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out leaves "
-        "out one token, not one answer, so that the rest of an answer stays in its own baseline: "
-        "that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
+        bias=Bias(0.4725, 0.9839),
+        warning="preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out "
+        "leaves out one token, not one answer, so that the rest of an answer stays in its own "
+        "baseline: that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
     ),
     "areal_page": Preset(
         "A_i = r_i - mean of the other r_j, no KL; token ratios, clipped; each answer's mean over "
         "its tokens, then the mean over answers",
         "AReaL's RLOO page of 28 September 2025, the objective as it is printed",
         {**_TOKEN, "loss_aggregation": "sequence_token_mean", "beta": 0.0},
+        bias=Bias(0.5661, 0.9704),
     ),
     "ms_swift": Preset(
         "A_i as in the paper; token ratios; each answer's mean over its tokens, then the mean over "
         "answers",
         "ms-swift 4.6, --rlhf_type grpo --advantage_estimator rloo on its Hugging Face backend",
         {**_TOKEN, "loss_aggregation": "sequence_token_mean", "beta": 0.04},
+        bias=Bias(0.5661, 0.9704),
     ),
     "verl": Preset(
         "A_i as in the paper; token ratios with dual clipping at 3; mean over all tokens",
         "verl 0.9.1, algorithm.adv_estimator=rloo, use_kl_in_reward=True",
         _VERL,
+        bias=Bias(0.5540, 0.9985),
     ),
     "openrlhf": Preset(
         "A_it = clip(r_i - mean of the other r_j, -10, 10) - beta * KL to come; token ratios; mean "
@@ -134,6 +162,7 @@ PRESETS: dict[str, Preset] = {
         "OpenRLHF 0.11, --algo.advantage.estimator rloo",
         {**_TOKEN_MEAN, **_KL_TO_GO, "beta": 0.01},
         {**_KL_APART, "advantage_clip_range": [-10.0, 10.0]},
+        bias=Bias(0.5585, 0.9974),
     ),
     "nemo_rl": Preset(
         "A_i = (r_i - mean of the others) / deviation of the others; k3 KL in the loss; token "
@@ -144,6 +173,7 @@ PRESETS: dict[str, Preset] = {
             "std_level": "group", "advantage_epsilon": 1e-6,
         },
         {"std_leave1out": True},
+        bias=Bias(1.1832, 0.8143),
     ),
     "reinforce_pp": Preset(
         "A_it = r_i - beta * KL to come, whitened over all tokens of the rollout; no baseline; "
@@ -151,6 +181,7 @@ PRESETS: dict[str, Preset] = {
         "REINFORCE++ (Hu 2025, arXiv 2501.03262) as verl 0.9.1's reinforce_plus_plus",
         {**_VERL, **_WHITENED, "kl_placement": "reward_to_go", "mean_level": "none"},
         _AS_VERL_WHITENS,
+        bias=Bias(0.8045, 0.9264),
     ),
     "reinforce_pp_baseline": Preset(
         "R_i - mean of the group, its own included, whitened over all tokens of the rollout; token "
@@ -158,6 +189,7 @@ PRESETS: dict[str, Preset] = {
         "REINFORCE++ with baseline as verl 0.9.1's reinforce_plus_plus_baseline",
         {**_VERL, **_WHITENED, "mean_leave1out": False},
         _AS_VERL_WHITENS,
+        bias=Bias(0.6839, 0.9796),
     ),
     "grpo": Preset(
         "A_i = (r_i - mean of the group) / deviation of the group; k3 KL in the loss; token "
@@ -167,6 +199,7 @@ PRESETS: dict[str, Preset] = {
             **_TOKEN, **_K3_IN_LOSS, "loss_aggregation": "sequence_token_mean", "beta": 0.04,
             "mean_leave1out": False, "std_level": "group",
         },
+        bias=Bias(0.6319, 0.8666),
     ),
     "dr_grpo": Preset(
         "A_i = r_i - mean of the group; token ratios; summed over tokens and divided by the "
@@ -176,13 +209,16 @@ PRESETS: dict[str, Preset] = {
             **_TOKEN, **_K3_IN_LOSS, "loss_aggregation": "constant", "beta": 0.0,
             "mean_leave1out": False,
         },
+        bias=Bias(0.3092, 0.9288),
     ),
     "opo": Preset(
         "A_i = r_i - mean of the group's r_j, its own included, weighted by their lengths; no KL",
         "Hao et al. 2025, arXiv 2505.23585",
         {"estimator": "length_weighted", "beta": 0.0},
         {"leave1out": False},
-        warning=_LEFT_IN.format("opo", "length_weighted"),
+        bias=Bias(0.6596, 0.9981),
+        warning=_LEFT_IN.format("opo"),
+        left_out=UNBIASED,
     ),
     "optimal_token_baseline": Preset(
         "A_it = G_it - sum of W_jt G_jt / sum of W_jt over the group's answers with a token t, its "
@@ -191,7 +227,9 @@ PRESETS: dict[str, Preset] = {
         "arXiv 2602.07078 as verl 0.9.1's optimal_token_baseline",
         {**_VERL, "estimator": "optimal_token"},
         {"leave1out": False},
-        warning=_LEFT_IN.format("optimal_token_baseline", "optimal_token"),
+        bias=Bias(0.3376, 0.9953),
+        warning=_LEFT_IN.format("optimal_token_baseline"),
+        left_out=Bias(0.5522, 0.9988),
     ),
 }  # fmt: skip
 
@@ -286,11 +324,12 @@ def _advantage(config: TrainingOptions) -> str:
 
 
 def describe_preset(name: str) -> list[str]:
-    """The lines that describe the preset `name`: its formula, its source, its differences from the
-    paper, and, for each other preset, how that preset differs from `name`."""
+    """The lines that describe the preset `name`: its formula, source and bias, its differences from
+    the paper, and, for each other preset, how that preset differs from `name`."""
     preset, ours = PRESETS[name], preset_parts(name)
     lines = [f"preset {name}: {preset.formula}", f"source: {preset.source}"]
-    lines += [f"warning: {preset.warning}"] if preset.warning else []
+    lines.append(f"{_EXAMPLE} {preset.bias}")
+    lines += [f"warning: {preset.notice()}"] if preset.warning else []
     unlike = differences(ours, preset_parts("paper"))
     lines.append(f"unlike the paper's form: {unlike or 'nothing'}")
     for other in PRESETS:
@@ -316,8 +355,9 @@ def remarks(config: TrainingOptions) -> list[str]:
     arguments = config.estimator_kwargs or {}
     over_tokens = arguments.get("mean_over") == "tokens"
     preset = PRESETS.get(config.preset or "")
-    if preset and preset.warning and arguments.items() >= preset.arguments.items():
-        found.append(preset.warning)
+    notice = preset.notice() if preset else None
+    if preset and notice and arguments.items() >= preset.arguments.items():
+        found.append(notice)
     elif arguments.get("leave1out") is False:
         found.append(
             "each completion is in its own baseline, which is biased (estimator_kwargs.leave1out)"

@@ -54,12 +54,12 @@ class VarianceSampler:
     ) -> None:
         self.drawn: int = 0
         self.size: int = len(rows)
-        self.seed = seed
+        self.seed, self.floor = seed, floor
         self.estimate = estimate
         self._number = {row: number for number, row in enumerate(rows)}
         # `estimate` has the rewards of all rollouts but the last `lag`; here are these.
         self._recent: list[list[RewardedPrompt]] = []
-        self._rewards_of, self._floor, self._lag = rewards_of, floor, lag
+        self._rewards_of, self._lag = rewards_of, lag
         # The number of draws with rewards, and of rollouts without.
         self._rewarded, self._ahead = 0, 0
 
@@ -91,7 +91,7 @@ class VarianceSampler:
         self, number_M: np.ndarray, deviation_M: np.ndarray, num: int, uniform: float
     ) -> list[Chosen]:
         """Return `num` of the M prompts `number_M`. See `draw_systematically`."""
-        share_M = shares_of(deviation_M, self._floor)
+        share_M = shares_of(deviation_M, self.floor)
         drawn = draw_systematically(share_M, num, uniform)
         return [(int(number_M[i]), weight, float(deviation_M[i])) for i, weight in drawn]
 
@@ -107,7 +107,7 @@ class VarianceSampler:
 
     def shares(self) -> np.ndarray:
         """Return N q(x) for each prompt x and the next rollout, (N,)."""
-        return shares_of(self.estimate_for_draw().deviations(), self._floor)
+        return shares_of(self.estimate_for_draw().deviations(), self.floor)
 
     def looked_at(self, number: int) -> Sequence[float | None]:
         """Return what is known of a prompt of the oldest rollout without rewards: nothing."""

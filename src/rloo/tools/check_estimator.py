@@ -14,12 +14,14 @@ from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import (
     GradientComparison,
     TabularPolicy,
+    all_draws,
     draw_error,
     logits_table,
     measure,
     pilot_error,
     size_error,
 )
+from rloo.tools.probe_sampling import PROBES, all_probe_draws, make_probe_sampler
 from rloo.trainer.prompt_sampling import check_estimator_of_weights
 
 SIZES = (2, 3, 4)
@@ -28,6 +30,8 @@ KL_WEIGHT = 0.3
 PILOT = GroupBudget(num_generations=4, max_generations=5, num_prompts=2, pilot=2)
 # Assumed deviations of the rewards of two prompts.
 DEVIATIONS = ((1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.9, 0.1))
+# The prompts that a probe draws among, copies of the two: candidates are 2, 4 or all of them.
+PROBED = 6
 # The largest error, relative to the norm of the exact gradient, that counts as exact. An estimator
 # may compute in float32.
 EXACT = 1e-6
@@ -73,6 +77,8 @@ def report(config: RLOOConfig) -> Iterator[str]:
     yield verdict(cases)
     if config.prompt_sampling == "variance":
         yield from report_draws(cases, config.prompt_options.floor)
+    if config.prompt_options.probe:
+        yield from report_probe(cases, config.prompt_options.floor)
     if config.prompt_options.max_generations is not None:
         yield from report_sizes(cases, config.prompt_options.floor)
     if config.prompt_options.pilot is not None:
@@ -90,7 +96,7 @@ def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str
     def error(deviations: tuple[float, float]) -> float:
         shares = _shares(*deviations, floor)
         return max(
-            draw_error(shares, [one.found.gradient, other.found.gradient], num)
+            draw_error(all_draws(shares, num), [one.found.gradient, other.found.gradient])
             for one, other in zip(cases[::2], cases[1::2], strict=True)
             for num in (1, 2, 3)
         )
@@ -100,6 +106,35 @@ def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str
         "exact: the weighted draws have the expected gradient of uniform drawing"
         if largest < EXACT
         else f"biased: the weighted draws differ from uniform drawing by up to {largest:.2g}"
+    )
+
+
+def report_probe(cases: list[EstimatorComparison], floor: float) -> Iterator[str]:
+    """Yield the lines about `prompt_sampling_kwargs.probe`: as `report_draws`, over all sets of
+    candidates and `PROBES`."""
+    yield ""
+    yield f"prompt_sampling_kwargs.probe: every set of candidates of {PROBED} prompts, copies of"
+    yield "the two, and every outcome of 1 to 3 draws among them. Half of the prompts are assumed"
+    yield "to have signal; expected gradient beside that of uniform drawing."
+    yield ""
+    yield "the probe      draws with signal  largest error"
+    largest = 0.0
+    for probe in PROBES:
+        sampler = make_probe_sampler(probe, PROBED, floor=floor)
+        error, signal = 0.0, []
+        for num in (1, 2, 3):
+            drawn = list(all_probe_draws(sampler, num))
+            signal += [c * sum(n % 2 == 0 for n, _ in draws) / num for c, draws in drawn]
+            for one, other in zip(cases[::2], cases[1::2], strict=True):
+                gradients = [one.found.gradient, other.found.gradient] * (PROBED // 2)
+                error = max(error, draw_error(drawn, gradients))
+        yield f"{probe:13}  {sum(signal) / 3:<17.4f}  {error:.2g}"
+        largest = max(largest, error)
+    yield ""
+    yield (
+        "exact: a probe does not change the expected gradient"
+        if largest < EXACT
+        else f"biased: the expected gradient depends on the probe, by up to {largest:.2g}"
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -227,21 +227,28 @@ def _compare(gradient_RD: Tensor, weight_R: Tensor, exact_D: Tensor) -> Gradient
 def all_draws(
     share_N: Sequence[float], num: int
 ) -> Iterator[tuple[float, list[tuple[int, float]]]]:
-    """Yield every outcome of `draw_systematically` with its probability: the length of an interval
-    of the one random number in which the outcome does not change."""
+    """Yield every outcome of `draw_systematically` with its probability."""
     shares = np.array(share_N)
-    bounds = shares.cumsum() * (num / shares.sum())
-    edges = np.unique(np.concatenate([[0.0, 1.0], bounds - np.floor(bounds)]))
-    for low, high in itertools.pairwise(edges.tolist()):
+    for low, high in constant_intervals(shares, num):
         yield high - low, draw_systematically(shares, num, (low + high) / 2)
 
 
-def draw_error(share_N: Sequence[float], gradients: Sequence[Tensor], num: int) -> float:
-    """Return the error of the expected gradient if `num` prompts are drawn with the shares N q(x)
-    and weighted: the distance from the expected gradient of uniform drawing, divided by the norm of
-    the latter. `gradients` are the expected gradients at the prompts, each of its own logits."""
+def constant_intervals(share_N: np.ndarray, num: int) -> Iterator[tuple[float, float]]:
+    """Yield the intervals of the one random number of `draw_systematically` in which the outcome
+    does not change."""
+    bounds = share_N.cumsum() * (num / share_N.sum())
+    edges = np.unique(np.concatenate([[0.0, 1.0], bounds - np.floor(bounds)]))
+    yield from itertools.pairwise(edges.tolist())
+
+
+def draw_error(
+    drawn: Iterable[tuple[float, Sequence[tuple[int, float]]]], gradients: Sequence[Tensor]
+) -> float:
+    """Return the error of the expected gradient if prompts are drawn and weighted: the distance
+    from the expected gradient of uniform drawing, divided by the norm of the latter. `drawn` has
+    every outcome of the draws (`all_draws`). `gradients` are the expected gradients at the prompts,
+    each of its own logits."""
     gradient_NND = _apart(gradients)
-    drawn = all_draws(share_N, num)
     each = [(c, [(weight, gradient_NND[n]) for n, weight in draws]) for c, draws in drawn]
     return _error(each, gradient_NND.mean(0))
 
@@ -310,7 +317,8 @@ def _chances(bandit: TabularPolicy, sequence_RN: Tensor) -> Tensor:
     return bandit.logprob_S(bandit.logits)[sequence_RN].sum(1).exp()
 
 
-def _rewards_of(group: Group) -> list[float]:
+def scored_rewards(group: Group) -> list[float]:
+    """Return the rewards of a group without the missing ones."""
     return [reward for reward in group.rewards if reward is not None]
 
 
@@ -321,7 +329,7 @@ def _second_sizes(budget: GroupBudget, rewards: Sequence[list[float]]) -> list[i
     known = enumerate(([0.3] * 40, [0.7] * 40), start=len(rewards))
     estimate.add([RewardedPrompt(number, 1.0, some) for number, some in known])
     rows = range(len(rewards) + 2)
-    sampler = VarianceSampler(rows, estimate, _rewards_of, seed=0, floor=1.0)
+    sampler = VarianceSampler(rows, estimate, scored_rewards, seed=0, floor=1.0)
     sampler.budget = budget
     return sampler.second_sizes(
         [Group(Prompt(row, [0], ""), [], [], [*some]) for row, some in enumerate(rewards)]
