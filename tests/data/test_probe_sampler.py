@@ -109,6 +109,18 @@ def test_a_probe_that_knows_nothing_is_not_used():
     assert found.deviation_M == pytest.approx(sampler.estimate.deviations(), rel=1e-12)
 
 
+@pytest.mark.parametrize(("look", "used"), [(features, True), (nothing, False)])
+def test_candidates_are_read_only_while_the_predictions_are_used(look, used):
+    sampler = make_sampler(look=look)
+    play(sampler, 12)
+    read, usual = [], sampler.look
+    sampler.look = lambda numbers: (read.extend(numbers.tolist()), usual(numbers))[1]
+    expected = sampler.candidates(8).tolist()
+    drawn = sorted({draw.number for draw in sampler.next(8)})
+    assert set(drawn) < set(expected)
+    assert read == (expected if used else drawn)
+
+
 @pytest.mark.parametrize("size", [20, 32, 60, 400, 10_000])
 def test_candidates_are_different_and_all_alike_often(size):
     sampler = make_sampler(size)

@@ -47,17 +47,23 @@ class ProbedEstimate(RewardEstimate):
         known = [prompt for prompt in rollout if prompt.looked]
         self.probe.add([(p.looked[:-2], p.rewards, p.looked[-2], p.looked[-1]) for p in known])
 
-    def deviations_among(self, numbers_M: np.ndarray, features_MD: np.ndarray) -> Predictions:
+    def deviations_among(
+        self, numbers_M: np.ndarray, features_MD: np.ndarray | None
+    ) -> Predictions:
         """Return the estimated deviations of the reward at the prompts `numbers_M`, and the mean
         rewards that the probe and the prior predict. While the probe predicts better than the prior
-        of the pools, its predictions are the prior."""
+        of the pools, its predictions are the prior; otherwise features change no deviation, and may
+        be None."""
         pools, size = self.prior(), len(numbers_M)
         if pools is None:
             return Predictions(np.ones(size), [None] * size, [None] * size)
         usual = prior = pools.among(self.pools(numbers_M))
         within, between, group_size = self.moments()
         noise = within / group_size
-        predicted_2M = self.probe.predict(features_MD, noise / between if between > 0 else np.inf)
+        predicted_2M = None
+        if features_MD is not None:
+            ratio = noise / between if between > 0 else np.inf
+            predicted_2M = self.probe.predict(features_MD, ratio)
         if predicted_2M is None:
             return Predictions(self.posterior(numbers_M, usual), [None] * size, usual.mean.tolist())
         if (error := self.probe.error) is not None:
@@ -85,8 +91,9 @@ class ProbeSampler(VarianceSampler):
     """A `VarianceSampler` that draws the prompts of a rollout among candidates: `CANDIDATES` per
     prompt, drawn uniformly without replacement, or all prompts if there are not more.
 
-    `look(numbers)` returns the features (M, D) of the candidates, from the policy as it is now. It
-    must be set before the first draw. A candidate x is drawn with probability q(x) among the M
+    `look(numbers)` returns the features (M, D) of prompts, from the policy as it is now: those of
+    the candidates, or of the drawn prompts while predictions are not used. It must be set before
+    the first draw. A candidate x is drawn with probability q(x) among the M
     candidates and has the weight 1 / (M q(x)). The expectation over candidates and draws is that of
     uniform drawing, whatever the probe predicts.
     """
@@ -100,12 +107,16 @@ class ProbeSampler(VarianceSampler):
 
     def choose(self, num: int, uniform: float) -> list[Chosen]:
         """Return `num` prompts among candidates."""
-        number_M = self.candidates(num)
-        feature_MD = self.look(number_M)
-        estimate = self.estimate_for_draw()
+        number_M, estimate = self.candidates(num), self.estimate_for_draw()
         assert isinstance(estimate, ProbedEstimate)
+        is_used = estimate.probe.error is not None
+        feature_MD = self.look(number_M) if is_used else None
         found = estimate.deviations_among(number_M, feature_MD)
         chosen = self.draw_among(number_M, found.deviation_M, num, uniform)
+        if feature_MD is None:  # the probe learns from the drawn prompts
+            number_M = np.unique([number for number, *_ in chosen])
+            feature_MD = self.look(number_M)
+            found = estimate.deviations_among(number_M, feature_MD)
         place = {int(number): index for index, number in enumerate(number_M)}
         self._looked.append(
             {
