@@ -264,12 +264,12 @@ def composed(**arguments) -> dict:
 
 
 def test_what_does_not_do_what_its_name_says_is_remarked():
-    assert "one token, not one answer" in remarks(form("areal_docs"))[0]
+    assert "one token, not one completion" in remarks(form("areal_docs"))[0]
     over_tokens = {
         "importance_sampling_level": "token",
         "estimator_kwargs": {"mean_over": "tokens"},
     }
-    assert "one token, not one answer" in remarks(RLOOConfig(**over_tokens))[0]
+    assert "one token, not one completion" in remarks(RLOOConfig(**over_tokens))[0]
     in_loss = form("areal", beta=0.1, kl_placement="loss", kl_estimator="k1")
     assert "k1 as KL in the loss has a zero gradient" in remarks(in_loss)[0]
     in_reward = form("areal", beta=0.1, kl_estimator="k3")

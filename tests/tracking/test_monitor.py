@@ -107,31 +107,36 @@ def make_accuracy(value, low, high, **others):
     [
         (
             {},
-            "gradient = mean over answers of (r_i - 0.05 KL_i - mean of the other "
-            "(r_j - 0.05 KL_j)) * grad log p(answer_i)",
+            "gradient = mean over completions of (r_i - 0.05 KL_i - mean of the other "
+            "(r_j - 0.05 KL_j)) * grad log p(completion_i)",
         ),
         (
             {"beta": 0.0},
-            "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i)",
+            "gradient = mean over completions of (r_i - mean of the other r_j) "
+            "* grad log p(completion_i)",
         ),
         (
             {"beta": 0.0, "mean_level": "batch", "reward_clip_range": (-1, 2), "entropy_coef": 0.1},
-            "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i); "
+            "gradient = mean over completions of (r_i - mean of the other r_j) "
+            "* grad log p(completion_i); "
             "with reward_clip_range (-1.0, 2.0), mean_level batch, entropy_coef 0.1",
         ),
         (
             {"kl_placement": "loss", "kl_estimator": "k3", "mask_truncated_completions": True},
-            "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i); "
+            "gradient = mean over completions of (r_i - mean of the other r_j) "
+            "* grad log p(completion_i); "
             "with beta 0.05, kl_placement loss, kl_estimator k3, mask_truncated_completions True",
         ),
         (
             {"beta": 0.0, "loss_aggregation": "constant", "normalize_rewards": "running"},
-            "gradient = mean over answers of (r_i - mean of the other r_j) * grad log p(answer_i); "
+            "gradient = mean over completions of (r_i - mean of the other r_j) "
+            "* grad log p(completion_i); "
             "with loss_aggregation constant, normalize_rewards running, loss_constant 512.0",
         ),
         (
             {"estimator": "my.py:opo", "estimator_kwargs": {"power": 2}},
-            "gradient = mean over answers of A_i * grad log p(answer_i); with estimator my.py:opo, "
+            "gradient = mean over completions of A_i "
+            "* grad log p(completion_i); with estimator my.py:opo, "
             "beta 0.05, estimator_kwargs.power 2",
         ),
         ({"preset": "grpo"}, f"{PRESETS['grpo'].formula}; with beta 0.04"),
@@ -147,8 +152,8 @@ def make_accuracy(value, low, high, **others):
         ),
         (
             {"preset": "paper"},
-            "gradient = mean over answers of (r_i - 0.05 KL_i - mean of the other "
-            "(r_j - 0.05 KL_j)) * grad log p(answer_i)",
+            "gradient = mean over completions of (r_i - 0.05 KL_i - mean of the other "
+            "(r_j - 0.05 KL_j)) * grad log p(completion_i)",
         ),
         ({"preset": "trl", "beta": 0.1}, f"{PRESETS['trl'].formula}; with beta 0.1"),
     ],

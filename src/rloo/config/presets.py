@@ -42,7 +42,9 @@ class Bias(NamedTuple):
 
 
 UNBIASED = Bias(1.0, 1.0)
-_EXAMPLE = "the expected gradient compared with the exact one (enumerated; 3 answers, beta 0.3):"
+_EXAMPLE = (
+    "the expected gradient compared with the exact one (enumerated; 3 completions, beta 0.3):"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ _OVER_TOKENS = {"normalize_over": "tokens"}
 _VERL = {**_TOKEN_MEAN, "beta": 0.001, "delta": 3.0}
 _WHITENED = {"normalize_advantages": True, "advantage_epsilon": 1e-8}
 _AS_VERL_WHITENS = {**_OVER_TOKENS, "epsilon_in_variance": True}
-_LEFT_IN = "preset {} has the paper's baseline, which includes the answer itself and is biased"
+_LEFT_IN = "preset {} has the paper's baseline, which includes the completion itself and is biased"
 
 PRESETS: dict[str, Preset] = {
     "paper": Preset(
@@ -106,7 +108,7 @@ PRESETS: dict[str, Preset] = {
         LossForm(all_completions=True),
     ),
     "areal": Preset(
-        "r = clip(10 * (r - 0.5)), leave-one-out over answers, then whitened over all tokens; "
+        "r = clip(10 * (r - 0.5)), leave-one-out over completions, then whitened over all tokens; "
         "token ratios against the recomputed policy; the loss of each token times "
         "p(recomputed policy) / p(rollout policy); mean over all tokens",
         "AReaL 1.0.4, examples/math/gsm8k_rloo.yaml",
@@ -133,19 +135,19 @@ PRESETS: dict[str, Preset] = {
         LossForm(any_kl=True),
         bias=Bias(0.4725, 0.9839),
         warning="preset areal_docs is the recipe of AReaL's RLOO page: its adv_norm.mean_leave1out "
-        "leaves out one token, not one answer, so that the rest of an answer stays in its own "
-        "baseline: that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
+        "leaves out one token, not one completion, so that the rest of a completion stays in its "
+        "own baseline: that is not REINFORCE Leave-One-Out, and biased (preset areal, or paper)",
     ),
     "areal_page": Preset(
-        "A_i = r_i - mean of the other r_j, no KL; token ratios, clipped; each answer's mean over "
-        "its tokens, then the mean over answers",
+        "A_i = r_i - mean of the other r_j, no KL; token ratios, clipped; each completion's mean "
+        "over its tokens, then the mean over completions",
         "AReaL's RLOO page of 28 September 2025, the objective as it is printed",
         {**_TOKEN, "loss_aggregation": "sequence_token_mean", "beta": 0.0},
         bias=Bias(0.5661, 0.9704),
     ),
     "ms_swift": Preset(
-        "A_i as in the paper; token ratios; each answer's mean over its tokens, then the mean over "
-        "answers",
+        "A_i as in the paper; token ratios; each completion's mean over its tokens, then the mean "
+        "over completions",
         "ms-swift 4.6, --rlhf_type grpo --advantage_estimator rloo on its Hugging Face backend",
         {**_TOKEN, "loss_aggregation": "sequence_token_mean", "beta": 0.04},
         bias=Bias(0.5661, 0.9704),
@@ -193,7 +195,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "grpo": Preset(
         "A_i = (r_i - mean of the group) / deviation of the group; k3 KL in the loss; token "
-        "ratios; each answer's mean over its tokens, then the mean over answers",
+        "ratios; each completion's mean over its tokens, then the mean over completions",
         "Shao et al. 2024, arXiv 2402.03300, equations 3 and 4",
         {
             **_TOKEN, **_K3_IN_LOSS, "loss_aggregation": "sequence_token_mean", "beta": 0.04,
@@ -221,9 +223,9 @@ PRESETS: dict[str, Preset] = {
         left_out=UNBIASED,
     ),
     "optimal_token_baseline": Preset(
-        "A_it = G_it - sum of W_jt G_jt / sum of W_jt over the group's answers with a token t, its "
-        "own included; G the reward less the KL to come, W_jt = sum of 1 - 2 p + sum of p(v)^2 up "
-        "to t; token ratios with dual clipping at 3; mean over all tokens",
+        "A_it = G_it - sum of W_jt G_jt / sum of W_jt over the group's completions with a token t, "
+        "its own included; G the reward less the KL to come, W_jt = sum of 1 - 2 p + sum of p(v)^2 "
+        "up to t; token ratios with dual clipping at 3; mean over all tokens",
         "arXiv 2602.07078 as verl 0.9.1's optimal_token_baseline",
         {**_VERL, "estimator": "optimal_token"},
         {"leave1out": False},
@@ -307,7 +309,8 @@ def objective_line(config: TrainingOptions) -> str:
             ours[option.name], usual[option.name] = getattr(config, option.name), option.default
     formula = PRESETS[preset].formula
     if preset == "paper":
-        formula = f"gradient = mean over answers of {_advantage(config)} * grad log p(answer_i)"
+        advantage = _advantage(config)
+        formula = f"gradient = mean over completions of {advantage} * grad log p(completion_i)"
         if config.estimator == "composed" and config.kl_placement == "reward":
             del ours["beta"]  # the formula has it
     unlike = differences(ours, usual)
@@ -365,7 +368,7 @@ def remarks(config: TrainingOptions) -> list[str]:
     elif config.estimator == "composed" and over_tokens:
         found.append(
             "the baseline is a mean over tokens (mean_over): mean_leave1out leaves out one token, "
-            "not one answer, which is biased"
+            "not one completion, which is biased"
         )
     if config.estimator == "shrinkage" and config.dynamic_sample:
         found.append(
