@@ -79,7 +79,7 @@ def test_servers_on_the_trainers_gpus_read_files(capsys):
 
 def test_a_model_is_counted_from_its_configuration(capsys):
     said = plan(capsys, "--num_gpus", "1", "--model", "countdown", *USUAL)
-    assert "countdown: 0.00 B (counted from its configuration)" in said
+    assert "countdown: 0.84 M (counted from its configuration)" in said
 
 
 def test_a_layout_that_was_published_is_planned(capsys):

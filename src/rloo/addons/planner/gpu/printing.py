@@ -62,8 +62,9 @@ def heading(job: RolloutCost, gpus: int, notes: Sequence[str]) -> list[str]:
     """The lines that tell what is planned, and the notes."""
     shape = job.shape
     mean = counted(round(job.completion), "token")
+    unit, letter = (1e9, "B") if shape.parameters >= 1e8 else (1e6, "M")
     return [
-        f"model    {shape.name}: {shape.parameters / 1e9:.2f} B ({shape.origin})",
+        f"model    {shape.name}: {shape.parameters / unit:.2f} {letter} ({shape.origin})",
         f"rollout  {counted(job.groups, 'prompt')} of {counted(job.prompt, 'token')} x "
         f"{counted(job.samples, 'completion')} of {mean} in the mean, {job.longest:,} at most",
         f"GPUs     {gpus:,} x {job.gpu.name} ({job.gpu.source})",
