@@ -34,6 +34,11 @@ def test_options_of_the_cluster_are_told_from_the_runs(tmp_path):
     assert Cluster().trainers == 1 and Cluster(gpus_per_node=4, engine_gpus=1).trainers == 3
 
 
+def test_the_help_of_the_memory_says_when_it_is_counted():
+    (option,) = [option for option in fields(Cluster) if option.name == "slurm_mem"]
+    assert "null counts it for a job with GPUs" in str(option.metadata)
+
+
 @pytest.mark.parametrize(
     ("said", "trainers", "engines"),
     [
