@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from rloo.addons.launch.local_ranks import BAD_INPUT
 from rloo.addons.launch.roles import AGAIN, KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.slurm_options import directive, directives, split_option, unsafe
 from rloo.addons.launch.slurm_resources import node_needs, reward_processes
@@ -268,10 +269,11 @@ def _other(job: LaunchJob, role: Role) -> str:
 
 def _restarted(name: str, line: str) -> str:
     """The shell command that runs `line` until it succeeds, and gives it up as a Supervisor does.
-    The status is then 1."""
+    The status is then 2 if `line` has refused its options, else 1."""
     return (
         f"for ((n = 0; n <= {RESTARTS}; n++)); do "
-        f"((n == 0)) || sleep {PAUSE_SECONDS:g}; {line} && exit; status=$?; done; "
+        f"((n == 0)) || sleep {PAUSE_SECONDS:g}; {line} && exit; status=$?; "
+        f"((status != {BAD_INPUT})) || exit {BAD_INPUT}; done; "
         f'echo "rloo: {name} $SLURM_PROCID ended with status $status after {RESTARTS} restarts, '
         'the most that are made; it is not started again"; exit 1'
     )
