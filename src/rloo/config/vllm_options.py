@@ -39,6 +39,13 @@ def has_separate_gpus(options: TrainingOptions) -> bool:
     return options.rollout_engine == "vllm_server" or options.engine_options.devices is not None
 
 
+def shares_ranks_gpus(options: TrainingOptions) -> bool:
+    """Whether the servers of a run have the GPUs of its ranks: each server those of
+    `vllm_tensor_parallel_size` consecutive ranks, if there are several ranks."""
+    on_them = options.rollout_engine == "vllm" and options.engine_options.devices is None
+    return on_them and not options.max_staleness
+
+
 def memory_share(options: TrainingOptions, *, separate: bool) -> float:
     """The share of a GPU's memory that a server reserves: `vllm_gpu_memory_utilization`, or a
     default, which depends on whether the servers have `separate` GPUs. On a CPU, vLLM reserves this

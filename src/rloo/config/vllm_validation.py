@@ -7,7 +7,8 @@ from typing import Any
 
 from rloo.config.engine_spec import engine_spec
 from rloo.config.options import TrainingOptions
-from rloo.config.vllm_options import longest_completion, longest_sequence
+from rloo.config.vllm_options import longest_completion, longest_sequence, shares_ranks_gpus
+from rloo.distributed import process_count
 
 # The range of temperatures that vLLM does not change.
 COLDEST, HOTTEST = 0.01, 2.0
@@ -100,7 +101,20 @@ def _in_use(config: TrainingOptions) -> Iterator[str]:
             f"engine_kwargs.devices are {len(devices)} and vllm_tensor_parallel_size is {size}; "
             "every server takes as many (engine_kwargs.devices)"
         )
+    ranks = config.num_processes or process_count()
+    if shares_ranks_gpus(config) and ranks > 1 and ranks % size:
+        yield undivided(ranks, size)
     yield from _lengths(config)
+
+
+def undivided(ranks: int, size: int, options: str = "num_processes") -> str:
+    """The fault of a number of ranks that is no multiple of a server's `size` in GPUs. `options`
+    are those that set the number."""
+    return (
+        f"vllm_tensor_parallel_size is {size} and {ranks} processes train; each server takes the "
+        f"GPUs of {size} of them, so their number must be a multiple (vllm_tensor_parallel_size, "
+        f"{options}; or engine_kwargs.devices)"
+    )
 
 
 def _lengths(config: TrainingOptions) -> Iterator[str]:

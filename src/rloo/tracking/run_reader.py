@@ -164,7 +164,7 @@ ROWS: dict[str, Take] = {
     ALARMS: record({**_STEP, "finding": _finding}),
     EVENTS: record(
         {"time": _moment, "role": text, "number": count, "event": text, "host": text},
-        {"status": number},
+        {"status": number, "said": text},
     ),
 }
 

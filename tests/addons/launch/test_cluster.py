@@ -34,6 +34,11 @@ def test_options_of_the_cluster_are_told_from_the_runs(tmp_path):
     assert Cluster().trainers == 1 and Cluster(gpus_per_node=4, engine_gpus=1).trainers == 3
 
 
+def test_the_help_of_the_memory_says_when_it_is_counted():
+    (option,) = [option for option in fields(Cluster) if option.name == "slurm_mem"]
+    assert "null counts it for a job with GPUs" in str(option.metadata)
+
+
 @pytest.mark.parametrize(
     ("said", "trainers", "engines"),
     [
@@ -139,6 +144,9 @@ def test_where_the_processes_are():
     assert job.extra == ("--rollout_engine", "vllm_server", "--vllm_server_base_url")
     one = Cluster(gpus_per_node=8, engine_gpus=2)
     assert places(make_job(one, [*RECIPE])) == {"trainer": (6, 6, 0, 1), "sampler": (2, 2, 0, 1)}
+    pairs = ["--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "2"]
+    idle = Cluster(backend="slurm", nodes=2, gpus_per_node=2, trainer_gpus=2)
+    assert places(make_job(idle, [*RECIPE, *pairs])) == {"trainer": (2, 2, 0, 1)}
     split = Cluster(
         backend="slurm", nodes=3, trainer_gpus=2, engine_gpus=4, slurm_engine_options=["-p=b"]
     )
@@ -157,6 +165,16 @@ def test_where_the_processes_are():
             {"engine_gpus": 1},
             ["--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "2"],
             r"engine_gpus 1; it must be a multiple of vllm_tensor_parallel_size 2 \(engine_gpus",
+        ),
+        (
+            {"gpus_per_node": 3},
+            ["--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "2"],
+            r"size is 2 and 3 processes train; .*\(vllm_tensor_parallel_size, trainer_gpus;",
+        ),
+        (
+            {"gpus_per_node": 3, "nodes": 2, "backend": "slurm"},
+            ["--rollout_engine", "vllm", "--vllm_tensor_parallel_size", "2"],
+            r"size is 2 and 3 processes train on each of 2 nodes; .*, trainer_gpus, nodes\)",
         ),
         ({"engine_gpus": 1}, ["--num_processes", "2"], "leave num_processes out"),
         ({"engine_gpus": 1}, ["--sampler_processes", "2"], "follows from what is placed where"),

@@ -94,16 +94,34 @@ def test_a_run_tells_where_it_stands_and_is_stopped_by_its_folder(tmp_path, envi
     assert again.returncode == 2 and "no run is going on in" in again.stderr
 
 
-def test_bad_input_ends_all_at_once(tmp_path, environment):
-    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1"}\n')
-    wrong = ("--dataset=data.jsonl", "--model=countdown", "--reward=length(target_max=3)")
-    done = subprocess.run(
-        rloo("launch", *RUN, *wrong, "--output_dir=run"),
-        cwd=tmp_path,
+def launched(folder, environment, *arguments: str) -> subprocess.CompletedProcess:
+    """A run that has ended."""
+    return subprocess.run(
+        rloo("launch", *RUN, *arguments, "--output_dir=run"),
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
+
+
+def test_bad_input_ends_all_at_once(tmp_path, environment):
+    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1"}\n')
+    wrong = ("--dataset=data.jsonl", "--model=countdown", "--reward=length(target_max=3)")
+    done = launched(tmp_path, environment, *wrong)
     assert done.returncode == 2 and "prompt" in done.stderr
+
+
+def test_a_server_that_refuses_its_options_ends_the_run_at_once(tmp_path, environment):
+    program = json.dumps(["/bin/sh", "-c", "echo the GPU is too small; exit 2"])
+    servers = ("--rollout_engine=vllm", f"--engine_kwargs.executable={program}")
+    done = launched(tmp_path, environment, *servers, "--scorers=0", "--max_staleness=1")
+    log = tmp_path / "run/logs/server-0.log"
+    assert done.returncode == 2, done.stderr
+    assert (
+        f"rloo: server 0 refuses its options (status 2): the GPU is too small ({log}); all ranks "
+        "save and end\n"
+    ) in done.stderr
+    assert log.read_text().count("too small") == 2  # the command, and its output

@@ -60,13 +60,17 @@ while time.time() < deadline and not os.path.exists("end"):
     time.sleep(0.02)
 """
 LAUNCHER = """
-import json, sys
+import json, os, sys
 from rloo.config.config import RLOOConfig
 from rloo.addons.launch import local_ranks as launcher
 options, plan, patience, rank = map(json.loads, sys.argv[1:])
 vars(launcher).update(patience)
 config = RLOOConfig(**options)
-status = launcher.launch([json.dumps(plan)], config, program=[sys.executable, "-c", rank])
+def refusal():
+    expected = ("refused", "rank-0.notes", "rank-1.notes")
+    return "small" if all(map(os.path.exists, expected)) else None
+program = [sys.executable, "-c", rank]
+status = launcher.launch([json.dumps(plan)], config, program=program, refusal=refusal)
 assert "torch" not in sys.modules
 sys.exit(status)
 """
@@ -386,3 +390,11 @@ def test_commands_that_run_alone_say_so(capsys, monkeypatch):
 def test_the_package_is_a_command():
     shown = subprocess.run([sys.executable, "-m", "rloo", "--version"], capture_output=True)
     assert shown.stdout.startswith(b"rloo ")
+
+
+def test_a_process_that_refuses_its_options_ends_all_ranks():
+    Path("refused").touch()
+    run = Launched(WAIT, {"LOOK_SECONDS": 0.05}, max_restarts=3)
+    assert run.end() == 2 and run.err == "rloo: small\n"
+    assert [signals(rank) for rank in (0, 1)] == 2 * [[signal.SIGTERM]]
+    assert [note["attempt"] for note in notes(1)] == [0, 0]

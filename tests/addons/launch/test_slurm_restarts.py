@@ -38,6 +38,28 @@ def test_a_job_whose_samplers_always_fail_ends_after_twenty_restarts(tmp_path, m
     ]
 
 
+def test_a_job_whose_servers_refuse_their_options_ends_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vllm = ("--rollout_engine", "vllm")
+    text = written("-o", "run", *vllm, gpus_per_node=2, engine_gpus=1, threads=1, slurm_mem="1G")
+    log = """for word; do [[ $word != --output=* ]] || exec > "${word:9:-6}3.log"; done\n"""
+    python = PYTHON.replace("worker", "vllm-serve").replace("exit 7", "echo rloo: small; exit 2")
+    stand_ins(tmp_path, scontrol='echo "NodeAddr=10.0.0.1 n1"', srun=log + SRUN, python=python)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_JOB_NODELIST": "n1", "SLURMD_NODENAME": "n1"}
+    done = subprocess.run(
+        ["bash"], input=text, text=True, env=environment, check=False, capture_output=True,
+        timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "")
+    assert (tmp_path / "tries").read_text().count("again") == 1
+    assert done.stdout.splitlines() == [
+        f"rloo: a server refuses its options: rloo: small (status 2, {tmp_path}/run/logs/"
+        "server-*.log); the ranks save and end",
+        "saved",
+    ]
+
+
 @pytest.mark.parametrize(("queued", "asked"), [("", True), ("1", True), ("2", False)])
 def test_a_job_is_queued_again_a_limited_number_of_times(tmp_path, monkeypatch, queued, asked):
     monkeypatch.chdir(tmp_path)

@@ -159,6 +159,26 @@ def test_cpus_and_memory_of_a_job_with_gpus_are_counted(model_folder):
     assert of(*three, gpus_per_node=2, trainer_gpus=1, engine_gpus=1) == (5, gib(15, 18 + 4))
 
 
+@pytest.mark.parametrize(
+    ("options", "processes", "cpus"),
+    [
+        # Eight ranks with eight processes that call reward functions; eight that sample.
+        ({"nodes": 2, "engine_gpus": 8}, 8, 3),
+        # Four ranks with these eight and four that sample, on the same node.
+        ({"engine_gpus": 4}, 8, 4),
+        # On the first node, eight ranks and three processes that score.
+        ({"nodes": 2, "engine_gpus": 8, "scorers": 3}, 11, 2),
+    ],
+)
+def test_a_node_has_the_processes_of_its_roles(model_folder, options, processes, cpus):
+    text = written("--model", model_folder, "--num_prompts", "8", gpus_per_node=8, **options)
+    found = directives(text)
+    assert f"--ntasks-per-node={processes}" in found and f"--cpus-per-task={cpus}" in found
+    unbound = [line for line in text.splitlines() if "--cpu-bind=none" in line]
+    assert len(unbound) == ("scorers" not in options)
+    assert all("rloo train" in line for line in unbound)
+
+
 def test_a_model_without_a_configuration_here_is_not_counted():
     text = written(gpus_per_node=2)
     assert not re.search(r"#SBATCH --(cpus-per-task|mem)", text)

@@ -71,7 +71,8 @@ class Cluster:
     slurm_restarts: int = SLURM.rloo(3,
         "How often a job starts the run again, from its last checkpoint, after a process has died.")
     slurm_mem: str | None = SLURM.rloo(None,
-        "Memory of each node, as 64G; null leaves the default of the partition.")
+        "Memory of each node, as 64G; null counts it for a job with GPUs, and otherwise leaves the "
+        "default of the partition.")
     slurm_gres: str | None = SLURM.rloo(None,
         "Name of the GPUs, as gpu or gpu:h100, for --gres in place of --gpus-per-node.")
     slurm_max_requeues: int = SLURM.rloo(100,

@@ -23,11 +23,17 @@ def run_here(job: LaunchJob, *, saving: float = SAVING) -> int:
     before = {name: os.environ.get(name) for name in environment}
     os.environ |= environment
     try:
-        with _beside(job):
+        with _beside(job) as keepers:
             config = job.config.with_values(num_processes=job.trainer.count)
             arguments = [*job.arguments, *job.extra, *urls(job)]
             program = job.started("train") if job.cluster.setup else None
-            return launch(arguments, config, program=program, saving=saving)
+            return launch(
+                arguments,
+                config,
+                program=program,
+                saving=saving,
+                refusal=lambda: next((k.refusal for k in keepers if k.refusal), None),
+            )
     finally:
         for name, value in before.items():
             if value is None:
@@ -81,7 +87,7 @@ def environment_of(job: LaunchJob, role: Role, number: int) -> dict[str, str]:
 
 
 @contextmanager
-def _beside(job: LaunchJob) -> Iterator[None]:
+def _beside(job: LaunchJob) -> Iterator[list[Supervisor]]:
     """Supervise the processes of the other roles during this block."""
     keepers = []
     for role in job.others:
@@ -91,7 +97,7 @@ def _beside(job: LaunchJob) -> Iterator[None]:
             keepers.append(Supervisor(role.name, number, command, environment, job.logs))
     threads = [keeper.start() for keeper in keepers]
     try:
-        yield
+        yield keepers
     finally:
         for keeper in keepers:
             keeper.over.set()

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +37,8 @@ BAD_INPUT = 2
 # another rank; after a second signal or bad input.
 SAVING, LEFT, AT_ONCE = 1800.0, 120.0, 5.0
 SHOWN_LINES = 20
+# Seconds between two looks for a process that has refused its options.
+LOOK_SECONDS = 1.0
 # The largest number of ranks per processor.
 MOST = 8
 
@@ -47,13 +49,16 @@ def launch(
     *,
     program: Sequence[str] | None = None,
     saving: float = SAVING,
+    refusal: Callable[[], str | None] = lambda: None,
 ) -> int:
     """Run `config.num_processes` ranks of `rloo train` (or `program`) with `arguments` on this
     machine. Returns the status of the rank that failed first, 128 plus the number of the signal
     that stopped the run, or 0. After a signal the ranks have `saving` seconds to save. If a rank
     dies, the other ranks are ended, and all ranks are restarted, up to `config.max_restarts` times.
-    Call this function in the main thread. Raises ValueError on systems other than Linux, and for
-    too many processes."""
+    `refusal` returns a sentence once a process without which the run cannot go on has refused its
+    options. The sentence is printed, all ranks save and end, and the status is 2. Call this
+    function in the main thread. Raises ValueError on systems other than Linux, and for too many
+    processes."""
     if sys.platform != "linux":
         raise ValueError(
             f"num_processes is {config.num_processes}, and processes are started on Linux only; "
@@ -78,21 +83,30 @@ def launch(
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
                 "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
             }  # fmt: skip
-            ranks = _Ranks(caught, saving, usr1_saves=config.on_sigusr1 == "save")
+            ranks = _Ranks(caught, saving, refusal, usr1_saves=config.on_sigusr1 == "save")
             status = ranks.run(command, environment, Path(folder) / str(attempt))
             _say(ranks.verdict())
             if ranks.stopped or status in (0, BAD_INPUT) or attempt == config.max_restarts:
                 break
             _say(f"the run starts again ({attempt + 1} of max_restarts {config.max_restarts})")
-    return status
+    return BAD_INPUT if ranks.refused and status else status
 
 
 class _Ranks:
     """The processes of one attempt. The `caught` signals are blocked and received only by `_wait`,
     so that they interrupt nothing."""
 
-    def __init__(self, caught: set[int], saving: float, *, usr1_saves: bool) -> None:
+    def __init__(
+        self,
+        caught: set[int],
+        saving: float,
+        refusal: Callable[[], str | None],
+        *,
+        usr1_saves: bool,
+    ) -> None:
         self.stopped: int | None = None  # the first signal that asked the run to stop
+        self.refused = False
+        self._refusal = refusal
         self._caught = caught
         self._saving = saving
         self._usr1_saves = usr1_saves
@@ -136,7 +150,7 @@ class _Ranks:
 
     def _wait(self) -> None:
         while self._running:
-            left = min(self._deadline - time.monotonic(), 3600.0)
+            left = min(self._deadline - time.monotonic(), LOOK_SECONDS)
             got = signal.sigtimedwait(self._caught, max(0.0, left))
             if time.monotonic() >= self._deadline:
                 self._deadline = float("inf")
@@ -144,6 +158,10 @@ class _Ranks:
                     self._send(signal.SIGKILL)
                 else:
                     self._end_others()
+            if self.stopped is None and (said := self._refusal()):
+                self.refused = True
+                _say(said)
+                self._pass_on(signal.SIGTERM)
             if got is None:
                 continue
             if got.si_signo == signal.SIGCHLD:

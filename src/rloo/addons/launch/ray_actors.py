@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,17 +20,17 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rloo.addons.launch.local_ranks import BAD_INPUT, free_port
+from rloo.addons.launch.local_ranks import BAD_INPUT, LOOK_SECONDS, free_port
 from rloo.addons.launch.ray_checks import check_resources
 from rloo.addons.launch.ray_workers import KIND_OF, Done, RayRegistry, WorkerActor
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
-from rloo.addons.launch.supervisor import RESTARTS, SIGNALS, Supervisor, note
+from rloo.addons.launch.supervisor import REFUSED, RESTARTS, SIGNALS, Supervisor, note
 from rloo.algorithm.stop_signals import Stopped, StopSignals
 from rloo.distributed.child_process import ChildProcess, shell_status
 from rloo.distributed.standard_streams import say
 from rloo.distributed.world import REGISTRY
 from rloo.engines.vllm.server_process import KEY, server_key
-from rloo.tracking.jsonl import EVENTS, LOGS
+from rloo.tracking.jsonl import EVENTS
 from rloo.tracking.run_reader import read_rows
 from rloo.trainer.heartbeat import STOP
 from rloo.trainer.run_lock import lives
@@ -136,6 +135,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
                 "like (RAY_AUTH_MODE=token)",
                 sys.stderr,
             )
+        refused = len(refusals(job))
         # Ray has replaced our signal handlers.
         with signals.handling(), _beside(job) as (servers, label_selector):
             # Not passed as train_loop_config, which Ray's own processes would read; they may lack
@@ -158,7 +158,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
                 ),
             )
             before = len(_statuses(job))
-            _fit(trainer, job.folder)
+            fit(trainer, job, refused)
             last = _statuses(job)[before:][-job.trainer.count :]
             if len(last) < job.trainer.count:
                 raise OSError(f"{job.logs / EVENTS} does not say how the ranks have ended")
@@ -319,9 +319,16 @@ def _statuses(job: LaunchJob) -> list[int]:
     return [row["status"] for row in events if row["role"] == job.trainer.name and "status" in row]
 
 
-def _fit(trainer: Any, folder: Path) -> None:
-    """Wait for the ranks. After the first signal the ranks save and end, after the second at
-    once."""
+def refusals(job: LaunchJob) -> list[str]:
+    """The sentences of the processes that have refused their options, in the order of time."""
+    events = read_rows(job.logs / EVENTS)
+    return [str(row.get("said")) for row in events if row["event"] == REFUSED]
+
+
+def fit(trainer: Any, job: LaunchJob, refused: int) -> None:
+    """Wait for the ranks. After the first signal the ranks save and end, after the second at once.
+    Raises ValueError, also after the ranks have saved, if more than `refused` processes have
+    refused their options."""
     errors: list[BaseException] = []
     over = threading.Event()  # Thread.join interrupted by a signal marks a live thread as ended
 
@@ -336,16 +343,18 @@ def _fit(trainer: Any, folder: Path) -> None:
     # Ray installs no signal handlers outside the main thread.
     threading.Thread(target=fit, daemon=True).start()
     try:
-        over.wait()
-    except (KeyboardInterrupt, Stopped):
-        if lives(folder):
-            (folder / STOP).touch()
+        while not over.wait(LOOK_SECONDS):
+            if said := refusals(job)[refused:]:
+                raise ValueError(said[0])
+    except (KeyboardInterrupt, Stopped, ValueError):
+        if lives(job.folder):
+            (job.folder / STOP).touch()
             over.wait()
         raise
     if errors:
         said = str(errors[0]).strip().splitlines()[-1:]
         raise ChildProcessError(
-            f"Ray has given the run up: {' '.join(said)} ({folder / LOGS}; ray_restarts)"
+            f"Ray has given the run up: {' '.join(said)} ({job.logs}; ray_restarts)"
         ) from errors[0]
 
 

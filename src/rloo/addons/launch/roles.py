@@ -12,6 +12,8 @@ from rloo.addons.launch.local_ranks import this_program
 from rloo.config.config import RLOOConfig
 from rloo.config.engine_spec import engine_spec
 from rloo.config.parsing import given_names, parse_command_line
+from rloo.config.vllm_options import shares_ranks_gpus
+from rloo.config.vllm_validation import undivided
 from rloo.engines.vllm.server_process import KEY
 from rloo.tracking.jsonl import LOGS
 
@@ -182,6 +184,8 @@ def _check(cluster: Cluster, config: RLOOConfig) -> None:
             f"rollout_engine is {config.rollout_engine} and engine_gpus {cluster.engine_gpus}; it "
             f"must be a multiple of vllm_tensor_parallel_size {size}{least} (engine_gpus)"
         )
+    if not cluster.engine_gpus and shares_ranks_gpus(config) and cluster.trainers > 1:
+        _check_ranks(cluster, size)
     if config.num_processes not in (None, cluster.trainers):
         raise ValueError(
             f"num_processes is {config.num_processes} and trainer_gpus is {cluster.trainers}; "
@@ -197,3 +201,18 @@ def _check(cluster: Cluster, config: RLOOConfig) -> None:
                 f"{name} is {value}; it follows from what is placed where: leave "
                 f"it out of what is launched ({name}; engine_gpus, scorers)"
             )
+
+
+def _check_ranks(cluster: Cluster, size: int) -> None:
+    """Raise ValueError if the ranks cannot share servers of `size` GPUs, of which each is on one
+    machine. Ray decides itself how many ranks a machine has."""
+    if cluster.trainers % size:
+        raise ValueError(undivided(cluster.trainers, size, "trainer_gpus"))
+    nodes = _trainers_nodes(cluster)
+    here = -(-cluster.trainers // nodes)
+    if cluster.backend == "slurm" and here % size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {size} and {here} processes train on each of "
+            f"{nodes} nodes; a server has the GPUs of {size} processes of one node, so "
+            "their number must be a multiple (vllm_tensor_parallel_size, trainer_gpus, nodes)"
+        )

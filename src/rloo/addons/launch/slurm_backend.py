@@ -6,12 +6,15 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from rloo.addons.launch.local_ranks import BAD_INPUT
 from rloo.addons.launch.roles import AGAIN, KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.slurm_options import directive, directives, split_option, unsafe
-from rloo.addons.launch.slurm_resources import node_needs
+from rloo.addons.launch.slurm_resources import node_needs, reward_processes
 from rloo.addons.launch.supervisor import PAUSE_SECONDS, RESTARTS
 from rloo.config.file_checks import one_line
 from rloo.distributed.standard_streams import say
@@ -178,7 +181,7 @@ def _directives(job: LaunchJob, cpus: int | None, memory: str | None) -> list[st
         of_side = {
             "partition": c.slurm_partition,
             "nodes": c.nodes - first if index else first,
-            "ntasks-per-node": sum(role.per_node for role in side),
+            "ntasks-per-node": _tasks(side),
             "cpus-per-task": cpus,
             "mem": memory,
             "gpus-per-node": None if c.slurm_gres else c.gpus_per_node or None,
@@ -187,6 +190,15 @@ def _directives(job: LaunchJob, cpus: int | None, memory: str | None) -> list[st
         lines += [directive(name, value) for name, value in of_side.items() if value is not None]
         lines += map(directives, (c.slurm_engine_options or []) if index else c.slurm_options)
     return lines
+
+
+def _tasks(roles: Sequence[Role]) -> int:
+    """The largest number of processes on a node. Roles with the same first node share their nodes;
+    other roles share none."""
+    here = Counter[int]()
+    for role in roles:
+        here[role.first] += role.per_node
+    return max(here.values())
 
 
 def _srun(job: LaunchJob, role: Role, *options: str) -> str:
@@ -257,10 +269,11 @@ def _other(job: LaunchJob, role: Role) -> str:
 
 def _restarted(name: str, line: str) -> str:
     """The shell command that runs `line` until it succeeds, and gives it up as a Supervisor does.
-    The status is then 1."""
+    The status is then 2 if `line` has refused its options, else 1."""
     return (
         f"for ((n = 0; n <= {RESTARTS}; n++)); do "
-        f"((n == 0)) || sleep {PAUSE_SECONDS:g}; {line} && exit; status=$?; done; "
+        f"((n == 0)) || sleep {PAUSE_SECONDS:g}; {line} && exit; status=$?; "
+        f"((status != {BAD_INPUT})) || exit {BAD_INPUT}; done; "
         f'echo "rloo: {name} $SLURM_PROCID ended with status $status after {RESTARTS} restarts, '
         'the most that are made; it is not started again"; exit 1'
     )
@@ -279,5 +292,9 @@ def _trainer(job: LaunchJob) -> str:
         own += ["--seed", "$SLURM_ARRAY_TASK_ID"]
     own += [*job.extra, *(["$SERVERS"] if job.servers else [])]
     line = f"export {environment}; exec {_inside(job, role.line)} {' '.join(own)}"
-    place = _srun(job, role, "--kill-on-bad-exit=0", "--wait=0")
+    # The CPUs of the processes that call reward functions are counted as a share of each rank, but
+    # all of these processes are children of the first rank.
+    shares = cluster.gpus_per_node and cluster.threads is None and reward_processes(job)
+    bound = ["--cpu-bind=none"] if shares else []
+    place = _srun(job, role, "--kill-on-bad-exit=0", "--wait=0", *bound)
     return f"{place} bash -c {shlex.quote(line)}"

@@ -53,19 +53,26 @@ def _memory(job: LaunchJob, parameters: int, node: int) -> float:
 
 def _cpus(job: LaunchJob, role: Role) -> int:
     """A thread of Python and one of torch; for a server its HTTP server, its scheduler and one
-    worker per GPU; on the trainer also those of a colocated server, or the processes that call
-    reward functions."""
+    worker per GPU; on the trainer also those of a colocated server, or the share of each rank in
+    the processes that call reward functions for its node."""
     if role.name == "server":
         return 2 + role.gpus
     if role.name == "scorer":
         return 1
     server = 2 + job.config.vllm_tensor_parallel_size
     workers = server if role is job.trainer and _colocated(job) else 0
-    beside = job.config.samples_beside or any(other.name == "sampler" for other in job.others)
-    if role is job.trainer and beside and not job.cluster.scorers:
-        given = job.config.async_options.reward_workers
-        workers = given or min(batches_of(job.config, role.count).prompts_per_rollout, 8)
+    if role is job.trainer and (scoring := reward_processes(job)):
+        workers = -(-scoring // role.per_node)
     return 2 + workers
+
+
+def reward_processes(job: LaunchJob) -> int:
+    """The number of processes that the main process starts to call reward functions."""
+    beside = job.config.samples_beside or any(other.name == "sampler" for other in job.others)
+    if not beside or job.cluster.scorers:
+        return 0
+    rollout = batches_of(job.config, job.trainer.count).prompts_per_rollout
+    return job.config.async_options.reward_workers or min(rollout, 8)
 
 
 def _colocated(job: LaunchJob) -> bool:

@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rloo.addons.launch.local_ranks import BAD_INPUT
 from rloo.distributed.child_process import ChildProcess
 from rloo.distributed.signal_numbers import STOP_SIGNALS
 from rloo.tracking.jsonl import EVENTS
 
 # The largest number of restarts of a supervised process, and the seconds before each restart.
 RESTARTS, PAUSE_SECONDS = 20, 1.0
+# The event of a process that refuses its options.
+REFUSED = "refused"
 # Signals that a launcher's thread may have blocked.
 SIGNALS = {getattr(signal, name) for name in STOP_SIGNALS} | {signal.SIGCHLD}
 
@@ -28,7 +31,8 @@ SIGNALS = {getattr(signal, name) for name in STOP_SIGNALS} | {signal.SIGCHLD}
 class Supervisor:
     """Restarts process `number` of a role if the process dies. `environment` is added to the
     environment of this process. Events are written to the file EVENTS in `folder`, output to a log
-    in `folder`."""
+    in `folder`. If the process exits with status 2, it is not restarted, and `refusal` is a
+    sentence with the last line of the log."""
 
     role: str
     number: int
@@ -38,6 +42,7 @@ class Supervisor:
     cwd: str | None = None
     over: threading.Event = field(default_factory=threading.Event)
     tries: int = 0
+    refusal: str | None = None
     process: ChildProcess | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -57,11 +62,19 @@ class Supervisor:
             process.end(10.0)
 
     def _keep(self) -> None:
-        """Restart the process until the run is over, or the process has exited with 0 or died too
-        often."""
+        """Restart the process until the run is over, or the process has exited with 0, has refused
+        its options or has died too often."""
         while self.tries <= RESTARTS and (process := self._start()):
             status = process.join()
             self._note("ended", status=status)
+            if status == BAD_INPUT and not self.over.is_set():
+                said = process.last_lines(1).strip().removeprefix("rloo: ")
+                self.refusal = (
+                    f"{self.role} {self.number} refuses its options (status {status}): {said} "
+                    f"({process.log}); all ranks save and end"
+                )
+                self._note(REFUSED, said=self.refusal)
+                return
             if status == 0 or self.over.wait(PAUSE_SECONDS):
                 return
             self.tries += 1

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from rloo.config.vllm_validation import undivided
 from rloo.distributed import World
 from rloo.engines.vllm.client import ServerError
 from rloo.engines.vllm.router import NoServers
@@ -55,11 +56,7 @@ def site_of(places: Sequence[RankPlace], rank: int, size: int) -> ServerSite:
     places of all ranks. Raises ValueError if the number of ranks is no multiple of `size`, or if
     ranks of one server are on different machines or on the same GPU."""
     if len(places) % size:
-        raise ValueError(
-            f"vllm_tensor_parallel_size is {size} and {len(places)} processes train; each server "
-            f"takes the GPUs of {size} of them, so their number must be a multiple "
-            "(vllm_tensor_parallel_size, num_processes; or engine_kwargs.devices)"
-        )
+        raise ValueError(undivided(len(places), size))
     for first in range(0, len(places), size):
         _check_server(places[first : first + size], first)
     mine, number = places[rank], rank // size

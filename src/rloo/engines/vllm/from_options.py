@@ -17,6 +17,7 @@ from rloo.config.vllm_options import (
     longest_sequence,
     memory_share,
     servers_dtype,
+    shares_ranks_gpus,
     tolerance_of,
 )
 from rloo.data.tasks import resolve_model
@@ -204,9 +205,7 @@ def _site(policy: Policy) -> ServerSite | None:
     ranks. None if all ranks have the same servers. Raises ValueError if the ranks cannot be divided
     among servers."""
     config, world = policy.config, policy.world
-    if config.rollout_engine != "vllm" or config.max_staleness or world.size == 1:
-        return None
-    if config.engine_options.devices is not None:
+    if not shares_ranks_gpus(config) or world.size == 1:
         return None
     here = place_of(policy.device)
     places = [RankPlace(*place) for place in world.all_gather_object((here.host, here.gpu))]

@@ -1,0 +1,44 @@
+"""The driver of a run by Ray, without a cluster; `test_ray_backend` has one."""
+
+import threading
+import time
+
+import pytest
+
+from rloo.addons.launch.cluster import Cluster
+from rloo.addons.launch.roles import make_job
+from rloo.addons.launch.supervisor import REFUSED, note
+from support.local_ray import why_not
+
+RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = make_job(Cluster(backend="ray"), [*RECIPE, "-o", str(tmp_path)])
+    made.logs.mkdir(parents=True)
+    return made
+
+
+class Trainer:
+    """As TorchTrainer, whose ranks wait for a server."""
+
+    def fit(self) -> None:
+        self.over = threading.Event()
+        self.over.wait(60)
+
+
+def test_a_server_that_refuses_its_options_ends_the_driver(job):
+    from rloo.addons.launch.ray_actors import fit, refusals
+
+    note(job.logs, "server", 0, REFUSED, said="of an earlier run")
+    before = len(refusals(job))
+    threading.Timer(0.5, note, (job.logs, "server", 1, REFUSED), {"said": "too small"}).start()
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="too small"):
+        fit(Trainer(), job, before)
+    assert time.monotonic() - begun < 30
