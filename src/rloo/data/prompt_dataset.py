@@ -169,6 +169,10 @@ class PromptDataset:
         """The number of tokens of each prompt, in the order of the dataset."""
         return [len(self._tokens[number]) for number in self._numbers]
 
+    def counts_of(self, token: int) -> list[int]:
+        """Return how often each prompt has the token, in the order of `lengths`."""
+        return [self._tokens[number].count(token) for number in self._numbers]
+
     @property
     def epoch(self) -> float:
         """The number of passes over the dataset so far, with fractions."""
