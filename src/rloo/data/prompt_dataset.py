@@ -16,7 +16,7 @@ from typing import Any, Literal
 from datasets import Dataset, Image
 from transformers import ProcessorMixin
 
-from rloo.data.dataset_formats import example_template, holds_messages, with_column
+from rloo.data.dataset_formats import SIMILAR, example_template, holds_messages, with_column
 from rloo.data.images import ImageReader, image_columns
 from rloo.data.sampler import Draw, EpochSampler, PromptSampler
 from rloo.data.tokenization import Encode, ProcessingClass, apply_chat_template, check_message
@@ -346,7 +346,7 @@ def _fill(template: str | list[Message], row: dict[str, Any], number: int) -> Te
         if name is None:
             return match[0][0]
         if name not in row:
-            near = difflib.get_close_matches(name, row, n=1)
+            near = difflib.get_close_matches(name, row, n=1, cutoff=SIMILAR)
             hint = f" (did you mean {{{near[0]}}}?)" if near else ""
             raise ValueError(
                 f"the template has {{{name}}}, which is no column{hint}. The columns are "
