@@ -381,6 +381,15 @@ def test_a_fault_is_one_line_and_status_2(folder, model, capsys, arguments, expe
     assert not Path("run").exists()
 
 
+def test_a_command_without_a_dataset_names_those_without_a_file(folder, model, capsys):
+    own = "name dataset countdown and reward countdown (dataset, reward)"
+    for command in ("train", "plan", "doctor"):
+        error = refusal(capsys, command, "--model", str(model), "--reward", "rewards.py:length")
+        assert "there is no dataset; name a file, a folder, a hub id, countdown, " in error
+        assert "or gym:NAME, which is generated (dataset)" in error
+        assert own in refusal(capsys, command, "--model", "countdown", "--reward", "countdown")
+
+
 @pytest.mark.parametrize("name", ["empty.jsonl", "empty.csv", "empty.parquet"])
 def test_an_empty_dataset_is_refused(folder, capsys, name):
     if name.endswith("parquet"):

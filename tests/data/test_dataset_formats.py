@@ -183,6 +183,7 @@ def test_references_are_not_looked_for_where_none_is_read_or_one_is_there():
 @pytest.mark.parametrize(
     "path, fault",
     [
+        ("rewards", r"no column 'rewards'; the columns are gold, reward_mo"),
         ("golden", r"no column 'golden' \(did you mean gold\?\); the columns are gold, reward_mo"),
         (
             "reward_model.truth",

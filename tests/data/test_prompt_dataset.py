@@ -255,6 +255,12 @@ def test_a_faulty_template_is_refused(template, message):
         with_prompts(rows, template)
 
 
+def test_a_column_of_another_meaning_is_not_proposed():
+    rows = Dataset.from_dict({"task": ["a"], "solution": ["b"]})
+    with pytest.raises(ValueError, match=r"which is no column\. The columns are task, solution; "):
+        with_prompts(rows, "{question}")
+
+
 # Tokenising
 
 

@@ -28,6 +28,9 @@ _ROLE_OF |= dict.fromkeys(
 _REFERENCES = ("reward_model.ground_truth", "label", "ground_truth")
 # Columns of references that the built-in rewards read.
 _READ = ("answer", "solution")
+# The similarity (difflib's ratio) from which on a name may be a misspelling of another. That of
+# `question` and `solution`, which are different columns, is 0.63; of `promt` and `prompt`, 0.91.
+SIMILAR = 0.75
 # Columns that often contain the question; error messages use them for an example template.
 _QUESTIONS = ("question", "problem", "instruction", "query", "input", "text")
 
@@ -220,7 +223,7 @@ def _values_at(rows: Dataset, path: str) -> list[Any]:
     keys = path[len(column) + 1 :].split(".")
     if not column:
         column = path.partition(".")[0]
-        near = get_close_matches(path, names, n=1)
+        near = get_close_matches(path, names, n=1, cutoff=SIMILAR)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
             f"reference is {path}, and there is no column {column!r}{hint}; the columns are "

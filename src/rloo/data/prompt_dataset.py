@@ -16,7 +16,7 @@ from typing import Any, Literal
 from datasets import Dataset, Image
 from transformers import ProcessorMixin
 
-from rloo.data.dataset_formats import example_template, holds_messages, with_column
+from rloo.data.dataset_formats import SIMILAR, example_template, holds_messages, with_column
 from rloo.data.images import ImageReader, image_columns
 from rloo.data.sampler import Draw, EpochSampler, PromptSampler
 from rloo.data.tokenization import Encode, ProcessingClass, apply_chat_template, check_message
@@ -168,6 +168,10 @@ class PromptDataset:
     def lengths(self) -> list[int]:
         """The number of tokens of each prompt, in the order of the dataset."""
         return [len(self._tokens[number]) for number in self._numbers]
+
+    def counts_of(self, token: int) -> list[int]:
+        """Return how often each prompt has the token, in the order of `lengths`."""
+        return [self._tokens[number].count(token) for number in self._numbers]
 
     @property
     def epoch(self) -> float:
@@ -342,7 +346,7 @@ def _fill(template: str | list[Message], row: dict[str, Any], number: int) -> Te
         if name is None:
             return match[0][0]
         if name not in row:
-            near = difflib.get_close_matches(name, row, n=1)
+            near = difflib.get_close_matches(name, row, n=1, cutoff=SIMILAR)
             hint = f" (did you mean {{{near[0]}}}?)" if near else ""
             raise ValueError(
                 f"the template has {{{name}}}, which is no column{hint}. The columns are "

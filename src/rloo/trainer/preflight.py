@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from rloo import plugins
 from rloo.config.config import RLOOConfig
 from rloo.config.fields import ConfigErrors, config_errors
 from rloo.config.launcher_env import is_launched
@@ -52,7 +53,7 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
         with _noting(faults):
             _check_checkpoint(config)
         if config.dataset is None:
-            faults.append("there is no dataset; name a file, a folder or a hub id (dataset)")
+            faults.append(without_dataset(config))
     for name in ("dataset", "eval_dataset"):
         with _noting(faults):
             _check_dataset(name, getattr(config, name), config)
@@ -72,6 +73,21 @@ def check_inputs(config: RLOOConfig, *, trains: bool = True) -> None:
             check_function(config.estimator, "estimator")
     if faults:
         raise ConfigErrors(faults)
+
+
+def without_dataset(config: RLOOConfig) -> str:
+    """The error of a configuration that names no dataset. It names the kinds of datasets, or the
+    only dataset that the embedded model reads."""
+    if config.model == EMBEDDED:
+        return (
+            "there is no dataset; the embedded model reads only its own problems: name dataset "
+            f"{EMBEDDED} and reward {EMBEDDED} (dataset, reward)"
+        )
+    generated = " or ".join(f"{name}:NAME" for name in plugins.names("datasets"))
+    return (
+        f"there is no dataset; name a file, a folder, a hub id, {EMBEDDED}, the embedded problems, "
+        f"or {generated}, which is generated (dataset)"
+    )
 
 
 def check_merge(config: RLOOConfig) -> None:

@@ -1,6 +1,7 @@
 """The script for sbatch, as it is read; `test_slurm` has it run."""
 
 import functools
+import json
 import os
 import re
 import shlex
@@ -112,6 +113,35 @@ def test_the_folder_of_the_logs_is_there_before_sbatch_runs(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "--backend", "slurm", "-o", "runs/a b"]) == 0
     assert capsys.readouterr().out == f"job 7: {tmp_path}/runs/a b/job.sbatch\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "options", "expected"),
+    [  # the messages of Slurm 22.05
+        ("sbatch: unrecognized option '--foo'", ["--foo=1"], "'--foo' (slurm.options)"),
+        ("sbatch: invalid option -- 'y'", ["-y 3"], "-- 'y' (slurm.options)"),
+        ("sbatch: error: Invalid --mem specification", ["--exclusive"], "cation (slurm.mem)"),
+        (
+            "sbatch: error: fetch_config: DNS SRV lookup failed\n"
+            "sbatch: fatal: Could not establish a configuration source",
+            ["--error=a.log", "-f 1"],
+            ": fetch_config: DNS SRV lookup failed; Could not establish a configuration source; it "
+            "names no option. --dry_run prints the script and submits nothing (backend)",
+        ),
+    ],
+)
+def test_an_error_of_sbatch_names_only_an_option_that_it_is_about(
+    tmp_path, monkeypatch, capsys, said, options, expected
+):
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(f"#!/bin/bash\necho {shlex.quote(said)} >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    given = ["--slurm.options", json.dumps(options), "--slurm.mem", "4G"]
+    assert main(["launch", "--backend", "slurm", *given]) == 2
+    error = capsys.readouterr().err
+    assert f"sbatch refuses {tmp_path}/" in error and error.rstrip().endswith(expected)
 
 
 @pytest.fixture

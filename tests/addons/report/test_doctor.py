@@ -120,6 +120,7 @@ SICK = {
     "cost": ("reward_at_cost", rows(reward=(0.6, 1.0), **FALLING), {}),
     "in training": ("held_out_trained", rows(), {"facts": {"shared_prompts": {"": (3, 9, "a")}}}),
     "answered": ("prompt_answers", rows(), {"facts": {"answered_prompts": (5, 16, "a")}}),
+    "unknown": ("unknown_tokens", rows(), {"facts": {"unknown_tokens": (5, 100, "<unk>", "a")}}),
     "unopened": (
         "chat_template",
         rows(),
@@ -164,6 +165,21 @@ def test_a_model_that_says_nothing_is_named_before_its_rewards():
     plain = {"chat_template": "unused", "prompt": "2 + 2"}
     (finding,) = diagnose(RecordedRun(zero, texts(before=["", " "]), facts=plain))
     assert finding.name == "chat_template" and "100 % of 8 recorded" in finding.evidence
+
+
+def test_unknown_words_are_named_before_the_silence_that_follows():
+    zero = rows(reward=0.0, reward_std=0.0, **{"groups/signal": 0.0})
+    silent, config = texts(before=["", " "]), {"model": "countdown"}
+    facts = {"unknown_tokens": (50, 60, "<unk>", "<unk> 30 <unk>")}
+    (finding,) = diagnose(RecordedRun(zero, silent, facts=facts, config=config))
+    assert finding.name == "unknown_tokens"
+    assert finding.evidence.startswith("83.3 % of 60 tokens of the prompts are <unk>, ")
+    assert finding.evidence.endswith("one prompt is read as '<unk> 30 <unk>'")
+    assert finding.change.endswith("countdown reads only its own problems (dataset)")
+    (finding,) = diagnose(RecordedRun(zero, silent, facts=facts, config={"model": "a/b"}))
+    assert "countdown" not in finding.change and "(model)" in finding.change
+    few = {"unknown_tokens": (2, 60, "<unk>", "")}
+    assert names(zero, silent, facts=few) == ["silent"]
 
 
 def test_what_is_not_scored_is_told_though_it_was_given_up():

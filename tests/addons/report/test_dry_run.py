@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from datasets import Dataset
 
 from rloo.addons.report.doctor.dataset_stats import answered_prompts, facts_of
 from rloo.addons.report.doctor.dry_run import dry_run, examine
@@ -10,6 +11,7 @@ from rloo.addons.report.doctor.rules import diagnose
 from rloo.addons.report.doctor.run_record import RecordedRun
 from rloo.cli import main
 from rloo.rewards import RewardSet
+from rloo.trainer.trainer import RLOOTrainer
 from rloo.types import Prompt
 from support.sandboxes import require_a_wall
 from support.text import make_tokenizer
@@ -80,7 +82,8 @@ def test_templates_are_examined(tmp_path):
     assert plain["chat_template"] == "unused" and plain["prompt"] == ROWS[0]["prompt"]
     chat = ROWS.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
     trainer = make_trainer(make_config(tmp_path), rows=chat)
-    assert facts(trainer).keys() == {"shared_prompts", "longest_completion"}
+    expected = {"shared_prompts", "longest_completion", "unknown_tokens"}  # no word for a role
+    assert facts(trainer).keys() == expected
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} <unk> {% endfor %}"
@@ -89,8 +92,31 @@ def test_templates_are_examined(tmp_path):
     found = facts(trainer)
     assert found["chat_template"] == "turn not opened"
     assert found["end_of_turn"] == "<unk>" and found["end_of_turn_id"] == 3
+    del found["unknown_tokens"]
     named = [finding.name for finding in diagnose(RecordedRun([], facts=found))]
     assert named == ["chat_template"]  # what follows from it is not told beside it
+
+
+def test_unknown_words_of_prompts_are_counted(tmp_path):
+    prompts = ["w1 w2 w3", "w1 plus w2", "some words here w5"]
+    rows = Dataset.from_dict({"prompt": prompts, "answer": [""] * 3})
+    trainer = make_trainer(make_config(tmp_path), rows=rows)
+    found = facts(trainer)["unknown_tokens"]
+    assert found == (4, 10, "<unk>", "<unk> <unk> <unk> w5")
+    tokenizer = trainer.policy.tokenizer
+    tokenizer.eos_token = tokenizer.unk_token  # as GPT-2's tokenizer names it
+    assert "unknown_tokens" not in facts(trainer)
+
+
+def test_an_alarm_names_unknown_words_before_the_first_step(config, tmp_path, capsys):
+    rows = [{"prompt": f"How much is {a} plus 2?", "numbers": [a, 2], "target": a} for a in (3, 4)]
+    path = tmp_path / "words.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed = {"dataset": str(path), "eval_dataset": None, "output_dir": str(tmp_path / "run")}
+    RLOOTrainer(args=config.with_values(**changed, max_steps=1)).train()
+    alarm, after = capsys.readouterr().out.split("alarm: ")[1].split("\nstep 1/1")
+    assert alarm.startswith("The tokenizer does not know the words of the prompts: 83.3 % of 12 ")
+    assert "Completions are empty" not in alarm + after and alarm.count("\n") == 0
 
 
 def test_only_rewards_of_0_and_1_are_tried_on_prompts(tmp_path):

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
+from rloo.addons.launch.cluster import Cluster
 from rloo.addons.launch.local_ranks import BAD_INPUT
 from rloo.addons.launch.roles import AGAIN, KEY_LINE, LaunchJob, Role
 from rloo.addons.launch.slurm_options import directive, directives, split_option, unsafe
@@ -23,6 +24,8 @@ TEMPLATE = Path(__file__).parent / "job.sbatch"
 SCRIPT = "job.sbatch"
 # Names that a site's template may leave out.
 _OPTIONAL = {"summary", "restarts", "requeue", "max_requeues"}
+# Options of a cluster that sbatch's errors name by these words.
+_NAMED = ("partition", "account", "time", "mem", "gres", "array")
 # The shell expression for output_dir in a job script; each job of an array has another folder.
 FOLDER = '"$OUT"'
 
@@ -78,11 +81,28 @@ def submit(job: LaunchJob) -> int:
         command = ["sbatch", "--parsable", *after, str(path)]
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode != 0:
-            raise ValueError(f"sbatch refuses {path}: {said.stderr.strip()} (slurm.options)")
+            raise ValueError(f"sbatch refuses {path}: {_reason(job.cluster, said.stderr)}")
         number = said.stdout.strip().split(";")[0]
         say(f"job {number}: {path}")
         after = [f"--dependency=afterany:{number}"]
     return 0
+
+
+def _reason(c: Cluster, said: str) -> str:
+    """The error of sbatch in one line, with the given options that it names. If it names none, an
+    option is not the cause: Slurm may have no configuration here, or no controller."""
+    text = "; ".join(re.sub(r"sbatch: (error: |fatal: )?", "", said).strip().split("\n"))
+    words = [word for option in c.slurm_options for word in split_option(option)]
+    given = [(word.split("=")[0].lstrip("-"), "slurm.options") for word in words if word[0] == "-"]
+    given += [(name, f"slurm.{name}") for name in _NAMED if getattr(c, f"slurm_{name}") is not None]
+    named = {
+        option: None
+        for name, option in given
+        if re.search(rf"\b{re.escape(name)}\b" if len(name) > 1 else f"'{name}'", text)
+    }
+    if named:
+        return f"{text} ({', '.join(named)})"
+    return f"{text}; it names no option. --dry_run prints the script and submits nothing (backend)"
 
 
 def _path(job: LaunchJob) -> Path:

@@ -33,6 +33,7 @@ from rloo.model.policy import Policy
 from rloo.model.quantization import count_parameters
 from rloo.model.token_budget import Workload, available_bytes, gigabytes, largest_micro_batch
 from rloo.tracking.console import duration, write_line
+from rloo.trainer.preflight import without_dataset
 from rloo.trainer.trainer import RLOOTrainer
 from rloo.types import Engine, Sample
 
@@ -144,7 +145,7 @@ def make_plan(config: RLOOConfig) -> Plan:
 def _refuse(config: RLOOConfig) -> None:
     """Raise ValueError for options that a plan cannot predict."""
     if config.dataset is None:
-        raise ValueError("there is no dataset to train on (dataset)")
+        raise ValueError(without_dataset(config))
     if config.parallel not in ("replicate", "fsdp2"):
         raise ValueError(
             f"parallel is {config.parallel}; a plan measures without DeepSpeed: give fsdp2, which "

@@ -29,6 +29,7 @@ _BROKEN = (
 EXPLAINS: Mapping[str, tuple[str, ...]] = {
     "held_out_trained": (),
     "prompt_answers": ("already_solved",),
+    "unknown_tokens": ("missing_eos", "silent", "rewards_zero", "rewards_equal"),
     "chat_template": ("missing_eos", "silent", "truncation"),
     "missing_eos": ("length_explosion", "truncation", "rewards_zero"),
     "silent": ("rewards_zero", "rewards_equal", "rewards_alike", "groups_flat"),

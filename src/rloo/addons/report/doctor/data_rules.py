@@ -18,6 +18,7 @@ from rloo.addons.report.doctor.run_record import (
     mean,
     says_nothing,
 )
+from rloo.data.tasks import EMBEDDED
 from rloo.distributed.standard_streams import counted
 from rloo.tracking.console import percent
 from rloo.tracking.metrics import Z
@@ -26,6 +27,9 @@ from rloo.tracking.metrics import Z
 ANSWERED = 0.1
 # Share of clipped completions from which on the end token seems to be missing.
 NEARLY_ALL_CUT = 0.95
+# Share of unknown tokens from which on prompts are unreadable: one token in 20, about one word of a
+# sentence. A tokenizer of bytes makes none. A rare character does not reach this share.
+UNKNOWN = 0.05
 
 
 def many_cut(run: RecordedRun) -> bool:
@@ -64,6 +68,21 @@ def _answered(run: RecordedRun) -> RuleResult | None:
         "full reward",
         "take the answer out of the prompt (prompt_template names the columns that stay)",
         examples=excerpts([example], length=200),
+    )
+
+
+def _unknown_tokens(run: RecordedRun) -> RuleResult | None:
+    count, total, mark, example = run.facts.get("unknown_tokens", (0, 1, "", ""))
+    if count < UNKNOWN * total:
+        return None
+    change = "take a model whose tokenizer has these words (model), or write prompts without them"
+    if run.option("model") == EMBEDDED:
+        change = "take another model (model): countdown reads only its own problems (dataset)"
+    return RuleResult(
+        f"{percent(count / total)} of {counted(total, 'token')} of the prompts are {mark}, the "
+        "token for words that the tokenizer does not have; one prompt is read as "
+        f"{excerpts([example])[0]}",
+        change,
     )
 
 
@@ -159,6 +178,15 @@ RULES = (
         "Copying is learned in place of answering.",
         "`prompt_template` without the answer",
         _answered,
+    ),
+    Rule(
+        "unknown_tokens",
+        "The tokenizer does not know the words of the prompts",
+        "before the start, at least 5 % of the tokens of the prompts are the tokenizer's token for "
+        "unknown words",
+        "A model does not see a word that its tokenizer replaces.",
+        "another `model`, or prompts of words that its tokenizer has (`prompt_template`)",
+        _unknown_tokens,
     ),
     Rule(
         "chat_template",

@@ -1,6 +1,6 @@
-"""Facts that are known before the first step: evaluation prompts that are trained on, the use of
-the chat template, the tokens that end a completion. `rloo.addons.report.doctor.data_rules` contains
-the rules on these facts."""
+"""Facts that are known before the first step: evaluation prompts that are trained on, unknown
+words in prompts, the use of the chat template, the tokens that end a completion.
+`rloo.addons.report.doctor.data_rules` contains the rules on these facts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rloo.algorithm.state import TrainerComponents
 from rloo.data.images import tokenizer_of, without_images
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.tokenization import ProcessingClass
+from rloo.model.policy import Policy
 from rloo.rewards import RewardSet
 from rloo.tracking.finding import text_of_content
 from rloo.tracking.guarded import Note, attempt
@@ -47,8 +48,13 @@ def facts_of(parts: TrainerComponents, sets: Sets) -> dict[str, Any]:
 
     note = parts.monitor.note
     shared = attempt("what evaluations share", lambda: _shared(source, sets), None, note)
-    counted = {"shared_prompts": shared, LONGEST: longest_completion(parts)}
-    known = {name: fact for name, fact in counted.items() if fact is not None}
+    unknown = attempt("which words are unknown", lambda: _unknown(policy, source), None, note)
+    found = {
+        "shared_prompts": shared,
+        LONGEST: longest_completion(parts),
+        "unknown_tokens": unknown,
+    }
+    known = {name: fact for name, fact in found.items() if fact is not None}
     nothing: dict[str, Any] = {}
     return known | attempt("how the chat template is used", template, nothing, note)
 
@@ -74,6 +80,20 @@ def _shared(source: PromptDataset, sets: Sets) -> dict[str, tuple[int, int, str]
         for name, prompts in sets.items()
         if (shared := source.shared_with(prompts))
     }
+
+
+def _unknown(policy: Policy, source: PromptDataset) -> tuple[int, int, str, str] | None:
+    """Return (number of unknown tokens in the prompts, number of their tokens, the unknown token,
+    the prompt with the most unknown tokens as the model reads it). None if there are none, or if
+    the unknown token begins or ends texts, too."""
+    tokenizer, counts = policy.tokenizer, []
+    unknown = tokenizer.unk_token_id
+    if unknown not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        counts = source.counts_of(unknown)
+    if not any(counts):
+        return None
+    example = str(tokenizer.decode(source.token_ids(counts.index(max(counts)))))
+    return sum(counts), sum(source.lengths), str(tokenizer.unk_token), example
 
 
 def of_template(

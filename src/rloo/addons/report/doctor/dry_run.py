@@ -20,6 +20,7 @@ from rloo.algorithm.train import train_on_rollout
 from rloo.config.config import RLOOConfig, in_one_process
 from rloo.tracking.finding import Finding
 from rloo.tracking.guarded import attempt
+from rloo.trainer.preflight import without_dataset
 from rloo.trainer.trainer import RLOOTrainer
 
 ROLLOUTS = 2
@@ -43,7 +44,7 @@ def dry_run(config: RLOOConfig, folder: Path) -> RecordedRun:
     """The record of two rollouts with learning rate 0, with the facts of `facts_of`. Raises
     ValueError without a dataset."""
     if config.dataset is None:
-        raise ValueError("there is no dataset to train on (dataset)")
+        raise ValueError(without_dataset(config))
     changed = in_one_process(config).with_values(
         output_dir=str(folder),
         learning_rate=0.0,
