@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from math import fsum
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -78,15 +79,15 @@ class RewardEstimate:
         self._counts_3N *= self._decay
         self._pooled_5C *= self._decay
         for number, weight, rewards, _ in rollout:
-            values = np.array(rewards)
-            if not len(values):
+            size, total = len(rewards), fsum(rewards)
+            if not size:
                 continue
-            counts = np.array([len(values), values.sum(), (values**2).sum()])
-            within = ((values - values.mean()) ** 2).sum()
-            self._counts_3N[:, number] += counts
-            self._pooled_5C[:, self._pool_N[number]] += weight * np.array(
-                [*counts, len(values) - 1, within]
-            )
+            mean = total / size
+            squares = fsum(reward * reward for reward in rewards)
+            within = fsum((reward - mean) * (reward - mean) for reward in rewards)
+            sums = np.array([size, total, squares, size - 1, within])
+            self._counts_3N[:, number] += sums[:3]
+            self._pooled_5C[:, self._pool_N[number]] += weight * sums
 
     def prior(self) -> Prior | None:
         """Return the prior of each pool; None if no reward is known.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import fsum
 from typing import Any
 
 import numpy as np
@@ -46,40 +47,47 @@ class RewardProbe:
         probe and the prior predicted before the rewards were known (None: no prediction)."""
         self._products *= self._decay
         self._errors *= self._decay
+        rows = []
         for features, rewards, probe, prior in rollout:
             if not rewards:
                 continue
-            values = np.array(rewards)
-            mean = float(values.mean())
-            row = np.array([1.0, *features, mean, (values**2).mean()])
-            self._products += row[:, None] * row
+            mean = fsum(rewards) / len(rewards)
+            square = fsum(reward * reward for reward in rewards) / len(rewards)
+            rows.append([1.0, *features, mean, square])
             if probe is not None and prior is not None:
                 error, step = mean - prior, probe - prior
                 self._errors += [1.0, (mean - probe) ** 2, error**2, error * step, step**2]
+        if rows:
+            values = np.array(rows)
+            self._products += np.einsum("pi,pj->ij", values, values)
 
     def predict(self, features_MD: np.ndarray, noise_ratio: float) -> np.ndarray | None:
         """Return the predicted means of the rewards and of their squares, (2, M). None before the
         first rewards. `noise_ratio`: variance of a group's mean about the prompt's mean, divided by
-        the variance of the prompts' means."""
+        the variance of the prompts' means.
+
+        Sums are in a fixed order, so that the bits of the result do not depend on the processor or
+        the number of threads, as those of LAPACK do: all processes draw the same prompts.
+        """
         count = self._products[0, 0]
         if count == 0:
             return None
-        moments = self._products / count
-        mean = moments[0, 1:]
-        covariance = moments[1:, 1:] - mean[:, None] * mean
-        size = self._size
-        scale_D = np.sqrt(np.maximum(covariance.diagonal()[:size], 0.0))
-        scale_D = np.where(scale_D > 1e-9, scale_D, np.inf)  # a constant feature predicts nothing
-        matrix = covariance[:size, :size] / (scale_D[:, None] * scale_D)
-        lowest, highest = NOISE_RATIO
-        penalty = size * min(max(noise_ratio, lowest), highest) / count
-        slopes = np.linalg.solve(
-            matrix + penalty * np.eye(size), covariance[:size, size:] / scale_D[:, None]
-        )
-        predicted: np.ndarray = (
-            mean[size:, None] + slopes.T @ ((features_MD - mean[:size]) / scale_D).T
-        )
-        return predicted
+        num, size = len(features_MD), self._size + 1
+        # Row by row: (1, features) times themselves, targets times them, and the new prompts.
+        new_MD = np.hstack([np.ones((num, 1)), features_MD])
+        rows = np.vstack([self._products[:, :size] / count, new_MD])
+        square_D, lowest, highest = rows.diagonal()[1:], *NOISE_RATIO
+        variance_D = square_D - rows[0, 1:] ** 2
+        penalty = self._size * min(max(noise_ratio, lowest), highest) / count
+        varies_D = variance_D > 1e-12 * square_D  # a constant feature predicts nothing
+        diagonal = np.arange(1, size)
+        rows[diagonal, diagonal] += np.where(varies_D, penalty * variance_D, 1.0)
+        # Cholesky's elimination, of the other rows, too. The first column subtracts the means.
+        for column in range(size):
+            left = rows[column:, column]
+            left -= np.einsum("ij,j->i", rows[column:, :column], rows[column, :column])
+            left /= np.sqrt(left[0])
+        return np.einsum("ij,kj->ik", rows[size : size + 2], rows[size + 2 :])
 
     @property
     def explained(self) -> float:
