@@ -1,18 +1,32 @@
-"""Checks before a run by Ray: the address of the cluster responds, and the nodes have the resources
-of the run. Without these checks Ray repeats warnings for minutes. This module does not need Ray."""
+"""Checks before a run by Ray: a cluster responds at the address, and the nodes have the resources
+of the run. Without these checks Ray repeats warnings for minutes. This module does not import
+Ray."""
 
 from __future__ import annotations
 
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rloo.addons.launch.roles import LaunchJob
 
-# The longest wait for a connection, and for nodes that are about to join the cluster.
+# The longest wait for a connection, for the answer of a cluster, and for nodes that are about to
+# join the cluster.
 ADDRESS_SECONDS = 5.0
+CLUSTER_SECONDS = 20.0
 RESOURCE_SECONDS = 15.0
+# Asks for the health of the cluster at the address that follows. Status 0: the cluster responds.
+# Ray compares the versions itself.
+_HEALTH = (
+    sys.executable, "-m", "ray.scripts.scripts", "health-check", "--skip-version-check",
+    "--address",
+)  # fmt: skip
+# The status of Ray's command line if it has no such command or option.
+_NO_COMMAND = 2
+_FAULT = re.compile(r"^ray\.exceptions\.\w+: (.+)", re.MULTILINE)
 _HOST_PORT = re.compile(r"(?:ray://)?\[?(?P<host>[^/\]]+)\]?:(?P<port>\d{1,5})(?:[/?].*)?")
 
 
@@ -31,6 +45,33 @@ def check_address(address: str | None) -> None:
             f"no Ray cluster responds at {address}: {reason}; start one there with `ray start "
             "--head`, or give the address of another (ray_address, RAY_ADDRESS)"
         ) from None
+
+
+def check_cluster(
+    address: str | None,
+    health: Sequence[str] = _HEALTH,
+    seconds: float = CLUSTER_SECONDS,
+) -> None:
+    """Raise ConnectionError if the process at `HOST:PORT` does not respond as a Ray cluster within
+    `seconds`. `health` is the command that asks it. Other forms of an address are left to Ray."""
+    if address is None or "://" in address or _HOST_PORT.fullmatch(address) is None:
+        return
+    try:
+        asked = subprocess.run(
+            [*health, address], capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        fact = f"does not respond as a Ray cluster within {seconds:g} s"
+    else:
+        if asked.returncode in (0, _NO_COMMAND):
+            return
+        said = _FAULT.findall(asked.stderr)
+        reason = said[-1] if said else f"`ray health-check` has the status {asked.returncode}"
+        fact = f"does not respond as a Ray cluster: {reason}"
+    raise ConnectionError(
+        f"the process at {address} {fact}; give the address that `ray start --head` has printed "
+        "(ray_address, RAY_ADDRESS)"
+    )
 
 
 def check_resources(
