@@ -57,3 +57,20 @@ def test_a_server_of_http_is_no_cluster(job):
             run(replace(job, cluster=Cluster(backend="ray", ray_address=address)), StopSignals())
         assert time.monotonic() - begun < 30
         server.shutdown()
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_ray_train_waits_for_resources_that_are_in_use(job, monkeypatch, capsys, given):
+    from ray.train.v2._internal.constants import WORKER_GROUP_START_TIMEOUT_S_ENV_VAR as NAME
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+
+    from rloo.addons.launch.ray_actors import announce_waiting
+
+    monkeypatch.setenv(NAME, given or "")
+    if given is None:
+        monkeypatch.delenv(NAME)
+    announce_waiting(job, {"CPU": 1.0})
+    assert capsys.readouterr().err == ""
+    announce_waiting(job, {})
+    assert capsys.readouterr().err.startswith("rloo: the run asks Ray for 1 CPU, and 0 CPU of ")
+    assert get_env_vars_to_propagate()[NAME] == (given or str(job.config.ddp_timeout))

@@ -7,7 +7,13 @@ import time
 import pytest
 
 from rloo.addons.launch.cluster import Cluster
-from rloo.addons.launch.ray_checks import check_address, check_cluster, check_resources, shortage
+from rloo.addons.launch.ray_checks import (
+    check_address,
+    check_cluster,
+    check_resources,
+    shortage,
+    waiting,
+)
 from rloo.addons.launch.roles import make_job
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
@@ -30,6 +36,18 @@ def test_what_is_asked_and_what_the_cluster_has_are_in_one_sentence():
     assert "\n" not in said
     assert shortage(job, [{"CPU": 27.0, "GPU": 8.0}]) is None
     assert "27 CPU" in str(shortage(job, [{"CPU": 26.0, "GPU": 8.0}]))
+
+
+def test_a_run_whose_resources_are_in_use_says_that_it_waits():
+    """2 ranks and a sampler of a GPU and 3 CPUs. Ray leaves out resources of which nothing is
+    free."""
+    job = job_of(gpus_per_node=3, engine_gpus=1, threads=3)
+    assert waiting(job, {"CPU": 9.0, "GPU": 3.0, "memory": 1e9}) is None
+    assert waiting(job, {"CPU": 8.5}) == (
+        "the run asks Ray for 9 CPU and 3 GPU, and 8.5 CPU and 0 GPU of the cluster are free; it "
+        "waits until other programs end"
+    )
+    assert waiting(job_of(trainer_gpus=2), {"CPU": 2.0}) is None
 
 
 def test_a_process_needs_its_gpus_on_one_node():

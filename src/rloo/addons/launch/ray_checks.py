@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from rloo.addons.launch.roles import LaunchJob
@@ -92,12 +93,10 @@ def check_resources(
 def shortage(job: LaunchJob, nodes: Sequence[Mapping[str, float]]) -> str | None:
     """The sentence that compares the resources of the run with those of the nodes; None if the
     nodes may suffice."""
-    roles = [(role, job.needs(role)) for role in (job.trainer, *job.others)]
-    names = sorted({name for _, needs in roles for name in needs})
-    asked = {name: sum(role.count * needs.get(name, 0) for role, needs in roles) for name in names}
+    roles, asked = [(role, job.needs(role)) for role in (job.trainer, *job.others)], _asked(job)
     here = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
     rooms = [(role, _room(needs, nodes)) for role, needs in roles]
-    if all(asked[name] <= here[name] for name in names) and all(r.count <= n for r, n in rooms):
+    if all(asked[name] <= here[name] for name in asked) and all(r.count <= n for r, n in rooms):
         return None
     parts = [f"{role.count} {role.name}s of {_shown(needs)}" for role, needs in roles]
     room = "".join(
@@ -110,6 +109,28 @@ def shortage(job: LaunchJob, nodes: Sequence[Mapping[str, float]]) -> str | None
         f"{_shown(here)} on {len(nodes)} node{'s' * (len(nodes) != 1)}{room} (trainer_gpus, "
         "engine_gpus, threads; ray_autoscaling waits for nodes that the cluster adds)"
     )
+
+
+def waiting(job: LaunchJob, free: Mapping[str, float]) -> str | None:
+    """The sentence about a run that waits for resources that other programs use. `free` are those
+    that no program uses. None if they may suffice."""
+    asked = _asked(job)
+    here = {name: free.get(name, 0.0) for name in asked}
+    if all(asked[name] <= here[name] for name in asked):
+        return None
+    return (
+        f"the run asks Ray for {_shown(asked)}, and {_shown(here)} of the cluster are free; it "
+        "waits until other programs end"
+    )
+
+
+def _asked(job: LaunchJob) -> dict[str, int]:
+    """The resources of all processes of a run."""
+    asked = Counter[str]()
+    for role in (job.trainer, *job.others):
+        for name, number in job.needs(role).items():
+            asked[name] += role.count * number
+    return dict(sorted(asked.items()))
 
 
 def _room(needs: Mapping[str, int], nodes: Sequence[Mapping[str, float]]) -> int:
