@@ -1,12 +1,19 @@
 """The two sentences before a run by Ray, on stand-ins; `test_ray_backend` has Ray's."""
 
 import socket
+import sys
 import time
 
 import pytest
 
 from rloo.addons.launch.cluster import Cluster
-from rloo.addons.launch.ray_checks import check_address, check_resources, shortage
+from rloo.addons.launch.ray_checks import (
+    check_address,
+    check_cluster,
+    check_resources,
+    shortage,
+    waiting,
+)
 from rloo.addons.launch.roles import make_job
 
 RECIPE = ["--model", "m", "--dataset", "d.jsonl", "--reward", "exact_match"]
@@ -29,6 +36,18 @@ def test_what_is_asked_and_what_the_cluster_has_are_in_one_sentence():
     assert "\n" not in said
     assert shortage(job, [{"CPU": 27.0, "GPU": 8.0}]) is None
     assert "27 CPU" in str(shortage(job, [{"CPU": 26.0, "GPU": 8.0}]))
+
+
+def test_a_run_whose_resources_are_in_use_says_that_it_waits():
+    """2 ranks and a sampler of a GPU and 3 CPUs. Ray leaves out resources of which nothing is
+    free."""
+    job = job_of(gpus_per_node=3, engine_gpus=1, threads=3)
+    assert waiting(job, {"CPU": 9.0, "GPU": 3.0, "memory": 1e9}) is None
+    assert waiting(job, {"CPU": 8.5}) == (
+        "the run asks Ray for 9 CPU and 3 GPU, and 8.5 CPU and 0 GPU of the cluster are free; it "
+        "waits until other programs end"
+    )
+    assert waiting(job_of(trainer_gpus=2), {"CPU": 2.0}) is None
 
 
 def test_a_process_needs_its_gpus_on_one_node():
@@ -72,3 +91,31 @@ def test_an_address_that_nobody_answers_is_told_at_once():
 @pytest.mark.parametrize("address", [None, "", "auto", "local", "anyscale://x"])
 def test_other_addresses_are_left_to_ray(address):
     check_address(address)
+    check_cluster(address, health("1"))
+
+
+def health(statement: str) -> list[str]:
+    """A stand-in of `ray health-check`, which gets the address."""
+    return [sys.executable, "-c", f"import sys, time; sys.exit({statement})"]
+
+
+def test_a_process_that_is_no_cluster_is_told_within_the_given_time():
+    begun = time.monotonic()
+    with pytest.raises(ConnectionError) as caught:
+        check_cluster("a:1", health("time.sleep(60)"), seconds=0.5)
+    assert str(caught.value) == (
+        "the process at a:1 does not respond as a Ray cluster within 0.5 s; give the address that "
+        "`ray start --head` has printed (ray_address, RAY_ADDRESS)"
+    )
+    assert time.monotonic() - begun < 30
+
+
+def test_what_ray_says_about_the_cluster_is_in_the_sentence():
+    check_cluster("a:1", health("sys.argv[1] != 'a:1'"))
+    check_cluster("a:1", health("2"))  # a Ray without this command
+    check_cluster("ray://a:1", health("1"))
+    trace = "'Traceback\\nray.exceptions.AuthenticationError: no token.'"
+    with pytest.raises(ConnectionError, match=r"at a:1 does not .* cluster: no token\.; give the"):
+        check_cluster("a:1", health(trace))
+    with pytest.raises(ConnectionError, match="has the status 7; give"):
+        check_cluster("a:1", health("7"))

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rloo.addons.launch.local_ranks import BAD_INPUT, LOOK_SECONDS, free_port
-from rloo.addons.launch.ray_checks import check_resources
+from rloo.addons.launch.ray_checks import check_resources, waiting
 from rloo.addons.launch.ray_workers import KIND_OF, Done, RayRegistry, WorkerActor
 from rloo.addons.launch.roles import AGAIN, LaunchJob, Role
 from rloo.addons.launch.supervisor import REFUSED, RESTARTS, SIGNALS, Supervisor, note
@@ -40,6 +40,9 @@ _OURS = ("RAY_", "CUDA_VISIBLE_DEVICES", "HOSTNAME", "PWD", "OLDPWD", "SHLVL", "
 _KILLED = 137
 _ANSWER_SECONDS = 60.0
 _NODE = "ray.io/node-id"  # a label that Ray sets on each node
+# Seconds in which Ray Train must find a place for the ranks (60). After that it prints a traceback
+# and begins again, without a limit.
+START_TIMEOUT = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 
 
 # The environment variable in which rank 0 finds the names of the actors that sample and score.
@@ -129,6 +132,7 @@ def run_by_ray(job: LaunchJob, signals: StopSignals) -> int:
     try:
         if not job.cluster.ray_autoscaling:
             check_resources(job, _resources)
+        announce_waiting(job, ray.available_resources())
         if os.environ.get("RAY_AUTH_MODE") != "token":
             say(
                 "rloo: this Ray cluster asks for no token: whoever reaches it may run what they "
@@ -255,12 +259,21 @@ def _beside(job: LaunchJob) -> Iterator[tuple[list[Any], dict[str, str] | None]]
             remove_placement_group(group)
 
 
+def announce_waiting(job: LaunchJob, free: Mapping[str, float]) -> None:
+    """Print a sentence if other programs use resources of the run; `free` are those that no program
+    uses. Ray Train then waits for `ddp_timeout`, unless the user has set its own timeout."""
+    os.environ.setdefault(START_TIMEOUT, str(job.config.ddp_timeout))
+    if said := waiting(job, free):
+        say(f"rloo: {said}", sys.stderr)
+
+
 def _group(job: LaunchJob, bundles: list[dict[str, int]]) -> PlacementGroup:
     """A placement group for the sampling processes. Raises ValueError if Ray cannot place them."""
     group = placement_group(bundles, strategy="PACK")
     if not group.wait(5):
         here = {name: n for name, n in ray.cluster_resources().items() if name in ("CPU", "GPU")}
-        say(f"rloo: waiting for Ray to place {bundles}; the cluster has {here}")
+        if waiting(job, ray.available_resources()) is None:  # else this has been said
+            say(f"rloo: waiting for Ray to place {bundles}; the cluster has {here}")
         if not group.wait(job.config.ddp_timeout):
             remove_placement_group(group)
             raise ValueError(

@@ -9,7 +9,7 @@ import shlex
 from importlib.util import find_spec
 
 from rloo.addons.launch.local_backend import by_hand, urls
-from rloo.addons.launch.ray_checks import check_address
+from rloo.addons.launch.ray_checks import check_address, check_cluster
 from rloo.addons.launch.roles import AGAIN, LaunchJob
 from rloo.algorithm.stop_signals import StopSignals
 from rloo.config.optional_packages import install
@@ -36,12 +36,14 @@ def script(job: LaunchJob) -> str:
 
 def run(job: LaunchJob, signals: StopSignals) -> int:
     """Run a job with Ray from this process and return its status. After a signal the run saves and
-    ends. Raises ValueError if Ray is not installed or cannot place the job. Raises OSError if there
-    is no cluster at `ray_address`, or if the ranks have died too often."""
+    ends. Raises ValueError if Ray is not installed or cannot place the job. Raises OSError if no
+    cluster responds at `ray_address`, or if the ranks have died too often."""
     if find_spec("ray") is None:
         raise ValueError(f"backend is ray, which is not installed: {install('ray')} (backend)")
     given = job.cluster.ray_address
-    check_address(os.environ.get("RAY_ADDRESS") if given in (None, "auto") else given)
+    address = os.environ.get("RAY_ADDRESS") if given in (None, "auto") else given
+    check_address(address)
+    check_cluster(address)
     # Ray's usage reports are off unless the user turns them on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     from rloo.addons.launch.ray_actors import run_by_ray
