@@ -18,6 +18,8 @@ from same_words import FILES, VALUES, Words
 
 # Some digests in a manifest are of files with times. The content of all files is compared anyway.
 DIGESTS = ("sha256", "size")
+# What a side shows that lacks a file, a key or a tensor.
+MISSING = "missing"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def compare_folders(before: Path, after: Path, words: Words) -> Iterator[Differe
     for name in sorted(names[0] | names[1], key=lambda name: (name.count("/"), name)):
         missing = [name not in side for side in names]
         if any(missing):
-            yield Difference(name, *("missing" if absent else "there" for absent in missing))
+            yield Difference(name, *(MISSING if absent else "there" for absent in missing))
         else:
             yield from compare_files(name, before / name, after / name, words)
 
@@ -72,7 +74,7 @@ def compare_values(place: str, before: Any, after: Any, words: Words) -> Iterato
             inside = f"{place} {key}"
             if key not in before or key not in after:
                 sides = (before, after)
-                shown = [_plain(s[key], words) if key in s else "missing" for s in sides]
+                shown = [_plain(s[key], words) if key in s else MISSING for s in sides]
                 yield Difference(inside, *shown)
             elif not VALUES.fullmatch(key) and not _is_digest(place, key):
                 yield from compare_values(inside, before[key], after[key], words)
@@ -102,7 +104,7 @@ def _compare_tensors(name: str, before: Path, after: Path, words: Words) -> Iter
         yield from compare_values(f"{name} metadata", old.metadata(), new.metadata(), words)
         names = set(old.keys()), set(new.keys())
         for key in sorted(names[0] ^ names[1]):
-            yield Difference(f"{name} {key}", *("there" if key in n else "missing" for n in names))
+            yield Difference(f"{name} {key}", *("there" if key in n else MISSING for n in names))
         for key in sorted(names[0] & names[1]):
             pair = old.get_tensor(key), new.get_tensor(key)
             kinds = [f"{tensor.dtype} {list(tensor.shape)}" for tensor in pair]

@@ -15,7 +15,7 @@ COMMIT may be `.`, the working tree itself. A name after `--cases` may be a patt
 Each side runs its cases in one process, in parallel with the other side. With `--fresh` each case
 has a separate process, which costs an import. `--keep` keeps the output folders in FOLDER.
 `--results` compares only results (tensors, metrics, completions, evaluations, counters), without
-messages and option names.
+messages, option names, and values and files that only the working tree has.
 
 `--speed` instead measures the CPU time of an optimizer step, for the embedded run and for workload
 W1 of the benchmarks. Two processes alternate step by step, so that step i is the same work. The
@@ -43,7 +43,7 @@ from typing import Any
 
 import yaml
 from same_files import make_inputs
-from same_folders import Difference, compare_files, compare_folders
+from same_folders import MISSING, Difference, compare_files, compare_folders
 from same_sides import ITSELF, ROOT, SIDES, read, side, two_trees
 from same_speed import judge_speed
 from same_words import SPOKEN, Words, as_arguments, words_for
@@ -161,7 +161,7 @@ def compare_case(case: Case, folder: Path, words: Words) -> list[Difference]:
         elif all(path.is_file() for path in sides):
             found += compare_files(part, *sides, words)
         elif any(path.exists() for path in sides):
-            found.append(Difference(part, *("there" if p.exists() else "missing" for p in sides)))
+            found.append(Difference(part, *("there" if p.exists() else MISSING for p in sides)))
     if case.promised:
         found = [d for d in found if any(re.search(p, d.place) for p in case.promised)]
     return found
@@ -194,7 +194,9 @@ def compare_trees(
         result.errors = [f"{where}: {a['error']}" for where, a in errors if a["error"]]
         result.differences = compare_case(case, folder, words)
         if results:
-            result.differences = [d for d in result.differences if not SPOKEN.search(d.place)]
+            result.differences = [
+                d for d in result.differences if not SPOKEN.search(d.place) and d.before != MISSING
+            ]
         found[case.name] = result
     return found
 
