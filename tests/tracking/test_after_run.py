@@ -56,6 +56,15 @@ def test_an_adapter_is_served_with_its_base_and_its_largest_rank_and_merged_for_
     assert gguf[5:] == ["python", "convert_hf_to_gguf.py", "merged", "--outfile", "model.gguf"]
 
 
+def test_an_adapter_is_merged_for_the_server_of_transformers():
+    policy = make_policy(make_adapted())
+    policy.tokenizer.chat_template = "{{ messages }}"
+    found = commands(policy, "runs/my run", "me/base", name="words")
+    served = "rloo merge 'runs/my run' merged && transformers serve merged"
+    assert found["Serve it with transformers"] == served
+    assert found["Talk to that server"] == "transformers chat merged"
+
+
 def test_an_adapter_that_vllm_does_not_load_is_merged_before_it_is_served():
     _, serve, _ = uses(make_adapted(use_dora=True))
     assert serve[:5] == ["rloo", "merge", "runs/my run", "merged", "&&"]
@@ -80,4 +89,5 @@ def test_the_last_lines_and_the_card_say_how_to_use_the_result(tmp_path, capsys)
     card = Path(folder, "README.md").read_text()
     code = card.split("```bash\n")[1].split("\n```")[0].splitlines()
     assert code[1] == "rloo chat ." and code[3].startswith("vllm serve BASE --enable-lora")
-    assert len(code) == 4  # no GGUF of a tokenizer of whole words
+    assert code[5] == "rloo merge . merged && transformers serve merged"
+    assert len(code) == 8  # no GGUF of a tokenizer of whole words

@@ -20,8 +20,9 @@ GGUF = "python convert_hf_to_gguf.py {folder} --outfile model.gguf"
 
 def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[str, str]:
     """The commands by purpose, for the result in `folder`: a model, or an adapter of the model
-    `base`, which is served as `name`. An adapter that vLLM cannot load is merged first.
-    `transformers chat` needs a chat template. llama.cpp knows no tokenizer with one token for each
+    `base`, which is served as `name`. An adapter that vLLM cannot load is merged first, and so is
+    any adapter for `transformers serve`, which reads whole models (5.24.0). `transformers chat`
+    needs a chat template. llama.cpp knows no tokenizer with one token for each
     word, so there is no GGUF with such a tokenizer."""
     quoted = shlex.quote(folder)
     whole, serving, merging = quoted, f"vllm serve {quoted}", ""
@@ -35,9 +36,9 @@ def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[st
                 f"--lora-modules {shlex.quote(f'{name}={folder}')}"
             )
     found = {"Talk to it": f"rloo chat {quoted}", "Serve it": serving}
-    if policy.adapter is None and getattr(policy.tokenizer, "chat_template", None):
-        found["Serve it with transformers"] = f"transformers serve {quoted}"
-        found["Talk to that server"] = f"transformers chat {quoted}"
+    if getattr(policy.tokenizer, "chat_template", None):
+        found["Serve it with transformers"] = f"{merging}transformers serve {whole}"
+        found["Talk to that server"] = f"transformers chat {whole}"
     backend = getattr(policy.tokenizer, "backend_tokenizer", None)
     if not isinstance(getattr(backend, "model", None), WordLevel):
         found["Make a GGUF of it"] = merging + GGUF.format(folder=whole)

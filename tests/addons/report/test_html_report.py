@@ -246,6 +246,14 @@ def test_options_that_were_chosen_automatically_are_not_called_set(tmp_path):
     assert shown() == ([*given, "packing", "bf16"], False)
 
 
+def test_mappings_are_shown_as_a_command_line_takes_them(tmp_path):
+    template = [{"role": "user", "content": "{täsk}", "name": None}]
+    folder = make_run(tmp_path / "run", prompt_template=template, reward=["a", "b"])
+    shown = {option["name"]: option["values"] for option in written(folder)["options"]}
+    assert shown["prompt_template"] == ['[{"role": "user", "content": "{täsk}", "name": null}]']
+    assert shown["reward"] == ["a, b"]
+
+
 def test_a_run_that_goes_on_names_its_commit_and_the_options_that_were_set(tmp_path):
     folder = make_run(tmp_path / "run", ended=False)
     (folder / "config.yaml").write_text("beta: 0.1\nbf16: true\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -300,6 +301,9 @@ def _options(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 def _shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
+    nested = isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
+    if nested or isinstance(value, dict):  # as a command line takes it
+        return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, list):
         return ", ".join(map(_shown, value)) if value else "[]"
     return f"{value:g}" if isinstance(value, float) else str(value)
