@@ -1,6 +1,7 @@
 """A child process: its log, its deadlines, the kill of its group, and its death with its parent."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def start(tmp_path):
 
 def child_of(process):
     """The number of the child that FAMILY has printed."""
-    wait_for(lambda: "below" in process.last_lines(5))
+    wait_for(lambda: re.search(r"below \d+$", process.last_lines(5)))  # not all in one write
     return int(process.last_lines(5).split()[-1])
 
 

@@ -54,7 +54,8 @@ class VarianceSampler:
     ) -> None:
         self.drawn: int = 0
         self.size: int = len(rows)
-        self.seed, self.floor = seed, floor
+        self.seed: int = seed
+        self.floor: float = floor
         self.estimate = estimate
         self._number = {row: number for number, row in enumerate(rows)}
         # `estimate` has the rewards of all rollouts but the last `lag`; here are these.
