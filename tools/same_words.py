@@ -24,7 +24,7 @@ VALUES = re.compile(
 # file is the printed output of the profile's case.
 FILES = ("report.html", "profile/trace.json", "profile/report.md", "profiled.txt")
 # Places with messages or option names, which are no computed results.
-SPOKEN = re.compile(r"\.(txt|md|yaml)\b| (verdict|notes|config)\b")
+SPOKEN = re.compile(r"\.(txt|md|yaml)\b| (verdict|notes|config|named)\b| findings\[\d+\] command")
 TEXTS = (
     # The path of the embedded task's base model, which differs if its folder is moved.
     (re.compile(r"""[^\s"']*/(?=countdown_base\b)"""), "PACKAGE/"),
