@@ -381,6 +381,7 @@ def test_a_fault_is_one_line_and_status_2(folder, model, capsys, arguments, expe
     assert not Path("run").exists()
 
 
+@needs_addons
 def test_a_command_without_a_dataset_names_those_without_a_file(folder, model, capsys):
     own = "name dataset countdown and reward countdown (dataset, reward)"
     for command in ("train", "plan", "doctor"):
