@@ -67,7 +67,8 @@ def render_task(summary: Summary) -> str:
         _arms_table(summary),
         "Held-out pass@1 in percent at equal numbers of completions, mean over seeds:",
         _curves_table(summary),
-        f"![Held-out pass@1 against completions, CPU seconds and wall seconds]({_picture(task)})",
+        "![Held-out pass@1 against completions, CPU seconds and wall seconds]"
+        f"(baselines/{task.name}.png)",
     ]
     for family, comparisons in summary.comparisons.items():
         if comparisons:
@@ -76,10 +77,6 @@ def render_task(summary: Summary) -> str:
     parts += ["Learning rates, mean held-out pass@1 over the budget on the tuning seeds:"]
     parts.append(_tuning_table(summary))
     return "\n\n".join(parts)
-
-
-def _picture(task: Task) -> str:
-    return f"baselines/{task.name}.png"
 
 
 def _tell_mark(summary: Summary) -> str:

@@ -14,8 +14,8 @@ from rloo.config.config import RLOOConfig
 from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import all_draws
 from rloo.tools.probe_sampling import all_probe_draws, make_probe_sampler
-from support.drawn import drawn_rollouts, pilot_rollouts, second_sizes
 from support.production import Production, compare, make_tiny, with_failures
+from support.weighted_rollouts import drawn_rollouts, pilot_rollouts, second_sizes
 
 # A policy that ends 36 % of its completions itself, and one that ends 18 %.
 SEED, SELDOM_ENDS = 9, 64

@@ -16,9 +16,9 @@ from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import TabularPolicy, logits_table
 from rloo.types import Completion, Group, Prompt
 from support.bandits import BanditGroup, TokenTables, rollout_loss
-from support.drawn import make_pilot_sampler, pilot_rollouts, second_sizes
 from support.production import GRADED, Production, draws_of
 from support.terms import advantages, rollout_of
+from support.weighted_rollouts import make_pilot_sampler, pilot_rollouts, second_sizes
 
 PILOT, K, MOST = 2, 4, 5
 REWARDS = ([0.1, 1.0, 0.3], [1.0, -2.0, 1.0])

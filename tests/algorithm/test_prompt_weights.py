@@ -12,8 +12,8 @@ from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import TabularPolicy, all_draws, logits_table
 from rloo.types import Prompt
 from support.bandits import BanditGroup, TokenTables, rollout_loss
-from support.drawn import drawn_rollouts
 from support.production import GRADED, Production
+from support.weighted_rollouts import drawn_rollouts
 
 REWARDS = ([0.1, 1.0, 0.3], [1.0, 1.0, 1.0], [-2.0, 0.4, 3.0])
 BANDITS = [

@@ -68,10 +68,11 @@ def test_the_third_rollout_or_the_last_is_accounted_for(
     assert 1000 < seconds_of(report, "reward") < seconds_of(report, "all") < 1100
     operators = report.partition("| operator")[2]
     assert len(re.findall(r"^\| .* s \| +[\d.]+ % \| +[\d,]+ \|$", operators, re.MULTILINE)) == 10
-    assert "| aten::" in operators
+    assert "| aten::" in operators  # which ones take longest depends on the machine
     assert ("cost is unknown" in report) == (profiled == 1)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    assert {"phase: sample", "phase: update"} <= {event["name"] for event in events}
+    names = {event["name"] for event in events}
+    assert {"phase: sample", "phase: update"} <= names and names & {"aten::mm", "aten::addmm"}
 
 
 def test_peaks_operators_and_time_outside_of_them_are_those_of_the_phase(tmp_path):

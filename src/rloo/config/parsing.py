@@ -64,13 +64,13 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
     if path and len(faults) > before:
         refuse_foreign(path)
     named = {*values, *map(our_name, given)} & {"model", "dataset", "eval_dataset"}
-    below: dict[str, Any] = {}
+    unnamed: set[str] = set()
     if base is not None and not named:
         below = _resolved(*_written(base, faults), faults)
         if "preset" in values:
             below = {name: value for name, value in below.items() if name not in BASE}
-        own, values = values.keys(), _under(below, values, written)
-        below = {name: value for name, value in below.items() if name not in own}
+        unnamed = below.keys() - values.keys()
+        values = _under(below, values, written)
     if "preset" in given:  # a resolved file sets the whole objective
         values = {name: value for name, value in values.items() if name not in BASE}
     if path:
@@ -88,7 +88,7 @@ def parse_command_line(arguments: list[str], base: str | None = None) -> RLOOCon
         option, _, entry = name.partition(".")
         values[option] = {**(values.get(option) or {}), **_entry(values, option, entry, text)}
     config, user = RLOOConfig(**values), {*line, *(name.partition(".")[0] for name in entries)}
-    return config.without_named(below.keys() - user)
+    return config.without_named(unnamed - user)
 
 
 # Options that set the number of completions of an optimizer step.

@@ -93,9 +93,9 @@ class ProbeSampler(VarianceSampler):
 
     `look(numbers)` returns the features (M, D) of prompts, from the policy as it is now: those of
     the candidates, or of the drawn prompts while predictions are not used. It must be set before
-    the first draw. A candidate x is drawn with probability q(x) among the M
-    candidates and has the weight 1 / (M q(x)). The expectation over candidates and draws is that of
-    uniform drawing, whatever the probe predicts.
+    the first draw. A candidate x is drawn with probability q(x) among the M candidates and has the
+    weight 1 / (M q(x)). The expectation over candidates and draws is that of uniform drawing,
+    whatever the probe predicts.
     """
 
     look: Callable[[np.ndarray], np.ndarray]

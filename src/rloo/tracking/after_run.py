@@ -22,8 +22,8 @@ def commands(policy: Policy, folder: str, base: str, *, name: str) -> Mapping[st
     """The commands by purpose, for the result in `folder`: a model, or an adapter of the model
     `base`, which is served as `name`. An adapter that vLLM cannot load is merged first, and so is
     any adapter for `transformers serve`, which reads whole models (5.24.0). `transformers chat`
-    needs a chat template. llama.cpp knows no tokenizer with one token for each
-    word, so there is no GGUF with such a tokenizer."""
+    needs a chat template. llama.cpp knows no tokenizer with one token for each word, so there is no
+    GGUF with such a tokenizer."""
     quoted = shlex.quote(folder)
     whole, serving, merging = quoted, f"vllm serve {quoted}", ""
     if policy.adapter is not None:

@@ -23,8 +23,8 @@ from rloo.tracking.console import (
 class ProgressLine:
     """The progress after one step, as phrases by subject. A phrase is never broken. `progress` has
     the step, the seconds per step and the remaining time. `reward` is the mean reward, the number
-    of its rollouts, and its change. `rows` are the other phrases, by name. `span` describes
-    the steps over which their metrics are averaged; it is empty for one step."""
+    of its rollouts, and its change. `rows` are the other phrases, by name. `span` describes the
+    steps over which their metrics are averaged; it is empty for one step."""
 
     step: int
     max_steps: int

@@ -345,7 +345,7 @@ def fit(trainer: Any, job: LaunchJob, refused: int) -> None:
     errors: list[BaseException] = []
     over = threading.Event()  # Thread.join interrupted by a signal marks a live thread as ended
 
-    def fit() -> None:
+    def train() -> None:
         try:
             trainer.fit()
         except BaseException as error:
@@ -354,7 +354,7 @@ def fit(trainer: Any, job: LaunchJob, refused: int) -> None:
             over.set()
 
     # Ray installs no signal handlers outside the main thread.
-    threading.Thread(target=fit, daemon=True).start()
+    threading.Thread(target=train, daemon=True).start()
     try:
         while not over.wait(LOOK_SECONDS):
             if said := refusals(job)[refused:]:

@@ -112,8 +112,9 @@ class VLLMEngine:
         source, settings = self._source, self._settings
         self._token = source.world.broadcast_object(self._token)
         few = source.adapter_rank is None and source.dtype.itemsize == 2
-        here = self.capabilities.central or not settings.server.transfers  # what is sent is here
-        deltas = few and self._extended and here
+        # Over NCCL a process sends from its own memory, and only the main process has the tensors.
+        sendable = self.capabilities.central or not settings.server.transfers
+        deltas = few and self._extended and sendable
         versions = self._open.versions = VersionFolders(
             source, settings.weights_folder, self._token, settings.deadline, deltas=deltas
         )
