@@ -83,11 +83,9 @@ def without_dataset(config: RLOOConfig) -> str:
             "there is no dataset; the embedded model reads only its own problems: name dataset "
             f"{EMBEDDED} and reward {EMBEDDED} (dataset, reward)"
         )
-    generated = " or ".join(f"{name}:NAME" for name in plugins.names("datasets"))
-    return (
-        f"there is no dataset; name a file, a folder, a hub id, {EMBEDDED}, the embedded problems, "
-        f"or {generated}, which is generated (dataset)"
-    )
+    kinds = ["a file", "a folder", "a hub id", f"{EMBEDDED} (the embedded problems)"]
+    kinds += [f"{name}:NAME (generated)" for name in plugins.names("datasets")]
+    return f"there is no dataset; name {', '.join(kinds[:-1])} or {kinds[-1]} (dataset)"
 
 
 def check_merge(config: RLOOConfig) -> None:
