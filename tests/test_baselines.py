@@ -56,6 +56,7 @@ from benchmarks.baselines.variance import (
     trace_variance,
 )
 from rloo.algorithm.baselines import subtract_baseline
+from rloo.algorithm.estimator_registry import require_estimator
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.trainer.evaluate import settings_of
@@ -203,6 +204,7 @@ def test_arms_differ_in_what_their_line_names(task):
     assert all(options == rest[0] for options in rest)
     for cell in cells:
         config = RLOOConfig(output_dir="unused", **cell.options)
+        require_estimator(config)
         assert batches_of(config, 1).completions_per_step == task.completions_per_step
         assert config.beta == BETA
         assert config.max_steps * task.completions_per_step == cell.budget

@@ -98,7 +98,10 @@ ARMS: dict[str, Arm] = {
     "signal_fast": _fast("Only prompts with a signal", "rloo", "rloo_fast", only_signal=True),
     "shrinkage": _baseline("Shrinkage", estimator="shrinkage"),
     "length_weighted": _baseline("Length-weighted", estimator="length_weighted"),
-    "optimal_token": _baseline("Optimal-token", estimator="optimal_token"),
+    # Each token has an advantage of its own. The ratio is 1: there is one update per rollout.
+    "optimal_token": _baseline(
+        "Optimal-token", estimator="optimal_token", importance_sampling_level="token"
+    ),
     "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
     "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),
