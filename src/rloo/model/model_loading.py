@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from rloo.config.config import RLOOConfig
 from rloo.config.file_checks import load_model_config, load_pretrained, quiet, reading
 from rloo.data.images import is_vision_config
-from rloo.data.tasks import resolve_model
+from rloo.data.tasks import NO_MODEL, resolve_model
 from rloo.distributed.sharded_tensor import copy_from_full, shape_of
 from rloo.model import lora
 from rloo.model.quantization import quantization_of
@@ -73,10 +73,7 @@ def obtain_model(
     elif model is None or isinstance(model, str):
         args = args.with_values(model=model or args.model)
         if args.model is None:
-            raise ValueError(
-                "no model is named; name a hub id, a folder, or countdown, the embedded model "
-                "(model)"
-            )
+            raise ValueError(NO_MODEL)
         loaded, processing_class = load_model(
             args, processing_class, device=device, quantization_config=quantization_config
         )

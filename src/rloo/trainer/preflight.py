@@ -20,7 +20,7 @@ from rloo.config.launcher_env import is_launched
 from rloo.config.parsing import parse_command_line
 from rloo.config.user_functions import check_function
 from rloo.data.dataset_spec import dataset_spec
-from rloo.data.tasks import EMBEDDED, EMBEDDED_FILE
+from rloo.data.tasks import EMBEDDED, EMBEDDED_FILE, NO_MODEL
 from rloo.rewards.registry import check_folder as check_reward_folder
 from rloo.rewards.registry import check_reward, is_reward_model
 from rloo.trainer.run_lock import refuse_if_owned
@@ -158,9 +158,7 @@ def check_model(name: str | None, how: Mapping[str, Any] | None = None) -> None:
     """Raise ValueError if `name` is neither a folder with a model nor available from the hub. `how`
     are the arguments for transformers' `from_pretrained`."""
     if name is None:
-        raise ValueError(
-            "no model is named; name a hub id, a folder, or countdown, the embedded model (model)"
-        )
+        raise ValueError(NO_MODEL)
     path = Path(name).expanduser()
     if name == EMBEDDED:
         return

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 EMBEDDED = "countdown"
+NO_MODEL = f"no model is named; name a hub id, a folder, or {EMBEDDED}, the embedded model (model)"
 # The configuration of the embedded task.
 EMBEDDED_FILE = Path(__file__).parent / "countdown.yaml"
 
