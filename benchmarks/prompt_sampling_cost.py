@@ -37,7 +37,7 @@ from rloo.data.sampler import Draw, PromptSampler
 from rloo.tracking.metrics import rollout_metrics
 from rloo.types import Group
 
-ARMS = ("variance", "variance_column", "probe")
+ARMS = ("variance", "variance_column", "text", "policy")
 # The first steps allocate memory and compile kernels.
 WARM_UP = 2
 _RATE = 4e-4

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from benchmarks import (
     model,
     peers,
     processor,
+    prompt_probes,
     prompt_sampling_cost,
     report,
     results,
@@ -35,6 +37,8 @@ from benchmarks.workloads import DEFAULT, FAMILIES, WORKLOADS
 from rloo.config.batch_sizes import batches_of
 from rloo.config.parsing import parse_command_line
 from rloo.data.probe_sampler import ProbeSampler
+from rloo.data.reward_estimate import RewardEstimate
+from rloo.data.variance_sampler import VarianceSampler
 
 # N = 2 x (10 x (2 x 8 + 2 x 4) + 3 x 10 x 20) + 10 x 100 = 2 x 840 + 1000 = 2680
 SHAPE = Shape(num_layers=2, hidden=10, queries=8, keys=4, intermediate=20, vocabulary=100)
@@ -524,6 +528,22 @@ def test_configurations_of_plans_are_ones_that_rloo_takes(case, tmp_path):
     assert batches_of(config, 1).completions_per_step > 8
 
 
+def test_what_estimates_leave_of_the_second_moment_falls_from_1_to_the_bound(monkeypatch):
+    """Levels that a column tells, without a floor of the pools' own counts to speak of."""
+    monkeypatch.setitem(prompt_probes.RATES, "mixture", ({"a": 0.5, "b": 0.0, "c": 1.0}, 16))
+    assert prompt_probes.known("mixture") == pytest.approx(1 / (0.25 + 0.75 * 3))
+    levels = ["a", "b", "c"] * 100
+    rate_N = np.array([{"a": 0.5, "b": 0.0, "c": 1.0}[level] for level in levels])
+    left = {}
+    for kind, pools in (("column", levels), ("counts", [""] * 300)):
+        estimate = RewardEstimate(pools, half_life=1e9)
+        sampler = VarianceSampler(range(300), estimate, lambda g: [], seed=0, floor=0.25)
+        left[kind] = prompt_probes.left_after(sampler, rate_N, 16, [0, 8, 400], seed=1)
+    assert left["column"][0] == left["counts"][0] == pytest.approx(1.0)
+    assert left["column"][1] < left["counts"][1] - 0.1
+    assert left["column"][2] == pytest.approx(0.4, abs=0.02)
+
+
 class BusySampler(ProbeSampler):
     """Spends CPU seconds in its probe and in each call, and has other groups each time."""
 
@@ -563,7 +583,7 @@ def test_the_probes_pass_is_no_part_of_the_seconds_of_draws():
 
 
 def test_shares_of_a_step_are_medians_over_repeats_that_take_turns():
-    seconds = iter([1.0, 2.0, 4.0] * 3)
+    seconds = iter([1.0, 2.0, 4.0, 8.0] * 3)
     asked = []
 
     def measure_arm(workload, arm):
@@ -572,11 +592,11 @@ def test_shares_of_a_step_are_medians_over_repeats_that_take_turns():
         return {"step": step, "draws": 0.01, "forward": 0.03}
 
     found = prompt_sampling_cost.medians(None, 3, measure_arm)
-    assert asked == ["variance", "variance_column", "probe"] * 3
-    # Steps of "probe": 4 x 3, 4 x 6 and 4 x 9 seconds.
-    row = found["probe"]
-    assert row["step"] == 24.0
-    assert [row[n] for n in ("draws", "forward", "both")] == pytest.approx([1 / 24, 3 / 24, 4 / 24])
+    assert asked == ["variance", "variance_column", "text", "policy"] * 3
+    # Steps of "policy": 8 x 4, 8 x 8 and 8 x 12 seconds.
+    row = found["policy"]
+    assert row["step"] == 64.0
+    assert [row[n] for n in ("draws", "forward", "both")] == pytest.approx([1 / 64, 3 / 64, 4 / 64])
 
 
 @pytest.mark.slow
@@ -585,5 +605,5 @@ def test_the_cost_of_a_probe_has_a_forward_pass_and_other_arms_have_none(tmp_pat
     workload = prompt_sampling_cost.Workload(task, 2, 2, steps=3)
     for arm in prompt_sampling_cost.ARMS:
         seconds = prompt_sampling_cost.measure(workload, arm, folder=tmp_path)
-        assert ("forward" in seconds) == (arm == "probe")
+        assert ("forward" in seconds) == (arm in ("text", "policy"))
         assert 0 < seconds["draws"] + seconds.get("forward", 0.0) < seconds["step"]

@@ -43,17 +43,17 @@ MODULE_WORDS = set(
     cost countdown counter cpu cuda curriculum data dataset decode decoder decoding deepspeed delta
     denial detect dir display distributed doctor document downsampling dry engine engines env
     environment environments episodes equality equation estimate estimator estimators eval evaluate
-    exact executor exit expansion export expression extraction ffi fields file finding flash form
-    formats forward from fsdp2 func function functions fused generation gpu graders gradient graphs
-    group groups gsm8k guard guarded guest gym head heartbeat help hf histograms html hub hydra
-    image images import importers in info input integrations io isolation iterable json jsonl judge
-    kernels keys kl known kv kwargs launch launcher layers layout layouts learning leetcode lengths
-    limits line live lm load loading local lock logprobs loop lora loss main math matmul memory
-    merge merging metric metrics micro mixin model monitor ms multi names native nccl nemo nodes
-    norm normal numbers numpy object objective observer offload oom openenv openrlhf ops optimizer
-    optimizers option optional options output overrides packages packed parallel parser parsing
-    pilot plan planner platform plot plugin plugins policy pool prefill prefix preflight prepare
-    presets printing probe problem process processing profiler program progress prompt proxy
+    exact executor exit expansion export expression extraction features ffi fields file finding
+    flash form formats forward from fsdp2 func function functions fused generation gpu graders
+    gradient graphs group groups gsm8k guard guarded guest gym head heartbeat help hf histograms
+    html hub hydra image images import importers in info input integrations io isolation iterable
+    json jsonl judge kernels keys kl known kv kwargs launch launcher layers layout layouts learning
+    leetcode lengths limits line live lm load loading local lock logprobs loop lora loss main math
+    matmul memory merge merging metric metrics micro mixin model monitor ms multi names native nccl
+    nemo nodes norm normal numbers numpy object objective observer offload oom openenv openrlhf ops
+    optimizer optimizers option optional options output overrides packages packed parallel parser
+    parsing pilot plan planner platform plot plugin plugins policy pool prefill prefix preflight
+    prepare presets printing probe problem process processing profiler program progress prompt proxy
     publisher pytest pytree quantization ragged rank ranks ray reader reasoning recipes record
     records reference registry remote renderer report requests resource resources response restart
     resume retired retry reward rewards rl rloo rng roles rollout rounding router rows rules run

@@ -21,8 +21,7 @@ class Arm:
     compared with: the planned comparisons. `trainer` is `rloo`, or a class of TRL. With `defaults`
     the arm has the trainer's own defaults, its learning rate included. `most_seeds` bounds the
     number of reported seeds. With `by_level` the arm reads the column `level` of the rows. With
-    `only_signal` it trains only on the rows that have a signal. `rate` is a given learning
-    rate: the arm is not tuned."""
+    `only_signal` it trains only on the rows that have a signal."""
 
     title: str
     family: str
@@ -34,7 +33,6 @@ class Arm:
     most_seeds: int = 10
     by_level: bool = False
     only_signal: bool = False
-    rate: float | None = None
 
 
 # The heading of each family of comparisons. Holm's correction is over one family.
@@ -42,7 +40,6 @@ FAMILIES = {
     "methods": "Methods",
     "prompts": "Choice of prompts",
     "bound": "The best possible choice of prompts",
-    "rates": "At the learning rate 2e-4, which was chosen for the arm with column and probe",
     "baselines": "Baselines",
     "sizes": "Completions per prompt (K)",
     "staleness": "Stale weights",
@@ -66,11 +63,6 @@ def _drawn(title: str, **choices: Any) -> Arm:
     return Arm(title, "prompts", {**_PAPER, **options}, by_level=by_level)
 
 
-def _fast(title: str, *against: str, only_signal: bool = False) -> Arm:
-    how: dict[str, Any] = {"against": against, "only_signal": only_signal, "rate": 2e-4}
-    return Arm(f"{title}, 2e-4", "rates", _PAPER, **how)
-
-
 def _baseline(title: str, **options: Any) -> Arm:
     return Arm(title, "baselines", {**_PAPER, **options})
 
@@ -89,13 +81,12 @@ ARMS: dict[str, Arm] = {
     "dynamic_sample": Arm("dynamic_sample", "prompts", {**_PAPER, "dynamic_sample": True}),
     "variance": _drawn("prompt_sampling variance"),
     "variance_column": _drawn("variance, column", column="level"),
-    "probe": _drawn("variance, probe", probe=True),
-    "probe_column": _drawn("variance, column and probe", column="level", probe=True),
+    "text": _drawn("variance, probe of the text", probe="text"),
+    "policy": _drawn("variance, probe of the policy", probe="policy"),
+    "text_column": _drawn("variance, column and text", column="level", probe="text"),
     "k_by_prompt": _drawn("variance, K by prompt", max_generations=16),
     "k_by_column": _drawn("uniform, K by column", column="level", floor=1.0, max_generations=16),
     "only_signal": Arm("RLOO, only prompts with a signal", "bound", _PAPER, only_signal=True),
-    "rloo_fast": _fast("RLOO", "probe_column"),
-    "signal_fast": _fast("Only prompts with a signal", "rloo", "rloo_fast", only_signal=True),
     "shrinkage": _baseline("Shrinkage", estimator="shrinkage"),
     "length_weighted": _baseline("Length-weighted", estimator="length_weighted"),
     # Each token has an advantage of its own. The ratio is 1: there is one update per rollout.

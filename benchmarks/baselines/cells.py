@@ -95,9 +95,9 @@ def _trls(task: Task, arm: Arm, budget: int) -> dict[str, Any]:
 
 
 def tuning_cells(task: Task, arm: str, budget: int | None = None) -> list[Cell]:
-    """The tuning runs: the same grid and seeds for each arm. None for an arm with the defaults
-    or with a given rate."""
-    if ARMS[arm].defaults or ARMS[arm].rate:
+    """The tuning runs: the same grid and seeds for each arm. None for an arm with the
+    defaults."""
+    if ARMS[arm].defaults:
         return []
     return [
         make_cell(task, arm, rate=rate, seed=seed, budget=budget)

@@ -18,7 +18,7 @@ def rate_of(task: Task, results: Results, given: float | None) -> float:
     if given is not None:
         return given
     try:
-        rate = choose_rate("rloo", tuning_scores(results, task, "rloo"))
+        rate = choose_rate(tuning_scores(results, task, "rloo"))
     except ValueError as error:
         raise ValueError(f"{task.name} has no tuned learning rate: {error} (--rate)") from error
     assert rate is not None  # the arm has a grid

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.baselines.arms import ARMS, Task
+from benchmarks.baselines.arms import Task
 from benchmarks.baselines.cells import Cell, tuning_cells
 
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "baselines" / "results"
@@ -122,11 +122,9 @@ def tuning_scores(
     return {rate: fmean(values) for rate, values in found.items()}
 
 
-def choose_rate(arm: str, scores: Mapping[float, float]) -> float | None:
-    """The given rate of an arm. Otherwise the learning rate with the highest score; on a tie, the
-    smaller one. None for an arm with its trainer's defaults."""
-    if (given := ARMS[arm].rate) is not None:
-        return given
+def choose_rate(scores: Mapping[float, float]) -> float | None:
+    """The learning rate with the highest score; on a tie, the smaller one. None for an arm with its
+    trainer's defaults."""
     return max(sorted(scores), key=lambda rate: scores[rate]) if scores else None
 
 

@@ -47,7 +47,7 @@ class Plan:
                 if self.only_tuning:
                     continue
                 try:
-                    rate = choose_rate(arm, tuning_scores(results, task, arm, self.budget))
+                    rate = choose_rate(tuning_scores(results, task, arm, self.budget))
                 except ValueError:
                     continue
                 finals += final_cells(task, arm, rate, self.seeds_of(task, arm), self.budget)

@@ -128,7 +128,7 @@ def _summarise_arm(results: Results, task: Task, arm: str) -> ArmSummary:
         scores = tuning_scores(results, task, arm)
     except ValueError as error:
         return ArmSummary(missing=str(error))
-    rate = choose_rate(arm, scores)
+    rate = choose_rate(scores)
     cells = final_cells(task, arm, rate, task.seeds_of(arm))
     runs = {c.seed: run for c in cells if (run := results.read(c)) is not None}
     return ArmSummary(scores, rate, edge_of(rate, task.rates), runs)

@@ -1,7 +1,7 @@
 """What options cost in bias, by enumeration through shaping, credit and update of a transformer:
 the figures of docs/algorithm.md. `test_unbiased.py` enumerates the forms of the loss alone."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from rloo.config.config import RLOOConfig
 from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import all_draws
 from rloo.tools.probe_sampling import all_probe_draws, make_probe_sampler
+from rloo.trainer.prompt_sampling import candidates_per_prompt
 from support.production import Production, compare, make_tiny, with_failures
 from support.weighted_rollouts import drawn_rollouts, pilot_rollouts, second_sizes
 
@@ -90,11 +91,12 @@ def weighted(beta):
     return case, drawn_rollouts(case, all_draws([0.4, 1.6], 2))
 
 
-def probed(beta):
-    """One of two candidates of three prompts, drawn by the predictions for another prompt."""
-    options = {**WEIGHTED, "num_prompts": 3, "prompt_sampling_kwargs": {"probe": True}}
+def probed(beta, kind):
+    """One of three prompts or of two candidates, drawn by the predictions for another prompt."""
+    options = {**WEIGHTED, "num_prompts": 3, "prompt_sampling_kwargs": {"probe": kind}}
     case = of_policy(beta, longest=1, **options)
-    sampler = make_probe_sampler("is wrong", 3, floor=case.config.prompt_options.floor)
+    floor, each = case.config.prompt_options.floor, candidates_per_prompt(kind)
+    sampler = make_probe_sampler("is wrong", 3, floor=floor, each=each)
     return case, drawn_rollouts(case, all_probe_draws(sampler, 1))
 
 
@@ -187,7 +189,13 @@ COSTS = {
         {0.0: (2.0965, 1), 0.3: (1.9650, 0.9622)},
     ),
     "`prompt_sampling variance`": (weighted, {0.0: (1, 1), 0.3: (1, 1)}),
-    "`prompt_sampling_kwargs.probe true`": (probed, {0.0: (1, 1), 0.3: (1, 1)}),
+    **{
+        f"`prompt_sampling_kwargs.probe {kind}`": (
+            partial(probed, kind=kind),
+            {0.0: (1, 1), 0.3: (1, 1)},
+        )
+        for kind in ("text", "policy")
+    },
     "`prompt_sampling_kwargs.max_generations 4`": (sized, {0.0: (1, 1), 0.3: (1, 1)}),
     "`prompt_sampling_kwargs.pilot 2`": (piloted, {0.3: (1, 1)}),
     "another rollout policy, no correction": (

@@ -35,7 +35,7 @@ SAVED, STEPS = 4, 7
 SIZED = {"max_generations": 7, "floor": 0.5}
 # The weights do not change.
 STILL = {"learning_rate": 0.0, "weight_decay": 0.0}
-PROBED, PROBED_STILL = "probe", "probe, equal weights"
+PROBED, PROBED_STILL = "probe of the policy", "probe of the policy, equal weights"
 # Options, of which the last ones are `prompt_sampling_kwargs`.
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "counts": ({}, {}),
@@ -43,10 +43,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # The step that is saved is in the midst of a rollout.
     "sizes": ({"steps_per_generation": 3, "gradient_accumulation_steps": 1}, SIZED),
     "pilot": ({"num_generations": 5}, SIZED | {"pilot": 2}),
-    PROBED: ({}, {"probe": True}),
-    PROBED_STILL: (STILL, {"probe": True}),
+    "probe of the text": ({}, {"probe": "text"}),
+    PROBED: ({}, {"probe": "policy"}),
+    PROBED_STILL: (STILL, {"probe": "policy"}),
     "probe and pilot, equal weights": (
-        STILL | {"num_generations": 5}, SIZED | {"probe": True, "pilot": 2},
+        STILL | {"num_generations": 5}, SIZED | {"probe": "policy", "pilot": 2},
     ),
 }  # fmt: skip
 Job = tuple[int, Path, Path | None]

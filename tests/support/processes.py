@@ -210,7 +210,7 @@ CASES = {
         mixed,
         {
             "prompt_sampling": "variance",
-            "prompt_sampling_kwargs": {"probe": True},
+            "prompt_sampling_kwargs": {"probe": "policy"},
             "num_prompts": 2,
             "max_steps": 5,
         },

@@ -242,8 +242,9 @@ def test_draws_without_their_weights_would_be_biased():
         assert chances == pytest.approx([0.75 * num, 0.25 * num], abs=1e-12)
 
 
-def test_the_draws_of_a_probe_are_enumerated(pairs, capsys):
-    probed = ("--prompt_sampling", "variance", "--prompt_sampling_kwargs.probe", "true")
+@pytest.mark.parametrize("kind", ["text", "policy"])
+def test_the_draws_of_a_probe_are_enumerated(pairs, capsys, kind):
+    probed = ("--prompt_sampling", "variance", "--prompt_sampling_kwargs.probe", kind)
     lines = check(capsys, "rloo", *probed)
     assert lines[-1] == "exact: a probe does not change the expected gradient"
     rows = [line.rsplit(maxsplit=2) for line in lines[-5:-2]]

@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from rloo.algorithm.reward_scoring import begun_prompts
 from rloo.algorithm.reward_shaping import make_training_samples
 from rloo.algorithm.state import minibatches
+from rloo.data.token_features import token_features
 from rloo.model.probe_state import NUM_FEATURES, read_prompts
 from rloo.trainer.resume import changed_options
 from rloo.types import Completion, Episode, Prompt
@@ -166,13 +167,13 @@ def test_the_prompt_of_an_episode_has_the_weight_of_its_draw():
     assert (found.token_ids, found.weight, found.num_completions) == ([7, 8], 2.5, 6)
 
 
-PROBE = {"prompt_sampling_kwargs": {"probe": True}}
+TEXT, POLICY = ({"prompt_sampling_kwargs": {"probe": name}} for name in ("text", "policy"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"packing": False}])
 def test_the_probe_reads_the_hidden_state_at_the_end_of_each_prompt(tmp_path, options):
-    trainer = make_trainer(make_config(tmp_path, **VARIANCE, **PROBE, **options))
+    trainer = make_trainer(make_config(tmp_path, **VARIANCE, **POLICY, **options))
     source, policy = trainer.make_parts()[0].rollouts.prompts, trainer.policy
     prompts = [source.token_ids(number) for number in range(12)]
     found = read_prompts(policy, prompts, seed=3)
@@ -193,11 +194,12 @@ def test_the_probe_reads_the_hidden_state_at_the_end_of_each_prompt(tmp_path, op
 
 
 @pytest.mark.slow
-def test_a_probe_predicts_rewards_and_a_resumed_run_ends_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("probe", [TEXT, POLICY], ids=["text", "policy"])
+def test_a_probe_predicts_rewards_and_a_resumed_run_ends_with_the_same_bits(tmp_path, probe):
     rows = Dataset.from_dict({"prompt": [f"w{n % 7} w{2 + n} w{n % 2}" for n in range(60)]})
     options = {
         **VARIANCE,
-        **PROBE,
+        **probe,
         "max_steps": 9,
         "save_steps": 4,
         "num_prompts": 8,
@@ -211,7 +213,7 @@ def test_a_probe_predicts_rewards_and_a_resumed_run_ends_with_the_same_bits(tmp_
     whole = make_trainer(make_config(tmp_path, **options), by_last_word, rows)
     whole.train()
     found = metrics_of(whole.args)
-    assert "prompt_sampling/probe_explained" in found[-1] and found[-1]["time/probe"] > 0
+    assert ("time/probe" in found[-1]) == (probe is POLICY)
     assert found[-1]["prompt_sampling/probe_explained"] > 0.2
     shutil.rmtree(tmp_path / "run" / "checkpoint-8")
     shutil.rmtree(tmp_path / "run" / "checkpoint-9", ignore_errors=True)
@@ -333,7 +335,7 @@ def test_a_pilot_needs_completions_in_two_calls(tmp_path):
         {"rollout_engine": "hf"},
         {"sampler_processes": 1},
         {"prompt_sampling_kwargs": PILOT, "beta": 0.05},
-        {"prompt_sampling_kwargs": PILOT | {"probe": True, "floor": 0.25, "column": None}},
+        {"prompt_sampling_kwargs": PILOT | {"probe": "policy", "floor": 0.25, "column": None}},
     ],
     ids=[
         "one step",
@@ -378,13 +380,23 @@ def test_with_stale_rollouts_numbers_of_completions_follow_the_rewards_that_are_
     assert sizes[:3] == [4.0] * 3 and max(sizes[3:]) > 4.0
 
 
-def test_a_probe_needs_whole_weights_and_text(tmp_path):
+def test_a_probe_of_the_policy_needs_whole_weights(tmp_path):
     with pytest.raises(
-        ValueError, match=r"probe is true and parallel is fsdp2; each process reads"
+        ValueError, match=r"probe is policy and parallel is fsdp2; each process reads"
     ):
-        make_config(tmp_path, **VARIANCE, **PROBE, parallel="fsdp2")
-    with pytest.raises(ValueError, match="probe is True but has no effect without prompt_sampling"):
-        make_config(tmp_path, **PROBE)
+        make_config(tmp_path, **VARIANCE, **POLICY, parallel="fsdp2")
+    make_config(tmp_path, **VARIANCE, **TEXT, parallel="fsdp2")
+    with pytest.raises(ValueError, match="probe is text but has no effect without prompt_sampling"):
+        make_config(tmp_path, **TEXT)
+
+
+def test_the_probe_of_the_text_reads_the_tokens_of_all_prompts(tmp_path):
+    rows = Dataset.from_dict({"prompt": ["w1 w2 w2", "w2 w1 w2", "w3"]})
+    config = make_config(tmp_path, **VARIANCE, **TEXT, data_seed=5)
+    source = make_trainer(config, rows=rows).make_parts()[0].rollouts.prompts
+    assert source.sampler.candidates(1).tolist() == [0, 1, 2]
+    expected = token_features([source.token_ids(number) for number in range(3)], seed=5)
+    assert (source.sampler.look(np.array([2, 0])) == expected[[2, 0]]).all()
 
 
 def run(folder: Path, reward=REWARD, **options):

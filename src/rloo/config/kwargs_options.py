@@ -90,9 +90,10 @@ class PromptSamplingKwargs:
     pilot: int | None = key(None,
         "Completions of each prompt to sample first: their rewards also decide on the number "
         "of its others (with `max_generations`); null: only earlier rollouts decide.")
-    probe: bool = key(False,
-        "Predict rewards from the policy's hidden states at the prompts' ends, and draw among two "
-        "candidates per prompt (with `prompt_sampling variance`).")
+    probe: Literal["text", "policy"] | None = key(None,
+        "What predicts the rewards of prompts that were not sampled yet (with `prompt_sampling "
+        "variance`); text: their tokens; policy: the policy's hidden states at their ends, for two "
+        "candidates per drawn prompt; null: nothing.")
 
 
 @dataclass(frozen=True, kw_only=True)

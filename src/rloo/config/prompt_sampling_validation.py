@@ -74,7 +74,7 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
     if pilot is not None:
         yield from _pilot_faults(config, pilot)
     groups = config.parallel_options
-    if config.prompt_options.probe:
+    if config.prompt_options.probe == "policy":
         for name, value, needed in (
             ("parallel", config.parallel, "replicate"),
             ("sp_size", groups.sp_size, 1),
@@ -82,9 +82,9 @@ def _faults(config: TrainingOptions) -> Iterator[str]:
         ):
             if value != needed:
                 yield (
-                    f"prompt_sampling_kwargs.probe is true and {name} is {value}; each process "
+                    f"prompt_sampling_kwargs.probe is policy and {name} is {value}; each process "
                     "reads other candidates, and needs all weights for it (prompt_sampling_kwargs."
-                    f"probe, or {name} {needed})"
+                    f"probe text, or {name} {needed})"
                 )
 
 

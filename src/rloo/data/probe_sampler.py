@@ -13,8 +13,6 @@ from rloo.data.reward_probe import RewardProbe
 from rloo.data.sampler import random_bits
 from rloo.data.variance_sampler import Chosen, VarianceSampler
 
-# Candidates for each drawn prompt. The features of a candidate cost a forward pass of its prompt.
-CANDIDATES = 2
 # Candidates and draws use different random numbers. Seeds are below 2 ** 32.
 _CANDIDATE_SEED = 2**32
 
@@ -43,9 +41,11 @@ class ProbedEstimate(RewardEstimate):
 
     def add(self, rollout: Sequence[RewardedPrompt]) -> None:
         """As `RewardEstimate.add`; the probe learns from the prompts whose features are known."""
-        super().add(rollout)
         known = [prompt for prompt in rollout if prompt.looked]
-        self.probe.add([(p.looked[:-2], p.rewards, p.looked[-2], p.looked[-1]) for p in known])
+        self.probe.add(
+            [(p.looked[:-2], p.rewards, p.looked[-2], p.looked[-1]) for p in known], self.moments()
+        )
+        super().add(rollout)
 
     def deviations_among(
         self, numbers_M: np.ndarray, features_MD: np.ndarray | None
@@ -54,23 +54,19 @@ class ProbedEstimate(RewardEstimate):
         rewards that the probe and the prior predict. While the probe predicts better than the prior
         of the pools, its predictions are the prior; otherwise features change no deviation, and may
         be None."""
-        pools, size = self.prior(), len(numbers_M)
-        if pools is None:
+        pools, moments, size = self.prior(), self.moments(), len(numbers_M)
+        if pools is None or moments is None:
             return Predictions(np.ones(size), [None] * size, [None] * size)
         usual = prior = pools.among(self.pools(numbers_M))
-        within, between, group_size = self.moments()
-        noise = within / group_size
-        predicted_2M = None
-        if features_MD is not None:
-            ratio = noise / between if between > 0 else np.inf
-            predicted_2M = self.probe.predict(features_MD, ratio)
-        if predicted_2M is None:
+        found = None if features_MD is None else self.probe.predict(features_MD, moments)
+        if found is None:
             return Predictions(self.posterior(numbers_M, usual), [None] * size, usual.mean.tolist())
+        mean_M, within_M = found
         if (error := self.probe.error) is not None:
-            left = np.full(size, max(error - noise, 0.0))
-            prior = Prior(predicted_2M[0], predicted_2M[1], usual.within, left)
+            left_M = np.full(size, max(error - moments.noise, 0.0))
+            prior = Prior(mean_M, mean_M**2 + within_M + left_M, within_M, left_M)
         deviation_M = self.posterior(numbers_M, prior)
-        return Predictions(deviation_M, predicted_2M[0].tolist(), usual.mean.tolist())
+        return Predictions(deviation_M, mean_M.tolist(), usual.mean.tolist())
 
     def state_dict(self) -> dict[str, Any]:
         """As `RewardEstimate.state_dict`, with the probe."""
@@ -80,7 +76,7 @@ class ProbedEstimate(RewardEstimate):
         """As `RewardEstimate.load_state_dict`. Raises ValueError if there is no probe."""
         if "probe" not in state:
             raise ValueError(
-                "prompt_sampling_kwargs.probe is true and the saved position has no probe; resume "
+                "prompt_sampling_kwargs.probe is set and the saved position has no probe; resume "
                 "with the options of the run (prompt_sampling_kwargs.probe, resume_from_checkpoint)"
             )
         super().load_state_dict(state)
@@ -88,20 +84,22 @@ class ProbedEstimate(RewardEstimate):
 
 
 class ProbeSampler(VarianceSampler):
-    """A `VarianceSampler` that draws the prompts of a rollout among candidates: `CANDIDATES` per
-    prompt, drawn uniformly without replacement, or all prompts if there are not more.
+    """A `VarianceSampler` that draws the prompts of a rollout among candidates:
+    `candidates_per_prompt` for each, drawn uniformly without replacement, or all prompts if this is
+    None or there are not more.
 
-    `look(numbers)` returns the features (M, D) of prompts, from the policy as it is now: those of
-    the candidates, or of the drawn prompts while predictions are not used. It must be set before
-    the first draw. A candidate x is drawn with probability q(x) among the M candidates and has the
+    `look(numbers)` returns the features (M, D) of prompts as they are now: those of the candidates,
+    or of the drawn prompts while predictions are not used. It must be set before the first draw. A
+    candidate x is drawn with probability q(x) among the M candidates and has the
     weight 1 / (M q(x)). The expectation over candidates and draws is that of uniform drawing,
     whatever the probe predicts.
     """
 
     look: Callable[[np.ndarray], np.ndarray]
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, candidates_per_prompt: int | None, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._candidates_per_prompt = candidates_per_prompt
         # For each rollout without rewards: the features and predictions of its prompts.
         self._looked: deque[dict[int, list[float | None]]] = deque()
 
@@ -126,10 +124,15 @@ class ProbeSampler(VarianceSampler):
         )
         return chosen
 
+    def num_candidates(self, num: int) -> int:
+        """Return the number of candidates for `num` draws."""
+        each = self._candidates_per_prompt
+        return self.size if each is None else min(each * num, self.size)
+
     def candidates(self, num: int) -> np.ndarray:
         """Return the numbers of the candidates for `num` draws, in rising order."""
-        size, wanted = self.size, CANDIDATES * num
-        if wanted >= size:
+        size, wanted = self.size, self.num_candidates(num)
+        if wanted == size:
             return np.arange(size)
         if wanted * 4 >= size:
             bits = random_bits(size, self.seed + _CANDIDATE_SEED, self.drawn)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from rloo.data.numpy_text import array_of, text_of_array
+from rloo.data.reward_probe import Moments
 
 # The prior of a prompt counts as this number of completions at least and at most.
 PRIOR_STRENGTH = (0.25, 8.0)
@@ -133,14 +134,17 @@ class RewardEstimate:
         variance_M = np.maximum(second_M - mean_M**2, 0.0)
         return np.sqrt(variance_M * (number_M / (number_M + 1.0)))
 
-    def moments(self) -> tuple[float, float, float]:
-        """Return, over all prompts, the variance within prompts, the variance of the prompts'
-        means, and the number of scored completions of a group."""
+    def moments(self) -> Moments | None:
+        """Return the moments of the rewards of uniformly drawn prompts; None if no reward is
+        known."""
         number, total, squares, freedom, within = self._pooled_5C.cumsum(1)[:, -1].tolist()
-        variance = max(squares / number - (total / number) ** 2, 0.0)
+        if number == 0:
+            return None
+        mean, groups = total / number, number - freedom
+        variance = max(squares / number - mean**2, 0.0)
         inner = within / freedom if freedom > 0 else variance
-        groups = number - freedom
-        return inner, max(variance - inner, 0.0), number / groups if groups > 0 else 1.0
+        size = number / groups if groups > 0 else 1.0
+        return Moments(mean, inner, max(variance - inner, 0.0), size)
 
     def pools(self, numbers_M: np.ndarray) -> np.ndarray:
         """Return the number of the pool of each prompt."""

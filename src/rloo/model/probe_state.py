@@ -15,6 +15,8 @@ from rloo.model.micro_batch import split
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
+# Candidates for each drawn prompt. The features of a candidate cost a forward pass of its prompt.
+CANDIDATES = 2
 # The number of features of a prompt, a random projection of its hidden state.
 NUM_FEATURES = 128
 # Input tokens of a forward pass. The number does not depend on the memory or on the number of

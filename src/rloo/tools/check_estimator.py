@@ -22,7 +22,7 @@ from rloo.tools.exact_gradient import (
     size_error,
 )
 from rloo.tools.probe_sampling import PROBES, all_probe_draws, make_probe_sampler
-from rloo.trainer.prompt_sampling import check_estimator_of_weights
+from rloo.trainer.prompt_sampling import candidates_per_prompt, check_estimator_of_weights
 
 SIZES = (2, 3, 4)
 KL_WEIGHT = 0.3
@@ -77,8 +77,8 @@ def report(config: RLOOConfig) -> Iterator[str]:
     yield verdict(cases)
     if config.prompt_sampling == "variance":
         yield from report_draws(cases, config.prompt_options.floor)
-    if config.prompt_options.probe:
-        yield from report_probe(cases, config.prompt_options.floor)
+    if config.prompt_options.probe is not None:
+        yield from report_probe(cases, config)
     if config.prompt_options.max_generations is not None:
         yield from report_sizes(cases, config.prompt_options.floor)
     if config.prompt_options.pilot is not None:
@@ -109,9 +109,11 @@ def report_draws(cases: list[EstimatorComparison], floor: float) -> Iterator[str
     )
 
 
-def report_probe(cases: list[EstimatorComparison], floor: float) -> Iterator[str]:
+def report_probe(cases: list[EstimatorComparison], config: RLOOConfig) -> Iterator[str]:
     """Yield the lines about `prompt_sampling_kwargs.probe`: as `report_draws`, over all sets of
     candidates and `PROBES`."""
+    options = config.prompt_options
+    each = candidates_per_prompt(options.probe)
     yield ""
     yield f"prompt_sampling_kwargs.probe: every set of candidates of {PROBED} prompts, copies of"
     yield "the two, and every outcome of 1 to 3 draws among them. Half of the prompts are assumed"
@@ -120,7 +122,7 @@ def report_probe(cases: list[EstimatorComparison], floor: float) -> Iterator[str
     yield "the probe      draws with signal  largest error"
     largest = 0.0
     for probe in PROBES:
-        sampler = make_probe_sampler(probe, PROBED, floor=floor)
+        sampler = make_probe_sampler(probe, PROBED, floor=options.floor, each=each)
         error, signal = 0.0, []
         for num in (1, 2, 3):
             drawn = list(all_probe_draws(sampler, num))

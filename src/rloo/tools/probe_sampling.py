@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from rloo.data.probe_sampler import CANDIDATES, ProbedEstimate, ProbeSampler
+from rloo.data.probe_sampler import ProbedEstimate, ProbeSampler
 from rloo.data.variance_sampler import shares_of
+from rloo.model.probe_state import CANDIDATES
 from rloo.tools.exact_gradient import constant_intervals, scored_rewards
 from rloo.types import Group, Prompt
 
@@ -28,11 +29,16 @@ class GivenCandidates(ProbeSampler):
         return self.given
 
 
-def make_probe_sampler(probe: str, size: int, *, floor: float) -> GivenCandidates:
+def make_probe_sampler(
+    probe: str, size: int, *, floor: float, each: int | None = CANDIDATES
+) -> GivenCandidates:
     """Return a sampler of `size` prompts after rollouts of the first four. The rewards of prompts
-    with even numbers differ, all others are 0. `probe` is one of `PROBES`."""
+    with even numbers differ, all others are 0. `probe` is one of `PROBES`. `each`: candidates per
+    prompt."""
     estimate = ProbedEstimate([""] * size, half_life=20.0, size=2)
-    sampler = GivenCandidates(range(size), estimate, scored_rewards, seed=0, floor=floor)
+    sampler = GivenCandidates(
+        range(size), estimate, scored_rewards, seed=0, floor=floor, candidates_per_prompt=each
+    )
     number_N = np.arange(size)
     feature_ND = np.stack([number_N % 2 == 0, np.sin(number_N)], 1).astype(np.float64)
     if probe == "knows nothing":
@@ -51,7 +57,7 @@ def all_probe_draws(
 ) -> Iterator[tuple[float, list[tuple[int, float]]]]:
     """Yield every outcome of `num` draws, as `all_draws` does. Each set of candidates has the same
     probability."""
-    size = min(CANDIDATES * num, sampler.size)
+    size = sampler.num_candidates(num)
     sets = list(itertools.combinations(range(sampler.size), size))
     for chosen in sets:
         sampler.given = np.array(chosen)

@@ -16,9 +16,10 @@ from rloo.data.iterable_dataset import Prompts
 from rloo.data.probe_sampler import ProbedEstimate, ProbeSampler
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.reward_estimate import RewardEstimate
+from rloo.data.token_features import NUM_FEATURES, token_features
 from rloo.data.variance_sampler import VarianceSampler
+from rloo.model import probe_state
 from rloo.model.policy import Policy
-from rloo.model.probe_state import NUM_FEATURES, read_prompts
 from rloo.rewards import RewardSet
 from rloo.tracking.profiler import PhaseTimer
 from rloo.trainer.multi_turn import MultiTurnSetup
@@ -44,10 +45,10 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
             f"prompt_sampling_kwargs.column is {options.column} and the dataset has no such "
             f"column; its columns are {', '.join(source.columns)} (prompt_sampling_kwargs.column)"
         )
-    if options.probe and any(prompt.pixels for prompt in source.all_prompts(1)):
+    if options.probe == "policy" and any(prompt.pixels for prompt in source.all_prompts(1)):
         raise ValueError(
-            "prompt_sampling_kwargs.probe is true and the prompts have images; the probe reads "
-            "prompts of text (prompt_sampling_kwargs.probe)"
+            "prompt_sampling_kwargs.probe is policy and the prompts have images; it reads prompts "
+            "of text (prompt_sampling_kwargs.probe text)"
         )
     values = source.values(options.column or "prompt")
     pools = ["" if options.column is None else repr(value) for value in values.values()]
@@ -60,9 +61,11 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
         "lag": config.max_staleness * batches.rollouts_per_version,
     }  # fmt: skip
     sampler: VarianceSampler
-    if options.probe:
-        probed = ProbedEstimate(pools, half_life=options.half_life, size=NUM_FEATURES)
-        sampler = ProbeSampler(list(values), probed, rewards_of, **how)
+    if options.probe is not None:
+        each = candidates_per_prompt(options.probe)
+        size = probe_state.NUM_FEATURES if options.probe == "policy" else NUM_FEATURES
+        probed = ProbedEstimate(pools, half_life=options.half_life, size=size)
+        sampler = ProbeSampler(list(values), probed, rewards_of, candidates_per_prompt=each, **how)
     else:
         estimate = RewardEstimate(pools, half_life=options.half_life)
         sampler = VarianceSampler(list(values), estimate, rewards_of, **how)
@@ -74,16 +77,27 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
     return source
 
 
+def candidates_per_prompt(probe: str | None) -> int | None:
+    """Return the number of candidates for each drawn prompt; None: all prompts."""
+    return probe_state.CANDIDATES if probe == "policy" else None
+
+
 def connect_probe(source: Prompts, policy: Policy, clock: PhaseTimer) -> None:
-    """Let the sampler of `source` read prompts with `policy`, if it has a probe."""
+    """Let the sampler of `source` read prompts, if it has a probe: their tokens, or the hidden
+    states of `policy`."""
     if not isinstance(source, PromptDataset) or not isinstance(source.sampler, ProbeSampler):
         return
-    rows = source
+    rows, config = source, policy.config
+    if config.prompt_options.probe == "text":
+        tokens = [rows.token_ids(number) for number in range(len(rows))]
+        features_ND = token_features(tokens, _seed(config))
+        source.sampler.look = lambda number_M: features_ND[number_M]
+        return
 
     def look(number_M: np.ndarray) -> np.ndarray:
         with clock.phase("probe"):
             prompts = [rows.token_ids(number) for number in number_M.tolist()]
-            return read_prompts(policy, prompts, _seed(policy.config))
+            return probe_state.read_prompts(policy, prompts, _seed(config))
 
     source.sampler.look = look
 
