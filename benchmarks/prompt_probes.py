@@ -17,9 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baselines.arms import SIZE
 from benchmarks.baselines.cells import make_cell
 from benchmarks.baselines.tasks import TASKS
 from benchmarks.baselines.training import make_trainer
+from rloo.config.kwargs_options import PromptSamplingKwargs
 from rloo.data.probe_sampler import ProbedEstimate, ProbeSampler
 from rloo.data.reward_estimate import RewardedPrompt
 from rloo.data.variance_sampler import VarianceSampler, draw_systematically, shares_of
@@ -30,7 +32,7 @@ RATES = {
     "mixture": ({"open": 0.2, "any": 1.0, "none": 0.0}, 4),
     "gym": ({"easy": 0.96, "middle": 0.33, "hard": 0.0}, 16),
 }
-SIZE, FLOOR = 4, 0.25
+FLOOR = PromptSamplingKwargs().floor
 
 
 def left_after(

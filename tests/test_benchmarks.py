@@ -529,7 +529,7 @@ def test_configurations_of_plans_are_ones_that_rloo_takes(case, tmp_path):
 
 
 def test_what_estimates_leave_of_the_second_moment_falls_from_1_to_the_bound(monkeypatch):
-    """Levels that a column tells, without a floor of the pools' own counts to speak of."""
+    """By a column that tells the levels, sooner than by the counts of prompts alone."""
     monkeypatch.setitem(prompt_probes.RATES, "mixture", ({"a": 0.5, "b": 0.0, "c": 1.0}, 16))
     assert prompt_probes.known("mixture") == pytest.approx(1 / (0.25 + 0.75 * 3))
     levels = ["a", "b", "c"] * 100

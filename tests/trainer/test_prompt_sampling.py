@@ -213,7 +213,7 @@ def test_a_probe_predicts_rewards_and_a_resumed_run_ends_with_the_same_bits(tmp_
     whole = make_trainer(make_config(tmp_path, **options), by_last_word, rows)
     whole.train()
     found = metrics_of(whole.args)
-    assert ("time/probe" in found[-1]) == (probe is POLICY)
+    assert (found[-1].get("time/probe", 0.0) > 0) == (probe is POLICY)
     assert found[-1]["prompt_sampling/probe_explained"] > 0.2
     shutil.rmtree(tmp_path / "run" / "checkpoint-8")
     shutil.rmtree(tmp_path / "run" / "checkpoint-9", ignore_errors=True)

@@ -115,11 +115,12 @@ class ProbeSampler(VarianceSampler):
             number_M = np.unique([number for number, *_ in chosen])
             feature_MD = self.look(number_M)
             found = estimate.deviations_among(number_M, feature_MD)
-        place = {int(number): index for index, number in enumerate(number_M)}
+        numbers = [number for number, *_ in chosen]
+        places = np.searchsorted(number_M, numbers).tolist()  # they are in rising order
         self._looked.append(
             {
                 number: [*feature_MD[i].tolist(), found.probe_M[i], found.prior_M[i]]
-                for number, i in ((number, place[number]) for number, *_ in chosen)
+                for number, i in zip(numbers, places, strict=True)
             }
         )
         return chosen

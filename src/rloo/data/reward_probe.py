@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from math import fsum
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from rloo.data.numpy_text import array_of, text_of_array
 
+# The number of features of a prompt.
+NUM_FEATURES = 128
 # Ridge penalties, in units of the variance of the prompts' means: the lowest and the highest ratio.
 NOISE_RATIO = (0.1, 10.0)
 # Predictions are used once so many prompts have confirmed them.
@@ -68,8 +71,8 @@ class RidgeRegression:
 
 
 class Moments(NamedTuple):
-    """Of all prompts: the mean of the rewards, the variance within prompts, the variance of the
-    prompts' means, and the number of scored completions of a group."""
+    """The mean of all rewards, the variance within prompts, the variance of the prompts' means, and
+    the number of scored completions of a group."""
 
     mean: float
     within: float
@@ -101,11 +104,7 @@ class RewardProbe:
 
     def copy(self) -> RewardProbe:
         """Return a probe that can change independently."""
-        other = RewardProbe(len(self._means.products) - 2, half_life=1.0)
-        other._decay, other._errors = self._decay, self._errors.copy()
-        other._means.products = self._means.products.copy()
-        other._curve.products = self._curve.products.copy()
-        return other
+        return deepcopy(self)
 
     def add(
         self,

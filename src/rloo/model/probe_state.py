@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rloo.data.reward_probe import NUM_FEATURES
 from rloo.data.sampler import random_bits
 from rloo.kernels.bf16_rounding import reduced_precision
 from rloo.model.micro_batch import split
@@ -17,8 +18,6 @@ from rloo.types import Sample
 
 # Candidates for each drawn prompt. The features of a candidate cost a forward pass of its prompt.
 CANDIDATES = 2
-# The number of features of a prompt, a random projection of its hidden state.
-NUM_FEATURES = 128
 # Input tokens of a forward pass. The number does not depend on the memory or on the number of
 # processes, so that all runs compute the same bits.
 _MAX_TOKENS = 4096

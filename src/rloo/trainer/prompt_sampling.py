@@ -16,7 +16,8 @@ from rloo.data.iterable_dataset import Prompts
 from rloo.data.probe_sampler import ProbedEstimate, ProbeSampler
 from rloo.data.prompt_dataset import PromptDataset
 from rloo.data.reward_estimate import RewardEstimate
-from rloo.data.token_features import NUM_FEATURES, token_features
+from rloo.data.reward_probe import NUM_FEATURES
+from rloo.data.token_features import token_features
 from rloo.data.variance_sampler import VarianceSampler
 from rloo.model import probe_state
 from rloo.model.policy import Policy
@@ -63,8 +64,7 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
     sampler: VarianceSampler
     if options.probe is not None:
         each = candidates_per_prompt(options.probe)
-        size = probe_state.NUM_FEATURES if options.probe == "policy" else NUM_FEATURES
-        probed = ProbedEstimate(pools, half_life=options.half_life, size=size)
+        probed = ProbedEstimate(pools, half_life=options.half_life, size=NUM_FEATURES)
         sampler = ProbeSampler(list(values), probed, rewards_of, candidates_per_prompt=each, **how)
     else:
         estimate = RewardEstimate(pools, half_life=options.half_life)
@@ -89,7 +89,7 @@ def connect_probe(source: Prompts, policy: Policy, clock: PhaseTimer) -> None:
         return
     rows, config = source, policy.config
     if config.prompt_options.probe == "text":
-        tokens = [rows.token_ids(number) for number in range(len(rows))]
+        tokens = [np.array(rows.token_ids(number)) for number in range(len(rows))]
         features_ND = token_features(tokens, _seed(config))
         source.sampler.look = lambda number_M: features_ND[number_M]
         return
