@@ -60,7 +60,7 @@ class FakeVLLM:
         self._lock, self._closed = threading.Lock(), False
         # Completions that are computed, and whether that is to pause.
         self._changed, self._active, self._paused = threading.Condition(), 0, False
-        self._http = ThreadingHTTPServer((host, port), _handler(self))
+        self._http = _Listener((host, port), _handler(self))
         self._http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._http.server_port}"
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
@@ -213,6 +213,10 @@ class FakeVLLM:
         span = {"version": self.version, "start": 0, "end": len(tokens)}
         content = [{"token_id": t, "logprob": p, "rank": 1} for t, p in pairs]
         return shown | {"logprobs": {"content": content}, "weight_versions": [span]}
+
+
+class _Listener(ThreadingHTTPServer):
+    request_queue_size = 2048  # as uvicorn. A connection that does not fit is reset
 
 
 class _Worker(VersionLoader):

@@ -26,6 +26,7 @@ from support.vllm_engines import (
     made_on_fakes,
     make_policy,
     sample_of,
+    wait_until,
 )
 
 made = pytest.fixture(made_on_fakes)
@@ -136,6 +137,21 @@ def test_what_is_forgotten_is_cancelled_and_room_is_left(made):
             future.result(10)
     del server.faults[COMPLETIONS]
     assert engine.sample(make_prompts(), 2, SAMPLING, 2)
+
+
+def test_no_request_starts_on_an_engine_that_closes(made):
+    policy = make_policy()
+    engine, (server,), _ = made(policy)
+    policy.load_into(engine)
+    server.faults[COMPLETIONS] = slow(0.2)
+    before = len(server.calls)
+    begun = engine.submit(make_prompts() * 2, 60, SAMPLING, 1)
+    wait_until(lambda: len(server.calls) > before)
+    engine._run(engine._open.fleet.close())
+    assert all(future.cancelled() for future in begun)  # those that wait for room, too
+    asked = len(server.calls)
+    time.sleep(0.5)
+    assert len(server.calls) == asked < before + len(begun)
 
 
 @pytest.mark.parametrize("partial", [True, False])

@@ -325,12 +325,11 @@ class ServerPool:
     # -- the end ---------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Cancel requests and recoveries, and close the connections. Servers that the run started
-        keep running."""
+        """Cancel everything that runs in this event loop, and close the connections. Servers that
+        the run started keep running."""
         self.closed = True
-        await cancel_all([call for member in self.members for call in member.calls])
-        await self.loader.close()
-        await cancel_all([m.recovery for m in self.members if m.recovery is not None])
+        # A cancelled request makes room for a waiting one. That one must not open a connection.
+        await cancel_all([task for task in asyncio.all_tasks() if task != asyncio.current_task()])
         for member in self.members:
             with suppress(Exception):
                 await member.client.close()

@@ -19,7 +19,6 @@ from rloo.engines.vllm.server_state import (
     ServerState,
     ServerWeights,
     answered,
-    cancel_all,
 )
 from rloo.types import Completion, Prompt, Sampling
 
@@ -185,7 +184,3 @@ class WeightLoader:
         assert self.weights is not None
         used = [m.reads for m in self.members if m.reads is not None]
         return min([*used, self.weights.version])
-
-    async def close(self) -> None:
-        """Cancel all loads."""
-        await cancel_all([m.update for m in self.members if m.update is not None])
