@@ -43,7 +43,7 @@ from benchmarks.baselines.results import (
 )
 from benchmarks.baselines.rollout_variance import compare
 from benchmarks.baselines.schedule import Plan, list_left, run_plan
-from benchmarks.baselines.summary import summarise
+from benchmarks.baselines.summary import confirm, summarise
 from benchmarks.baselines.tasks import TASKS
 from benchmarks.baselines.training import Heldout, Recorder, make_trainer, run_cell, train
 from benchmarks.baselines.variance import (
@@ -609,6 +609,28 @@ def test_seconds_of_other_processors_are_not_compared(tmp_path):
     assert isinstance(one.ratios["completions"], Paired)
 
 
+def test_a_second_experiment_has_the_mark_and_the_rates_of_the_first(tmp_path):
+    task = replace(TASK, has_levels=True, confirmed=("variance_column",))
+    done = run_fake(tmp_path, ["rloo", "grpo", "variance_column"], task, variance_column=2.0)
+    seeds = {arm: [c.seed for c in done if c.arm == arm and not c.is_tuning] for arm in ARMS}
+    assert seeds["rloo"] == seeds["variance_column"] == [0, 1, 2, *range(10, 30)]
+    assert seeds["grpo"] == [0, 1, 2]
+    first = summarise(results_in(tmp_path), task)
+    assert first.mark == pytest.approx(0.24 + 0.8 * (0.752 - 0.24))  # of the seeds 0, 1 and 2
+    assert list(first.arms["rloo"].runs) == [0, 1, 2]
+    ((_, one),) = confirm([first])
+    assert (one.arm, one.other) == ("variance_column", "rloo")
+    assert one.ratios["completions"].mean == pytest.approx(0.5)
+    # The correction is over all comparisons of the experiment.
+    for cell in done:
+        if cell.arm == "rloo" and cell.seed % 3 == 0:
+            write_result(tmp_path / "out", cell, fake_result(replace(cell, rate=0.0)))
+    once, twice = (confirm([summarise(results_in(tmp_path), task)] * n)[0][1] for n in (1, 2))
+    assert 0.0 < once.last.p < 0.5 and twice.last.p == pytest.approx(2 * once.last.p)
+    (tmp_path / "out" / "countdown" / "rloo" / "rate0.2_seed29.json").unlink()
+    assert confirm([summarise(results_in(tmp_path), task)]) == []
+
+
 @pytest.mark.slow
 def test_report_writes_tables_and_pictures(tmp_path):
     pytest.importorskip("matplotlib")
@@ -654,7 +676,7 @@ def test_report_has_the_figures_of_drawing(tmp_path):
 
 def test_page_has_a_place_for_each_task_and_the_committed_results_are_small():
     text = PAGE.read_text(encoding="utf-8")
-    for name in (*TASKS, "costs", "variance", "variance_middle", "drawing"):
+    for name in (*TASKS, "confirmation", "costs", "variance", "variance_middle", "drawing"):
         assert text.count(f"<!-- baselines:{name} -->") == 1
     for path in COMMITTED.glob("*.jsonl"):
         lines = path.read_text(encoding="utf-8").splitlines()

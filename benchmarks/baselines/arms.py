@@ -11,6 +11,8 @@ from typing import Any
 # they differ only in what their line names.
 BETA = 0.001
 TUNING_SEEDS = (100, 101)
+# The seeds on which the `confirmed` arms of a task are compared once more.
+CONFIRMING_SEEDS = range(10, 30)
 SIZE = 4
 
 
@@ -112,7 +114,8 @@ class Task:
     returns the folder of the base model, which it makes in the folder that is its argument if it is
     missing. `budget` is in sampled completions; `seeds` is the number of reported seeds. With
     `has_levels` the rows have a column `level` that tells how hard they are. `signal` is the only
-    level whose training rows have a signal, if there is one."""
+    level whose training rows have a signal, if there is one. `confirmed` are the arms that a second
+    experiment compares, with CONFIRMING_SEEDS."""
 
     name: str
     title: str
@@ -127,6 +130,7 @@ class Task:
     seeds: int = 10
     has_levels: bool = False
     signal: str = ""
+    confirmed: tuple[str, ...] = ()
 
     def takes(self, arm: str) -> bool:
         """Whether the rows have what an arm reads."""
@@ -141,3 +145,8 @@ class Task:
     def seeds_of(self, arm: str) -> Sequence[int]:
         """The planned seeds of an arm."""
         return range(min(self.seeds, ARMS[arm].most_seeds))
+
+    def confirming_seeds(self, arm: str) -> Sequence[int]:
+        """The seeds of an arm in the second experiment, if it or its counterpart is confirmed."""
+        has_part = any(arm in (one, *ARMS[one].against) for one in self.confirmed)
+        return CONFIRMING_SEEDS if has_part else ()

@@ -12,9 +12,21 @@ from benchmarks.baselines.arms import ARMS, FAMILIES, Task
 from benchmarks.baselines.comparisons import Paired
 from benchmarks.baselines.figures import draw
 from benchmarks.baselines.results import Results
-from benchmarks.baselines.summary import AXES, SHOWN, Comparison, Summary, cell_costs, summarise
+from benchmarks.baselines.summary import (
+    AXES,
+    SHOWN,
+    Comparison,
+    Summary,
+    cell_costs,
+    confirm,
+    summarise,
+)
 
 LEVEL = 0.05
+_MEASURES = [
+    "final pass@1, points",
+    *(f"{axis} to the mark, ratio" for axis in AXES.values()),
+]
 _ESTIMATORS = {
     "rloo": "RLOO",
     "std": "mean and deviation of the group (GRPO's advantages)",
@@ -31,6 +43,7 @@ def write_report(results: Results, tasks: Mapping[str, Task], *, docs: Path) -> 
     text = page.read_text(encoding="utf-8")
     for name, summary in started.items():
         text = put_between(text, name, render_task(summary))
+    text = put_between(text, "confirmation", render_confirmation([*found.values()]))
     text = put_between(text, "costs", render_costs(results))
     variances = results.read_figures("variance")
     text = put_measured(text, results, {name: task.title for name, task in tasks.items()})
@@ -77,6 +90,16 @@ def render_task(summary: Summary) -> str:
     parts += ["Learning rates, mean held-out pass@1 over the budget on the tuning seeds:"]
     parts.append(_tuning_table(summary))
     return "\n\n".join(parts)
+
+
+def render_confirmation(summaries: Sequence[Summary]) -> str:
+    """The table of the second experiment, with a row for each task and comparison."""
+    rows = []
+    for one, found in confirm(summaries):
+        seeds = f"{len(one.confirming[found.arm].runs)}"
+        titles = ARMS[found.arm].title, ARMS[found.other].title
+        rows.append([f"`{one.task.name}`", *titles, seeds, *_measures(found)])
+    return _table(["task", "", "against", "seeds", *_MEASURES], rows)
 
 
 def _tell_mark(summary: Summary) -> str:
@@ -152,17 +175,14 @@ def _tuning_table(summary: Summary) -> str:
 
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> str:
-    rows = [
-        [
-            ARMS[one.arm].title,
-            ARMS[one.other].title,
-            _tell(one.last, "{:+.1f}", 100),
-            *(_tell(one.ratios[axis], "{:.2f}", 1, bound=one.bound) for axis in AXES),
-        ]
-        for one in comparisons
-    ]
-    head = ["", "against", "final pass@1, points"]
-    return _table([*head, *(f"{axis} to the mark, ratio" for axis in AXES.values())], rows)
+    rows = [[ARMS[c.arm].title, ARMS[c.other].title, *_measures(c)] for c in comparisons]
+    return _table(["", "against", *_MEASURES], rows)
+
+
+def _measures(one: Comparison) -> list[str]:
+    """The cells of _MEASURES."""
+    ratios = (_tell(one.ratios[axis], "{:.2f}", 1, bound=one.bound) for axis in AXES)
+    return [_tell(one.last, "{:+.1f}", 100), *ratios]
 
 
 def _tell(found: Paired | str, form: str, scale: float, *, bound: bool = False) -> str:

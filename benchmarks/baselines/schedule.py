@@ -60,7 +60,8 @@ class Plan:
         return len(tuning_cells(task, arm, self.budget)) + finals
 
     def seeds_of(self, task: Task, arm: str) -> Sequence[int]:
-        return task.seeds_of(arm) if self.seeds is None else self.seeds
+        planned = (*task.seeds_of(arm), *task.confirming_seeds(arm))
+        return planned if self.seeds is None else self.seeds
 
 
 def run_in_process(out: Path, cell: Cell) -> None:

@@ -81,7 +81,8 @@ class Comparison:
 
 @dataclass
 class Summary:
-    """The summary of a task. `start`, `best` and `mark` are None while no arm has all seeds."""
+    """The summary of a task. `start`, `best` and `mark` are None while no arm has all seeds.
+    `confirming` are the arms with all runs of the second experiment."""
 
     task: Task
     arms: dict[str, ArmSummary]
@@ -89,6 +90,7 @@ class Summary:
     best: str | None = None
     mark: float | None = None
     comparisons: dict[str, list[Comparison]] = field(default_factory=dict)
+    confirming: dict[str, ArmSummary] = field(default_factory=dict)
 
     def is_complete(self, arm: str) -> bool:
         """Whether the arm has all planned seeds."""
@@ -97,9 +99,14 @@ class Summary:
 
 def summarise(results: Results, task: Task) -> Summary:
     """The summary of a task from its finished cells, with the task's own budget and seeds."""
+    known = [arm for arm in ARMS if task.takes(arm)]
     found = Summary(
-        task, {arm: _summarise_arm(results, task, arm) for arm in filter(task.takes, ARMS)}
+        task, {arm: _summarise_arm(results, task, arm, task.seeds_of(arm)) for arm in known}
     )
+    for arm in known:
+        seeds = task.confirming_seeds(arm)
+        if seeds and len((one := _summarise_arm(results, task, arm, seeds)).runs) == len(seeds):
+            found.confirming[arm] = one
     whole = {name: arm for name, arm in found.arms.items() if found.is_complete(name)}
     # A bound is no method: it does not move the mark of the methods.
     methods = {name: arm for name, arm in whole.items() if not ARMS[name].only_signal}
@@ -123,19 +130,39 @@ def summarise(results: Results, task: Task) -> Summary:
     return found
 
 
-def _summarise_arm(results: Results, task: Task, arm: str) -> ArmSummary:
+def confirm(summaries: Sequence[Summary]) -> list[tuple[Summary, Comparison]]:
+    """The comparisons of the second experiment, each with its task's summary. The mark and the
+    learning rates are those of the first. Holm's correction is over all of them."""
+    found = [
+        (one, _compare_pair(one.confirming, one.mark, arm, other))
+        for one in summaries
+        for arm in one.task.confirmed
+        for other in ARMS[arm].against
+        if one.mark is not None and {arm, other} <= one.confirming.keys()
+    ]
+    corrected = _correct([comparison for _, comparison in found])
+    return [(one, c) for (one, _), c in zip(found, corrected, strict=True)]
+
+
+def _summarise_arm(results: Results, task: Task, arm: str, seeds: Sequence[int]) -> ArmSummary:
     try:
         scores = tuning_scores(results, task, arm)
     except ValueError as error:
         return ArmSummary(missing=str(error))
     rate = choose_rate(scores)
-    cells = final_cells(task, arm, rate, task.seeds_of(arm))
+    cells = final_cells(task, arm, rate, seeds)
     runs = {c.seed: run for c in cells if (run := results.read(c)) is not None}
     return ArmSummary(scores, rate, edge_of(rate, task.rates), runs)
 
 
 def _compare(summary: Summary, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
-    found = [_compare_pair(summary, arm, other) for arm, other in pairs]
+    assert summary.mark is not None
+    arms, mark = summary.arms, summary.mark
+    return _correct([_compare_pair(arms, mark, arm, other) for arm, other in pairs])
+
+
+def _correct(found: Sequence[Comparison]) -> list[Comparison]:
+    """The comparisons of a family with Holm's p values."""
     lasts = _corrected([c.last for c in found])
     ratios = {axis: _corrected([c.ratios[axis] for c in found]) for axis in AXES}
     return [
@@ -145,22 +172,21 @@ def _compare(summary: Summary, pairs: Sequence[tuple[str, str]]) -> list[Compari
 
 
 def _corrected(family: Sequence[Any]) -> list[Any]:
-    """The comparisons of a family with Holm's p values. Reasons are returned unchanged."""
+    """One measure of a family with Holm's p values. Reasons are returned unchanged."""
     tested = {n: one.p for n, one in enumerate(family) if isinstance(one, Paired)}
     values = correct_holm(tested)
     return [replace(one, p=values[n]) if n in values else one for n, one in enumerate(family)]
 
 
-def _compare_pair(summary: Summary, arm: str, other: str) -> Comparison:
-    ours, theirs = summary.arms[arm], summary.arms[other]
+def _compare_pair(arms: Mapping[str, ArmSummary], mark: float, arm: str, other: str) -> Comparison:
+    ours, theirs = arms[arm], arms[other]
     seeds = [seed for seed in ours.runs if seed in theirs.runs]
-    assert summary.mark is not None
     ratios: dict[str, Paired | str] = {}
     bound = False
     for axis in AXES:
-        reached = [ours.to_mark(seed, axis, summary.mark) for seed in seeds]
+        reached = [ours.to_mark(seed, axis, mark) for seed in seeds]
         ends = [theirs.curve(seed, axis)[0][-1] for seed in seeds]
-        marks = [theirs.to_mark(seed, axis, summary.mark) for seed in seeds]
+        marks = [theirs.to_mark(seed, axis, mark) for seed in seeds]
         bound = any(place is None for place in marks)
         count = sum(place is not None for place in reached)
         if count < len(seeds):

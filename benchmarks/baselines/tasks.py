@@ -164,6 +164,7 @@ TASKS = {
             reward=mixture_reward,
             model=_countdown_model,
             has_levels=True,
+            confirmed=("variance_column",),
             **_MIXED,
         ),
         Task(
@@ -192,6 +193,7 @@ TASKS = {
             completions_per_step=64,
             samples=8,
             has_levels=True,
+            confirmed=("variance_column",),
         ),
         Task(
             name="smollm2",
