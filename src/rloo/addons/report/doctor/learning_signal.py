@@ -372,7 +372,8 @@ RULES = (
         "Few groups have signal",
         "`groups/signal` is below its healthy range, beyond chance, and the reward does not rise",
         "Time is spent on groups from which nothing is learned, and the few others are noise.",
-        "more completions per prompt (K), or `dynamic_sample`",
+        "more completions per prompt (K), `dynamic_sample`, or `prompt_sampling variance` by a "
+        "column that tells the difficulty",
         _little,
     ),
 )
