@@ -99,14 +99,14 @@ class Summary:
 
 def summarise(results: Results, task: Task) -> Summary:
     """The summary of a task from its finished cells, with the task's own budget and seeds."""
-    known = [arm for arm in ARMS if task.takes(arm)]
     found = Summary(
-        task, {arm: _summarise_arm(results, task, arm, task.seeds_of(arm)) for arm in known}
+        task, {arm: _summarise_arm(results, task, arm) for arm in filter(task.takes, ARMS)}
     )
-    for arm in known:
-        seeds = task.confirming_seeds(arm)
-        if seeds and len((one := _summarise_arm(results, task, arm, seeds)).runs) == len(seeds):
-            found.confirming[arm] = one
+    for name, arm in found.arms.items():
+        if arm.runs and (seeds := task.confirming_seeds(name)):
+            runs = _read_runs(results, task, name, arm.rate, seeds)
+            if len(runs) == len(seeds):
+                found.confirming[name] = replace(arm, runs=runs)
     whole = {name: arm for name, arm in found.arms.items() if found.is_complete(name)}
     # A bound is no method: it does not move the mark of the methods.
     methods = {name: arm for name, arm in whole.items() if not ARMS[name].only_signal}
@@ -144,15 +144,22 @@ def confirm(summaries: Sequence[Summary]) -> list[tuple[Summary, Comparison]]:
     return [(one, c) for (one, _), c in zip(found, corrected, strict=True)]
 
 
-def _summarise_arm(results: Results, task: Task, arm: str, seeds: Sequence[int]) -> ArmSummary:
+def _summarise_arm(results: Results, task: Task, arm: str) -> ArmSummary:
     try:
         scores = tuning_scores(results, task, arm)
     except ValueError as error:
         return ArmSummary(missing=str(error))
     rate = choose_rate(scores)
-    cells = final_cells(task, arm, rate, seeds)
-    runs = {c.seed: run for c in cells if (run := results.read(c)) is not None}
+    runs = _read_runs(results, task, arm, rate, task.seeds_of(arm))
     return ArmSummary(scores, rate, edge_of(rate, task.rates), runs)
+
+
+def _read_runs(
+    results: Results, task: Task, arm: str, rate: float | None, seeds: Sequence[int]
+) -> dict[int, Result]:
+    """The finished reported runs of an arm at a learning rate, by seed."""
+    cells = final_cells(task, arm, rate, seeds)
+    return {cell.seed: run for cell in cells if (run := results.read(cell)) is not None}
 
 
 def _compare(summary: Summary, pairs: Sequence[tuple[str, str]]) -> list[Comparison]:
