@@ -25,6 +25,7 @@ from rloo.engines.vllm.server_state import (
     cancel_all,
 )
 from rloo.engines.vllm.weight_loading import WeightLoader
+from rloo.rewards.async_functions import cancel_tasks
 from rloo.types import Completion
 
 # Seconds between health checks, and the number of failed checks after which a server is lost.
@@ -329,7 +330,7 @@ class ServerPool:
         the run started keep running."""
         self.closed = True
         # A cancelled request makes room for a waiting one. That one must not open a connection.
-        await cancel_all([task for task in asyncio.all_tasks() if task != asyncio.current_task()])
+        await cancel_tasks()
         for member in self.members:
             with suppress(Exception):
                 await member.client.close()
