@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -425,6 +426,20 @@ def test_an_adapter_stays_where_servers_keep_the_weights(made):
     ]  # fmt: skip
     loads = [body["lora_name"] for route, body in server.bodies if route == "/v1/load_lora_adapter"]
     assert len(loads) == len(set(loads)) == 2  # the perturbed one before
+
+
+def test_an_engine_that_closes_while_it_samples_puts_no_server_to_sleep(made):
+    policy = make_policy()
+    engine, (server,), _ = made(policy, sleep_level=2, deadline=60.0)
+    policy.load_into(engine)
+    server.faults[COMPLETIONS] = hanging
+    server.calls.clear()
+    (begun,) = engine.submit(make_prompts()[:1], 1, SAMPLING, 1)
+    wait_until(lambda: COMPLETIONS in server.calls)
+    start = time.monotonic()
+    engine._run(engine._open.fleet.close())
+    assert begun.cancelled() and time.monotonic() - start < 5
+    assert of_sleep(server) == ["/wake_up tags=weights", "load", "/wake_up tags=kv_cache"]
 
 
 @pytest.mark.parametrize(

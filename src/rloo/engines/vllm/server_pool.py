@@ -146,7 +146,8 @@ class ServerPool:
             await cancel_all(self.looking)
             if self.sleep_level is not None:
                 self.awake.clear()
-            await self._each(self._sleep)
+            if not self.closed:  # else these servers are about to be stopped
+                await self._each(self._sleep)
 
     async def _confirmed(self, answers: Iterable[ServerReply]) -> list[ServerReply]:
         """The answers of servers that had the right weights. A server that was restarted outside of
