@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
-import anyio
-
 T = TypeVar("T")
 _RESPONSE_SECONDS = 1.0
 _TURN_SECONDS = 0.2
@@ -97,6 +95,8 @@ class LoopThread:
 async def cancel_tasks(seconds: float | None = None) -> None:
     """Cancel all other tasks of the running event loop, and wait for their end, at most
     `seconds`."""
+    import anyio  # rewards can be imported without it
+
     # A task group of anyio, in which httpx connects, cancels its tasks itself, after they have
     # begun. If another cancels one before, Python warns that a coroutine was never awaited.
     inner = {info.id for info in anyio.get_running_tasks() if info.parent_id is not None}

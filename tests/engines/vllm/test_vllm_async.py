@@ -242,11 +242,12 @@ def test_runs_on_a_server_train_the_groups_of_the_native_engine(tmp_path):
     assert len(prompts["native"]) == 6 * 3 * 4
     ahead = lines["ahead"]
     assert [line["groups/first"] for line in ahead] == [0, 3, 6, 9, 12, 15]
-    assert [line["staleness/max"] for line in ahead] == [0, 1, 1, 1, 1, 1]
+    stale = [line["staleness/max"] for line in ahead]
+    assert stale[0] == 0 and set(stale) == {0, 1}  # a late request finds the new weights
     assert {line["engine/lost"] for line in ahead} == {0}
     # What was sampled by the weights that are trained has their log-probs.
     assert max(line["mismatch/max"] for line in lines["served"]) < 1e-5
-    assert ahead[0]["mismatch/max"] < 1e-5 < ahead[-1]["mismatch/max"]
+    assert [line["mismatch/max"] > 1e-5 for line in ahead] == [steps > 0 for steps in stale]
 
 
 def test_a_call_on_a_client_that_was_closed_meanwhile_is_an_error_of_the_server():
