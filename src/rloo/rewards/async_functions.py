@@ -87,25 +87,12 @@ class LoopThread:
                 self._loop.run_forever()
             except BaseException:  # SystemExit of a task, which asyncio also raises here
                 continue
-        # There may be tasks of a call that was just cancelled.
-        self._loop.run_until_complete(cancel_tasks(_RESPONSE_SECONDS))
+        cancelled = asyncio.all_tasks(self._loop)
+        for task in cancelled:
+            task.cancel()  # tasks of a call that was just cancelled
+        if cancelled:
+            self._loop.run_until_complete(asyncio.wait(cancelled, timeout=_RESPONSE_SECONDS))
         self._loop.close()
-
-
-async def cancel_tasks(seconds: float | None = None) -> None:
-    """Cancel all other tasks of the running event loop, and wait for their end, at most
-    `seconds`."""
-    import anyio  # rewards can be imported without it
-
-    # A task group of anyio, in which httpx connects, cancels its tasks itself, after they have
-    # begun. If another cancels one before, Python warns that a coroutine was never awaited.
-    inner = {info.id for info in anyio.get_running_tasks() if info.parent_id is not None}
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    tasks = [task for task in others if id(task) not in inner]
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks, timeout=seconds)
 
 
 def _wait(running: Collection[futures.Future[Any]], seconds: float | None, until: str) -> None:

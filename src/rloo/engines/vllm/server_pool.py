@@ -23,9 +23,9 @@ from rloo.engines.vllm.server_state import (
     ServerWeights,
     WaitClock,
     cancel_all,
+    cancel_others,
 )
 from rloo.engines.vllm.weight_loading import WeightLoader
-from rloo.rewards.async_functions import cancel_tasks
 from rloo.types import Completion
 
 # Seconds between health checks, and the number of failed checks after which a server is lost.
@@ -331,7 +331,7 @@ class ServerPool:
         the run started keep running."""
         self.closed = True
         # A cancelled request makes room for a waiting one. That one must not open a connection.
-        await cancel_tasks()
+        await cancel_others()
         for member in self.members:
             with suppress(Exception):
                 await member.client.close()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import anyio
 import torch
 
 from rloo.engines.vllm.client import ROUTE, TOKENS_ROUTE, ServerError, VLLMClient
@@ -148,6 +149,15 @@ async def cancel_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def cancel_others() -> None:
+    """Cancel all other tasks of the running event loop, and wait for their end."""
+    # A task group of anyio, in which httpx connects, cancels its tasks itself, after they have
+    # begun. If another cancels one before, Python warns that a coroutine was never awaited.
+    inner = {info.id for info in anyio.get_running_tasks() if info.parent_id is not None}
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await cancel_all([task for task in others if id(task) not in inner])
 
 
 @dataclass(slots=True)
