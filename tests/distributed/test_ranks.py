@@ -237,7 +237,8 @@ def test_one_process_samples_for_all_ranks_beside_their_training(folder):
     status, said = train("--output_dir", "ahead", "--max_staleness", "1", *DIVIDED)
     assert status == 0, said
     assert column("ahead", "groups/first") == [0, 3, 6, 9, 12, 15]
-    assert column("ahead", "staleness/max") == [0, 1, 1, 1, 1, 1]
+    stale = column("ahead", "staleness/max")
+    assert stale[0] == 0 and set(stale) == {0, 1}  # a group that begins late has the new weights
     assert column("ahead", "epoch") == column("alone", "epoch")
     more = ("--max_staleness", "1", "--dynamic_sample", "true")
     status, said = train("--output_dir", "refilled", *more)
