@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from scipy import stats
 from transformers import AutoTokenizer, TrainerControl, TrainerState
 
-from benchmarks.baselines import gym, sorting
+from benchmarks.baselines import gym
 from benchmarks.baselines.__main__ import main
 from benchmarks.baselines.arms import ARMS, BETA, FAMILIES, TUNING_SEEDS
 from benchmarks.baselines.cells import FRACTIONS, make_cell, tuning_cells
@@ -682,27 +682,6 @@ def test_page_has_a_place_for_each_task_and_the_committed_results_are_small():
         lines = path.read_text(encoding="utf-8").splitlines()
         assert max(map(len, lines)) < 4000
         assert {json.loads(line)["cell"]["task"] for line in lines} == {path.stem}
-
-
-# -- sorting ---------------------------------------------------------------------------------------
-
-
-def test_sorting_reward_is_the_share_of_right_positions():
-    answers = ["a b c d e f"] * 5
-    texts = ["a b c d e f", "a c b d e f", "a b c", "", "a b c d e f g h"]
-    assert sorting.sorting_reward(texts, answer=answers) == [1.0, 4 / 6, 0.5, 0.0, 0.75]
-
-
-def test_sorting_rows_and_lessons_keep_heldout_letters_apart():
-    train, heldout = sorting.make_rows("train"), sorting.make_rows("heldout")
-    assert (len(train), len(heldout)) == (4000, 512)
-    sets = [frozenset(row["answer"].split()) for row in (*train, *heldout)]
-    assert len(set(sets)) == 4512
-    rng = sorting.random.Random(0)
-    lessons = [sorting._write_lesson(rng).split() for _ in range(2000)]
-    assert not sorting._heldout_sets() & {frozenset(words[:6]) for words in lessons}
-    swapped = fmean(words[7:13] != sorted(words[:6]) for words in lessons)
-    assert swapped == pytest.approx(0.5, abs=0.05)
 
 
 def test_the_best_possible_arm_trains_only_on_prompts_with_a_signal():

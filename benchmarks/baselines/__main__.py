@@ -5,7 +5,7 @@
         [--only-tuning] [--list]
     PYTHONPATH=src python -m benchmarks.baselines collect [--out runs/baselines]
     PYTHONPATH=src python -m benchmarks.baselines report [--out runs/baselines]
-    PYTHONPATH=src python -m benchmarks.baselines variance [--tasks countdown,sorting] [--middle]
+    PYTHONPATH=src python -m benchmarks.baselines variance [--tasks countdown,gym] [--middle]
     PYTHONPATH=src python -m benchmarks.baselines drawing [--tasks mixture,hidden,countdown,gym]
         [--rate 4e-4]
 
@@ -94,7 +94,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     drawing = commands.add_parser("drawing", help="measure what drawing prompts leaves of it")
     for command in (variance, drawing):
         command.add_argument("--rate", type=float, help="learning rate; default: the tuned one")
-    some = ("countdown", "sorting")
+    some = ("countdown", "gym")
     for command, tasks in ((run, DEFAULT_TASKS), (variance, some), (drawing, DEFAULT_TASKS)):
         command.add_argument(
             "--tasks", type=_names(TASKS), default=list(tasks), help="with commas between"

@@ -95,6 +95,7 @@ ARMS: dict[str, Arm] = {
     "optimal_token": _baseline(
         "Optimal-token", estimator="optimal_token", importance_sampling_level="token"
     ),
+    "no_baseline": _baseline("No baseline", mean_level="none"),
     "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
     "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.baselines import gym, sorting
+from benchmarks.baselines import gym
 from benchmarks.baselines.arms import Task
 from rloo.data.tasks.countdown import (
     base_model_path,
@@ -98,14 +98,6 @@ def mixture_reward(
     solved = countdown_reward(completions, numbers, target)
     levels = level or ["open"] * len(solved)
     return [1.0 if one == "any" else score for one, score in zip(levels, solved, strict=True)]
-
-
-def sorting_rows(split: str) -> list[dict[str, Any]]:
-    """Rows of `sorting`. The rows of "tuning" are the last of its training split."""
-    if split == "heldout":
-        return sorting.make_rows("heldout")[:NUM_HELDOUT]
-    rows = sorting.make_rows("train")
-    return rows[-NUM_TUNING:] if split == "tuning" else rows[:-NUM_TUNING]
 
 
 def _countdown_model(_: Path) -> str:
@@ -207,15 +199,6 @@ TASKS = {
             completions_per_step=16,
             samples=1,
             seeds=5,
-        ),
-        Task(
-            name="sorting",
-            title="Sorting six letters (reward: share of right positions)",
-            rows=sorting_rows,
-            reward=sorting.sorting_reward,
-            model=sorting.ensure_base,
-            rates=(2.5e-4, 5e-4, 1e-3, 2e-3),
-            max_tokens=10,
         ),
     )
 }
