@@ -55,17 +55,17 @@ MODULE_WORDS = set(
     parsing pilot plan planner platform plot plugin plugins policy pool prefill prefix preflight
     prepare presets printing probe problem process processing profiler program progress prompt proxy
     publisher pytest pytree quantization ragged rank ranks ray reader reasoning recipes record
-    records reference registry remote renderer report requests resource resources response restart
-    resume retired retry reward rewards rl rloo rng roles rollout rounding router rows rules run
-    running sample sampler sampling sandbox save schedule scoring screen seccomp secrets self
-    sequence serialization serve server set settings setup shapes shaping sharded shared shell show
-    sides signal signals simulation sizes slurm softmax source spec special specs stages standard
-    state static stats status step stop stopwatch store streams subclass subset suite summary
-    supervisor support swift syscalls system tables task tasks templates tensor test testing text
-    time timeout timing token tokenization tool tools torch traceback tracking train trainer
-    training tree trial trl tuning turn types unsupported update upload user validation value values
-    variance verifiers verl versions vllm weight weights wording words worker workers world writer
-    yaml zero
+    records reference registry regression remote renderer report requests resource resources
+    response restart resume retired retry reward rewards rl rloo rng roles rollout rounding router
+    rows rules run running sample sampler sampling sandbox save schedule scoring screen seccomp
+    secrets self sequence serialization serve server set settings setup shapes shaping sharded
+    shared shell show sides signal signals simulation sizes slurm softmax source spec special specs
+    stages standard state static stats status step stop stopwatch store streams subclass subset
+    suite summary supervisor support swift syscalls system tables task tasks templates tensor test
+    testing text time timeout timing token tokenization tool tools torch traceback tracking train
+    trainer training tree trial trl tuning turn types unsupported update upload user validation
+    value values variance verifiers verl versions vllm weight weights wording words worker workers
+    world writer yaml zero
     """.split()  # noqa: SIM905
 )
 

@@ -69,6 +69,17 @@ def _baseline(title: str, **options: Any) -> Arm:
     return Arm(title, "baselines", {**_PAPER, **options})
 
 
+def _regression(title: str, pool: str = "", **choices: Any) -> Arm:
+    """`pool`: the column whose values have coefficients of their own. `choices`: as in `_drawn`;
+    without any, prompts are drawn uniformly."""
+    options: dict[str, Any] = {**_PAPER, "estimator": "regression"}
+    if pool:
+        options["estimator_kwargs"] = {"column": pool}
+    if choices:
+        options |= {"prompt_sampling": "variance", "prompt_sampling_kwargs": choices}
+    return Arm(title, "baselines", options, by_level=bool(pool))
+
+
 def _trl(trainer: str, *against: str, defaults: bool = False) -> Arm:
     title = f"TRL's {trainer}, {'defaults' if defaults else 'tuned'}"
     how: dict[str, Any] = {"against": against, "trainer": trainer, "defaults": defaults}
@@ -95,6 +106,10 @@ ARMS: dict[str, Arm] = {
     "optimal_token": _baseline(
         "Optimal-token", estimator="optimal_token", importance_sampling_level="token"
     ),
+    "regression": _regression("Regression"),
+    "regression_column": _regression("Regression, column", "level"),
+    "regression_drawn": _regression("Regression and variance, column", "level", column="level"),
+    "regression_text": _regression("Regression and variance, probe of the text", probe="text"),
     "no_baseline": _baseline("No baseline", mean_level="none"),
     "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),

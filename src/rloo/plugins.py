@@ -57,6 +57,7 @@ BUILT_IN: dict[str, dict[str, str]] = {
         },
         "length_weighted": "rloo.algorithm.group_baselines:length_weighted",
         "shrinkage": "rloo.algorithm.group_baselines:shrinkage",
+        "regression": "rloo.algorithm.regression:regression",
         "optimal_token": "rloo.algorithm.token_baselines:optimal_token",
     },
     # Parts of the core that an add-on implements; other packages cannot register these.

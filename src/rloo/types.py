@@ -16,6 +16,9 @@ Text = str | list[Message]
 FinishReason = Literal["stop", "length"]
 # (weight version, number of tokens) for each span of consecutive tokens.
 WeightVersions = tuple[tuple[int, int], ...]
+# a and d of a baseline a + (1 + d) m, where m is the mean of the other returns of the group.
+Coefficients = tuple[float, float]
+LEAVE_ONE_OUT: Coefficients = (0.0, 0.0)
 # The number of completions per prompt, or for each prompt the indices of its completions.
 NumSamples = int | Sequence[range]
 # A function that iterates over a model's weights: names and tensors.
@@ -189,8 +192,7 @@ class Sample:
     optimizer step. `trained` is True for each token that the policy trains on, and False for input
     tokens (tool output, user turns). None: it trains on all tokens. `weight_versions` and the
     conversion of lists are as in `Completion`. `weight`: see `Prompt.completion_weight`. `pilot`:
-    whether the completion belongs to the pilot of its group (`Prompt.pilot`).
-    """
+    whether the completion belongs to the pilot of its group. `coefficients`: of its baseline."""
 
     key: tuple[int, int]
     place: int
@@ -207,6 +209,7 @@ class Sample:
     weight_versions: WeightVersions = ()
     weight: float = 1.0
     pilot: bool = False
+    coefficients: Coefficients = LEAVE_ONE_OUT
 
     def __post_init__(self) -> None:
         store_as_arrays(self)
@@ -351,18 +354,16 @@ class PrefixCaching(Protocol):
 
     def prefix_caching(self) -> AbstractContextManager[None]:
         """In this context, `sample` may cache keys and values. A completion that is continued with
-        its earlier tokens and the same weights is then computed from the position where it stopped.
-        The prompt's id and epoch and the completion's index identify it. Completions do not change,
-        except for rounding."""
+        its earlier tokens and the same weights is computed from the position where it stopped. It
+        is identified by the prompt's id and epoch and by its index. Only rounding changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """Scored groups to train on, and their origin. `metrics` and `num_tokens` (prompts and
-    completions) cover all completions that were sampled for the rollout. `version` is the version
-    of the weights when the rollout was returned. `position` is the dataset position after the
-    rollout. A checkpoint resumes from this position once a step was made on the rollout. `epoch`
-    counts the passes over the dataset."""
+    completions) cover all completions that were sampled for the rollout. `version` is that of the
+    weights when the rollout was returned. `position` is the dataset position after it: a checkpoint
+    resumes there once a step was made on the rollout. `epoch` counts passes over the dataset."""
 
     groups: list[Group]
     metrics: dict[str, float]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rloo.algorithm.advantages import Advantages, batch_advantages
+from rloo.algorithm.advantages import Advantages, add_advantages
 from rloo.algorithm.loss import loss_denominator
 from rloo.algorithm.update import micro_batch_loss
 from rloo.model.logprobs import TokenScores
@@ -57,6 +57,7 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
         weight_N=torch.ones(size, dtype=torch.float64),
         truncated_N=torch.zeros(size, dtype=torch.bool),
         pilot_N=None,
+        coefficient_N2=None,
         keys=[(0, index) for index in range(size)],
         lengths=lengths,
         policy_T=behavior,
@@ -65,8 +66,8 @@ def gradient(theta: Tensor, sampler: Tensor, group: tuple[int, ...], config) -> 
     scores = TokenScores(now, torch.zeros_like(now), None)
     policy = SimpleNamespace(logprobs=lambda *_, **__: scores)
     terms = terms_of(config)
-    values = batch_advantages(batch, scores, terms)
-    credit = Advantages(by_completion=dict(zip(batch.keys, values.split(1), strict=True)))
+    credit = Advantages()
+    add_advantages(credit, batch, scores, terms)
     denominator = loss_denominator(
         config.loss_aggregation, num_sequences=size, num_tokens=len(now), constant=None
     )

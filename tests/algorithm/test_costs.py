@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.regression import Observation
 from rloo.algorithm.reward_shaping import has_reward_variance
 from rloo.config.config import RLOOConfig
 from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import all_draws
 from rloo.tools.probe_sampling import all_probe_draws, make_probe_sampler
 from rloo.trainer.prompt_sampling import candidates_per_prompt
+from rloo.types import LEAVE_ONE_OUT
 from support.production import Production, compare, make_tiny, with_failures
 from support.weighted_rollouts import drawn_rollouts, pilot_rollouts, second_sizes
 
@@ -48,6 +50,10 @@ def form(beta: float, **options) -> RLOOConfig:
 def earlier_rewards(beta: float) -> KLController:
     past = KLController(beta)
     past.update_reward_stats([0.3, 1.2, -0.5, 0.7], decay=0.95)
+    earlier = [(1.0, 0.5, 0.2), (2.0, -0.4, 0.6), (0.5, 0.1, 1.0), (3.0, -1.0, 1.5)]
+    seen = [("", Observation(*values, LEAVE_ONE_OUT)) for values in earlier]
+    past.regression.add(seen, half_life=8.0)
+    assert min(map(abs, past.regression.coefficients(""))) > 0.1
     return past
 
 
@@ -138,6 +144,10 @@ COSTS = {
     "`mean_level running`": (lambda beta: after_others(beta, mean_level="running"), {0.3: (1, 1)}),
     "`estimator shrinkage`": (
         lambda beta: of_two_prompts(beta, estimator="shrinkage"),
+        {0.0: (1, 1), 0.3: (1, 1)},
+    ),
+    "`estimator regression`": (
+        lambda beta: after_others(beta, estimator="regression"),
         {0.0: (1, 1), 0.3: (1, 1)},
     ),
     "`estimator length_weighted`": (

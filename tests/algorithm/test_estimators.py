@@ -40,6 +40,8 @@ def one_at_a_time(returns: EstimatorInput) -> list[EstimatorInput]:
                 torch.zeros_like(rows),
                 returns.truncated_N[rows],
                 None if returns.score_norm_T is None else returns.score_norm_T[tokens],
+                None,
+                None if returns.coefficient_N2 is None else returns.coefficient_N2[rows],
             )
         )
     return parts

@@ -114,6 +114,7 @@ FORMS = {
     "length-weighted": {"estimator": "length_weighted"},
     "optimal token": {"estimator": "optimal_token", **TOKEN},
     "optimal token, no KL": {"estimator": "optimal_token", "beta": 0.0, **TOKEN},
+    "regression": {"estimator": "regression"},
     "reward to go": {"kl_placement": "reward_to_go", **TOKEN},
 }
 FAST = ("KL in the reward", "length-weighted", "optimal token")

@@ -46,9 +46,10 @@ class Tables:
             b.token_logprobs(logits).split(n)
             for b, logits, n in zip(BANDITS, self.theta, lengths, strict=True)
         ]
+        squares = [b.logits.softmax(-1).square().sum(-1)[b.state_T] for b in BANDITS]
         self.tables = [
-            TokenTables(b.token_logprobs(b.reference).split(n))
-            for b, n in zip(BANDITS, lengths, strict=True)
+            TokenTables(b.token_logprobs(b.reference).split(n), collision=s.split(n))
+            for b, n, s in zip(BANDITS, lengths, squares, strict=True)
         ]
 
     def expected(self, draws, config, sizes=None) -> torch.Tensor:
@@ -92,6 +93,7 @@ FORMS = {
     "GRPO": {"preset": "grpo"},
     "Dr. GRPO": {"preset": "dr_grpo"},
     "mean of tokens": {"loss_aggregation": "sequence_token_mean"},
+    "regression": {"estimator": "regression"},
 }
 
 
@@ -149,7 +151,8 @@ def test_weights_reach_the_optimizer_from_the_prompt():
 # Spreads, by prompt, that decide on numbers of completions: the others than are right, too.
 SPREADS = ([0.0, 5.0, 1.0], [3.0, 1.0, 0.0], [1.0, 0.0, 40.0])
 SIZES = GroupBudget(num_generations=3, max_generations=4, num_prompts=2)
-SIZED = ("KL in the reward", "no KL", "KL in the loss", "entropy", "by token", "mean of tokens")
+SIZED = ("KL in the reward", "no KL", "KL in the loss", "entropy", "by token", "mean of tokens",
+         "regression")  # fmt: skip
 
 
 def sizes_of(drawn, spread) -> list[int]:

@@ -137,6 +137,7 @@ UNBIASED = {
     "the example, weighed by length": {"estimator": f"{EXAMPLE}:length_weighted"},
     "weighed by length": {"estimator": "length_weighted"},
     "a baseline for each token": {**TOKEN, "estimator": "optimal_token"},
+    "a regression, with any coefficients": {"estimator": "regression"},
     "shrinkage, with a single prompt": {"estimator": "shrinkage"},
     "token ratios": TOKEN,
     "geometric mean ratios": {"importance_sampling_level": "sequence_mean"},
@@ -204,7 +205,7 @@ def test_one_completion_per_prompt_without_a_group_baseline_is_unbiased():
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-@pytest.mark.parametrize("estimator", ["rloo", "length_weighted", "optimal_token"])
+@pytest.mark.parametrize("estimator", ["rloo", "length_weighted", "optimal_token", "regression"])
 def test_rewards_missing_independently_of_the_completion_leave_it_unbiased(beta, estimator):
     options = TOKEN if estimator == "optimal_token" else {}
     config = form(beta=beta, estimator=estimator, **options)

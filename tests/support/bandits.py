@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from rloo.algorithm import loss
-from rloo.algorithm.advantages import Advantages, batch_advantages
+from rloo.algorithm.advantages import Advantages, add_advantages
 from rloo.algorithm.update import micro_batch_loss
 from rloo.model.logprobs import TokenScores
 from support.terms import terms_of
+
+# Of every baseline, if the estimator reads them. They are given: nothing is fitted.
+COEFFICIENTS = (0.15, -0.6)
 
 
 class TokenTables(NamedTuple):
@@ -74,6 +77,7 @@ def rollout_loss(groups: Sequence[BanditGroup], config) -> Tensor:
         pilot_N=torch.tensor([p for g in groups for p in g.pilots()])
         if any(any(group.pilots()) for group in groups)
         else None,
+        coefficient_N2=torch.tensor([COEFFICIENTS], dtype=torch.float64).expand(len(flat), 2),
         truncated_N=torch.zeros(len(flat), dtype=torch.bool),
         keys=[(number, place) for place, number in enumerate(number_N)],
         lengths=lengths.tolist(),
@@ -87,9 +91,8 @@ def rollout_loss(groups: Sequence[BanditGroup], config) -> Tensor:
     terms = terms_of(config)
     credit = Advantages(from_update=True)
     if not terms.values_from_forward:
-        values = batch_advantages(batch, scores, terms)
-        sizes = batch.lengths if config.importance_sampling_level == "token" else 1
-        credit = Advantages(dict(zip(batch.keys, values.split(sizes), strict=True)))
+        credit = Advantages()
+        add_advantages(credit, batch, scores, terms)
     denominator = loss.loss_denominator(
         config.loss_aggregation,
         num_sequences=len(flat),

@@ -155,6 +155,8 @@ CASES = {
     "optimal token": (mixed, OPTIMAL_TOKEN | {"use_peft": True}),
     "optimal token, two passes": (missing, OPTIMAL_TOKEN | {"beta": 0.05, "num_iterations": 2}),
     "optimal token, by parts": (mixed, OPTIMAL_TOKEN | {"max_tokens_per_micro_batch": 40}),
+    "regression": (missing, {"estimator": "regression", "beta": 0.05, "num_iterations": 2}),
+    "regression, by parts": (mixed, {"estimator": "regression", "max_tokens_per_micro_batch": 40}),
     "several updates": (mixed, {"beta": 0.05, "steps_per_generation": 3, "num_prompts": 1}),
     "dynamic sampling": (flat_for_some, {"dynamic_sample": True, "num_generations": 2}),
     "over the batch": (mixed, {"normalize_rewards": "batch"}),

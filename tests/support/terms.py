@@ -1,6 +1,7 @@
 """What the stages of the method take, made from options or groups alone."""
 
 import random
+from typing import Any
 
 import torch
 
@@ -34,7 +35,7 @@ def two_groups(rewards, lengths):
     )
 
 
-def double(values: list[float]) -> torch.Tensor:
+def double(values: list[Any]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -50,6 +51,8 @@ def make_returns(seed: int, *, kl: bool = True, norms: bool = False) -> Estimato
         torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)),
         torch.tensor([rng.random() < 0.3 for _ in lengths]),
         double([rng.uniform(0, 2) for _ in range(int(lengths.sum()))]) if norms else None,
+        None,
+        double([[rng.gauss(0, 0.3) for _ in range(2)] for _ in lengths]) if norms else None,
     )
 
 
@@ -76,4 +79,6 @@ def changed(returns: EstimatorInput, index: int) -> EstimatorInput:
         returns.group_N,
         truncated_N,
         None if norms is None else spread(norms),
+        returns.pilot_N,
+        returns.coefficient_N2,
     )

@@ -99,3 +99,21 @@ def train_until_power_cut(trainer: RLOOTrainer, after: int = 3) -> None:
     trainer.monitor.step = cut
     with pytest.raises(PowerCut):
         trainer.train()
+
+
+def train_with_failure(config: RLOOConfig, reward, rows, after: int = 3) -> RLOOTrainer:
+    """Train until the reward fails, after so many rollouts, and resume. Returns the trainer of the
+    resumed run."""
+    calls = []
+
+    def failing(prompts, completions, **columns):
+        calls.append(1)
+        if len(calls) > after:
+            raise RuntimeError("no reward today")
+        return reward(prompts=prompts, completions=completions, **columns)
+
+    with pytest.raises(RuntimeError, match="no reward today"):
+        make_trainer(config, failing, rows).train()
+    resumed = make_trainer(config, reward, rows)
+    resumed.train(resume_from_checkpoint=True)
+    return resumed

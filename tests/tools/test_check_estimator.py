@@ -165,6 +165,7 @@ def test_the_example_is_exact_in_every_case(capsys):
         (["grpo"], "biased: cosine down to 0.9623"),
         (["grpo", "--estimator_kwargs.epsilon", "1e6"], "exact up to a factor: 0.0000 for K = 2"),
         (["shrinkage"], "exact: the expected gradient is the exact one in all 8 cases"),
+        (["regression"], "exact: the expected gradient is the exact one in all 8 cases"),
         (["length_weighted"], "exact: the expected gradient is the exact one in all 8 cases"),
         (["optimal_token"], "exact: the expected gradient is the exact one in all 8 cases"),
         (

@@ -28,6 +28,7 @@ NOT_LOGGED_HERE = {
     "prompt_sampling/effective_share", "prompt_sampling/uniform_reward",
     "prompt_sampling/uniform_signal", "prompt_sampling/probe_explained",
     "prompt_sampling/probe_slope", "prompt_sampling/largest_group", "time/probe",
+    "baseline/variance_ratio",
     "episodes/turns", "episodes/failed", "tools/call_frequency", "tools/failure_frequency",
     "tools/time",
     "rewards/gym_reward/unjudged", "gym/<task>/pass_rate", "gym/<task>/share", "gym/<task>/level",

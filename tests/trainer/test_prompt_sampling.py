@@ -23,6 +23,7 @@ from support.training import (
     make_config,
     make_trainer,
     metrics_of,
+    train_with_failure,
     weights,
 )
 
@@ -136,18 +137,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, options):
     config = make_config(tmp_path / "parts", **options, save_strategy="steps", save_steps=3)
     found = [row.get("prompt_sampling/effective_share", 1.0) for row in metrics_of(whole.args)]
     assert found[0] == 1.0 and min(found) < 0.999
-    calls = []
-
-    def failing(prompts, completions, **_):
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("no reward today")
-        return for_long_prompts(prompts, completions)
-
-    with pytest.raises(RuntimeError, match="no reward today"):
-        make_trainer(config, failing).train()
-    resumed = make_trainer(config, for_long_prompts)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = train_with_failure(config, for_long_prompts, ROWS)
     assert equal(weights(whole), weights(resumed))
 
 

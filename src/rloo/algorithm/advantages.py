@@ -6,17 +6,18 @@ computes them by default: its forward pass yields the values, which saves a sepa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.regression import observe
 from rloo.algorithm.token_kl import measured_kl
 from rloo.algorithm.token_values import (
     Key,
-    TokenValues,
+    returns_of_batch,
+    returns_of_samples,
     score_before_update,
     token_values,
     without_signal,
@@ -31,7 +32,7 @@ from rloo.algorithm.update_metrics import (
     to_cpu,
 )
 from rloo.model.logprobs import TokenScores
-from rloo.model.micro_batch import MicroBatch, deal, exceeds, pilot_mask
+from rloo.model.micro_batch import MicroBatch, deal, exceeds
 from rloo.model.offload import send
 from rloo.model.policy import Policy
 from rloo.types import Sample
@@ -45,13 +46,16 @@ class Advantages:
     `from_update`, `by_completion` starts with those known to be 0: the first optimizer step covers
     the whole rollout in micro-batches of whole groups, and adds the others. `stats` are the metrics
     of a separate forward pass, if there was one. `is_shared` is true once every rank has the
-    advantages and log-probs of all ranks."""
+    advantages and log-probs of all ranks. `observed` has what
+    `rloo.algorithm.regression.observe` returns for each completion; None if the estimator does not
+    read coefficients."""
 
     by_completion: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
     is_shared: bool = False
     from_update: bool = False
+    observed: dict[Key, Tensor] | None = None
 
     def has_reward_variance(self, key: Key) -> bool:
         """Return False if the completion's advantages are known to be exactly 0."""
@@ -81,7 +85,7 @@ class Advantages:
         if not self.from_update:
             return self
         stats = {name: metrics[name] for name in ("kl", "kl/sequence") if name in metrics}
-        return Advantages(self.by_completion, self.old_logprobs, stats, is_shared=True)
+        return replace(self, stats=stats, is_shared=True, from_update=False)
 
 
 def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
@@ -94,7 +98,7 @@ def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossCon
         return Advantages()
     in_parts = terms.batches.parts_per_rollout > 1
     if not terms.values_from_forward and not in_parts:
-        return Advantages(_sample_advantages(samples, {}, terms))
+        return _of_samples(samples, {}, terms)
     needs_pass = (
         in_parts
         or terms.estimator.over_rollout
@@ -102,7 +106,8 @@ def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossCon
     )
     if needs_pass:
         return _from_own_pass(samples, policy, terms)
-    return Advantages(without_signal(samples, terms), from_update=True)
+    observed: dict[Key, Tensor] | None = {} if terms.estimator.reads_coefficients else None
+    return Advantages(without_signal(samples, terms), from_update=True, observed=observed)
 
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
@@ -138,38 +143,34 @@ def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext
     if terms.kl_in_reward:
         tokens, sequences = (max(sums.get(of, 0.0), 1.0) for of in ("tokens", "sequences"))
         stats = {"kl": sums.get("kl", 0.0) / tokens, "kl/sequence": sums.get("kl", 0.0) / sequences}
-    return Advantages(_sample_advantages(samples, values, terms), old, stats)
+    credit = _of_samples(samples, values, terms)
+    credit.old_logprobs, credit.stats = old, stats
+    return credit
 
 
-def batch_advantages(batch: MicroBatch, scores: TokenScores, terms: LossContext) -> Tensor:
-    """Return the advantages of a micro-batch of whole groups: (N,), or (T,) with token-level
-    ratios. `scores` must have what `token_values` needs."""
-    penalty_T, norm_T = token_values(scores, batch.sequence_T, terms)
-    returns = EstimatorInput(
-        batch.reward_N, penalty_T, batch.sequence_T, batch.group_N, batch.truncated_N, norm_T,
-        batch.pilot_N,
-    )  # fmt: skip
-    return terms.advantages(returns, all_scored=batch.all_scored).to(scores.logprobs.dtype)
+def add_advantages(
+    credit: Advantages, batch: MicroBatch, scores: TokenScores, terms: LossContext
+) -> Tensor:
+    """Add the advantages of a micro-batch of whole groups to `credit`, and return them: (N,), or
+    (T,) with token-level ratios. `scores` must have what `token_values` needs."""
+    returns = returns_of_batch(batch, scores, terms)
+    found = terms.advantages(returns, all_scored=batch.all_scored).to(scores.logprobs.dtype)
+    credit.add(batch, found)
+    if terms.estimator.reads_coefficients:
+        credit.observed = (credit.observed or {}) | observe(batch.keys, returns)
+    return found
 
 
-def _sample_advantages(
+def _of_samples(
     samples: Sequence[Sample], values: Mapping[Key, Tensor], terms: LossContext
-) -> dict[Key, Tensor]:
+) -> Advantages:
     """Return the advantages of a whole rollout. Without `values` the KL penalty is 0."""
     keys, lengths = [s.key for s in samples], [s.num_trained for s in samples]
-    found = TokenValues(torch.zeros(sum(lengths), dtype=torch.float64), None)
-    if values:
-        found = TokenValues.of_stacked([values[key] for key in keys])
-    returns = EstimatorInput(
-        torch.tensor([s.reward for s in samples], dtype=torch.float64),
-        found.penalty_T,
-        torch.arange(len(samples)).repeat_interleave(torch.tensor(lengths)),
-        torch.tensor([s.key[0] for s in samples]),
-        torch.tensor([s.truncated for s in samples]),
-        found.score_norm_T,
-        pilot_mask(samples),
-    )
-    return _by_key(keys, lengths, terms.advantages(returns))
+    returns = returns_of_samples(samples, values)
+    credit = Advantages(_by_key(keys, lengths, terms.advantages(returns)))
+    if terms.estimator.reads_coefficients:
+        credit.observed = observe(keys, returns)
+    return credit
 
 
 def _by_key(keys: Sequence[Key], lengths: Sequence[int], values: Tensor) -> dict[Key, Tensor]:

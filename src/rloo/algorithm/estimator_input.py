@@ -21,6 +21,13 @@ def reads_score_norms(function: E) -> E:
     return function
 
 
+def reads_coefficients(function: E) -> E:
+    """Mark an estimator that reads `EstimatorInput.coefficient_N2`, which is fitted on earlier
+    rollouts (`rloo.algorithm.regression`). It also gets score norms, which the fit needs."""
+    function.reads_coefficients = True  # type: ignore[attr-defined]
+    return reads_score_norms(function)
+
+
 @dataclass(frozen=True, slots=True)
 class EstimatorInput:
     """The scored completions of one group, or of a whole rollout: N completions with T tokens in
@@ -36,7 +43,9 @@ class EstimatorInput:
     of the gradient of each token's log-prob by the logits over the temperature, 1 - 2 p(token) +
     sum of p(v)^2 over the vocabulary. `pilot_N` is true for completions that were sampled before
     the number of the others of their group was chosen; None if there are none. Estimators do not
-    read it: see `LoadedEstimator.advantages`.
+    read it: see `LoadedEstimator.advantages`. `coefficient_N2` has a and d of each completion's
+    baseline (`Sample.coefficients`), if the estimator is marked by `reads_coefficients`; None if
+    all are 0.
     """
 
     reward_N: Tensor
@@ -46,6 +55,7 @@ class EstimatorInput:
     truncated_N: Tensor
     score_norm_T: Tensor | None = None
     pilot_N: Tensor | None = None
+    coefficient_N2: Tensor | None = None
 
     @property
     def num_completions(self) -> int:
@@ -89,6 +99,7 @@ class EstimatorInput:
             self.truncated_N[kept_N],
             None if self.score_norm_T is None else self.score_norm_T[kept_T],
             None if self.pilot_N is None else self.pilot_N[kept_N],
+            None if self.coefficient_N2 is None else self.coefficient_N2[kept_N],
         )
 
     def groups(self) -> list[EstimatorInput]:
@@ -100,12 +111,18 @@ class EstimatorInput:
         groups."""
         lengths = self.length_N.long().split(sizes)
         tokens = [int(length.sum()) for length in lengths]
-        penalties = self.penalty_T.split(tokens)
-        norm_T = self.score_norm_T
-        norms = [None] * len(sizes) if norm_T is None else norm_T.split(tokens)
-        pilots = [None] * len(sizes) if self.pilot_N is None else self.pilot_N.split(sizes)
-        columns = [x.split(sizes) for x in (self.reward_N, self.group_N, self.truncated_N)]
-        parts = zip(penalties, norms, pilots, lengths, *columns, strict=True)
+
+        def parts_of(values: Tensor | None, cut: list[int]) -> list[Tensor | None]:
+            if values is None:
+                return [None] * len(sizes)
+            return [part.clone() for part in values.split(cut)]
+
+        parts = zip(
+            self.reward_N.split(sizes), self.penalty_T.split(tokens), lengths,
+            self.group_N.split(sizes), self.truncated_N.split(sizes),
+            parts_of(self.score_norm_T, tokens), parts_of(self.pilot_N, sizes),
+            parts_of(self.coefficient_N2, sizes), strict=True,
+        )  # fmt: skip
         return [
             EstimatorInput(
                 reward.clone(),
@@ -113,8 +130,7 @@ class EstimatorInput:
                 torch.arange(len(length), device=length.device).repeat_interleave(length),
                 group - group[0],
                 truncated.clone(),
-                None if norm is None else norm.clone(),
-                None if pilot is None else pilot.clone(),
+                *others,
             )
-            for penalty, norm, pilot, length, reward, group, truncated in parts
+            for reward, penalty, length, group, truncated, *others in parts
         ]

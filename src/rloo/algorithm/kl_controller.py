@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from rloo.algorithm.regression import ReturnRegression
 from rloo.config.config import RLOOConfig
 from rloo.rewards.running_norm import RunningMoments
 
@@ -15,27 +16,35 @@ from rloo.rewards.running_norm import RunningMoments
 class KLController:
     """The adaptive KL coefficient and statistics of past rewards. `beta` is the current
     coefficient, `used_beta` is the coefficient of the last rollout. `decayed_mean` is a moving
-    average of the rollouts' mean rewards; `past` are the moments of all earlier rewards."""
+    average of the rollouts' mean rewards; `past` are the moments of all earlier rewards;
+    `regression` is fitted if the estimator reads its coefficients."""
 
     beta: float
     used_beta: float = field(init=False)
     decayed_mean: float | None = None
     past: RunningMoments = field(default_factory=RunningMoments)
+    regression: ReturnRegression = field(default_factory=ReturnRegression)
 
     def __post_init__(self) -> None:
         self.used_beta = self.beta
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state as JSON values."""
-        past = self.past.state_dict()
-        beta = {"beta": self.beta, "used_beta": self.used_beta}
-        return {**beta, "decayed_mean": self.decayed_mean, "past": past}
+        return {
+            "beta": self.beta,
+            "used_beta": self.used_beta,
+            "decayed_mean": self.decayed_mean,
+            "past": self.past.state_dict(),
+            "regression": self.regression.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.beta, self.used_beta = state["beta"], state["used_beta"]
         self.decayed_mean = state["decayed_mean"]
         self.past.load_state_dict(state["past"])
+        if "regression" in state:  # checkpoints of earlier versions have none
+            self.regression.load_state_dict(state["regression"])
 
     def update_reward_stats(self, rewards: Sequence[float], decay: float) -> None:
         """Add the rewards of a rollout. Call this after they were used, so that no reward is part

@@ -11,9 +11,10 @@ import torch
 from rloo.algorithm.baselines import whiten
 from rloo.algorithm.estimator_registry import load_estimator
 from rloo.algorithm.kl_controller import KLController
+from rloo.algorithm.regression import pool_of
 from rloo.config.config import RLOOConfig
 from rloo.rewards.reward_function import LARGEST
-from rloo.types import Completion, Group, Rollout, Sample
+from rloo.types import LEAVE_ONE_OUT, Coefficients, Completion, Group, Rollout, Sample
 
 
 def make_training_samples(
@@ -22,15 +23,19 @@ def make_training_samples(
     """Return the training samples of a rollout, with shaped rewards. They are the scored
     completions of groups that have enough scores for the estimator (in the pilot, if there is one).
     If the preset counts all completions, the other completions are included with the reward NaN.
-    `past` is needed for a mean or deviation over earlier rollouts."""
-    smallest = load_estimator(config).smallest_group
+    `past` is needed for a mean, deviation or regression over earlier rollouts."""
+    estimator = load_estimator(config)
+    smallest = estimator.smallest_group
     found: list[tuple[Sample, Completion]] = []
     begin = 0
     for number, group in enumerate(rollout.groups):
         # The baselines of a pilot are computed among the pilot.
         scores = group.rewards[: group.prompt.pilot]
         enough = sum(reward is not None for reward in scores) >= smallest
-        for sample, completion in _samples(group, number, begin, rollout.version, config):
+        fitted = LEAVE_ONE_OUT
+        if past is not None and estimator.reads_coefficients:
+            fitted = past.regression.coefficients(pool_of(group.prompt, config))
+        for sample, completion in _samples(group, number, begin, rollout.version, config, fitted):
             if not math.isnan(sample.reward) and enough:
                 found.append((sample, completion))
             elif config.loss_form.all_completions and sample.num_trained:  # else it has no loss
@@ -47,7 +52,12 @@ def make_training_samples(
 
 
 def _samples(
-    group: Group, number: int, begin: int, version: int, config: RLOOConfig
+    group: Group,
+    number: int,
+    begin: int,
+    version: int,
+    config: RLOOConfig,
+    coefficients: Coefficients,
 ) -> Iterator[tuple[Sample, Completion]]:
     """Yield the completions of group `number`; its first completion has index `begin`."""
     prompt, both = group.prompt, zip(group.completions, group.rewards, strict=True)
@@ -66,6 +76,7 @@ def _samples(
             trained=completion.trained,
             weight=prompt.completion_weight(config.num_generations, index),
             pilot=index < (prompt.pilot or 0),
+            coefficients=coefficients,
         )
         yield sample, completion
 

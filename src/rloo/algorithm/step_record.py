@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
+import torch
+
+from rloo.algorithm.regression import Observation, ReturnRegression, half_life_of, pool_of
 from rloo.algorithm.reward_shaping import shaped_rewards
 from rloo.algorithm.rollout_histograms import rollout_histograms
 from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
@@ -34,7 +38,7 @@ def record(
         adaptive.update_reward_stats(shaped_rewards(rollout.groups, config), decay)
         target = config.kl_options.target
         adaptive.update_kl(stats.get("kl", target or 0.0), len(hand.samples), config)
-        stats = rollout.metrics | stats
+        stats = rollout.metrics | stats | _learn_baseline(parts, adaptive.regression, hand)
     if config.kl_options.target is not None:
         stats["kl/coef"] = adaptive.used_beta
     if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
@@ -68,6 +72,31 @@ def record(
             f"the gradient was not finite in {MAX_REFUSED_STEPS} steps in a row, the last one step "
             f"{state.step}; no such step changed the weights (learning_rate, max_grad_norm)"
         )
+
+
+def _learn_baseline(
+    parts: TrainerComponents, fitted: ReturnRegression, hand: ActiveRollout
+) -> dict[str, float]:
+    """Add a rollout to the regression, if the estimator reads its coefficients, and return the
+    metrics. All ranks add all completions, in one order."""
+    observed, config, groups = hand.credit.observed, parts.config, hand.rollout.groups
+    if observed is None:
+        return {}
+    rows = torch.stack(list(observed.values())).tolist() if observed else []
+    rows_by_key = dict(zip(observed, rows, strict=True))
+    for part in parts.world.all_gather_object(rows_by_key):
+        rows_by_key |= part
+    rollout = []
+    for sample in hand.samples:
+        weight, above, others = rows_by_key[sample.key]
+        weight *= sample.weight**2
+        masked = sample.truncated and config.mask_truncated_completions
+        if masked or not math.isfinite(weight):
+            continue
+        seen = Observation(weight, above, others, sample.coefficients)
+        rollout.append((pool_of(groups[sample.key[0]].prompt, config), seen))
+    fitted.add(rollout, half_life_of(config))
+    return {"baseline/variance_ratio": fitted.variance_ratio}
 
 
 def finish_step(

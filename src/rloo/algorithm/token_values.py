@@ -1,18 +1,19 @@
-"""The values of tokens that advantages need and only a forward pass has: the KL penalty, and the
-squared score norm if the estimator reads it."""
+"""The values of tokens that advantages need and only a forward pass has (the KL penalty, and the
+squared score norm if the estimator reads it), and the estimator's input with them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.token_kl import token_penalty
 from rloo.model.logprobs import TokenScores
-from rloo.model.micro_batch import MicroBatch
+from rloo.model.micro_batch import MicroBatch, coefficients_of, pilot_mask
 from rloo.model.policy import Policy
 from rloo.types import Sample
 
@@ -70,11 +71,42 @@ def token_values(scores: TokenScores, sequence_T: Tensor, terms: LossContext) ->
     return TokenValues(penalty_T, norm_T)
 
 
+def returns_of_batch(batch: MicroBatch, scores: TokenScores, terms: LossContext) -> EstimatorInput:
+    """Return the estimator's input for a micro-batch of whole groups. `scores` as for
+    `token_values`."""
+    penalty_T, norm_T = token_values(scores, batch.sequence_T, terms)
+    return EstimatorInput(
+        batch.reward_N, penalty_T, batch.sequence_T, batch.group_N, batch.truncated_N, norm_T,
+        batch.pilot_N, batch.coefficient_N2,
+    )  # fmt: skip
+
+
+def returns_of_samples(samples: Sequence[Sample], values: Mapping[Key, Tensor]) -> EstimatorInput:
+    """Return the estimator's input for a whole rollout. `values` has the stacked `TokenValues` of
+    each completion; if it is empty, the KL penalty is 0."""
+    lengths = torch.tensor([s.num_trained for s in samples])
+    found = TokenValues(torch.zeros(int(lengths.sum()), dtype=torch.float64), None)
+    if values:
+        found = TokenValues.of_stacked([values[s.key] for s in samples])
+    return EstimatorInput(
+        torch.tensor([s.reward for s in samples], dtype=torch.float64),
+        found.penalty_T,
+        torch.arange(len(samples)).repeat_interleave(lengths),
+        torch.tensor([s.key[0] for s in samples]),
+        torch.tensor([s.truncated for s in samples]),
+        found.score_norm_T,
+        pilot_mask(samples),
+        coefficients_of(samples),
+    )
+
+
 def without_signal(samples: Sequence[Sample], terms: LossContext) -> dict[Key, Tensor]:
     """The advantages that are known to be 0 before the first forward pass: those of groups with
-    equal rewards, if there is no KL penalty and the baseline leaves the completion itself out."""
-    arguments = terms.config.estimator_kwargs or {}
-    known = terms.estimator.built_in and arguments.get("leave1out", True)
+    equal rewards, if there is no KL penalty and the baseline is a mean of their rewards without the
+    completion itself."""
+    arguments, estimator = terms.config.estimator_kwargs or {}, terms.estimator
+    left_out = arguments.get("leave1out", True) and not estimator.reads_coefficients
+    known = estimator.built_in and left_out
     if terms.beta != 0 or not known:
         return {}
     rewards: dict[int, set[float]] = {}

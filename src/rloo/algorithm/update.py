@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from rloo.algorithm.advantages import Advantages, batch_advantages
+from rloo.algorithm.advantages import Advantages, add_advantages
 from rloo.algorithm.loss import has_other_terms, loss, loss_denominator
 from rloo.algorithm.loss_context import LossContext
 from rloo.algorithm.loss_input import LossInputs
@@ -102,8 +102,7 @@ def micro_batch_loss(
     scores = _forward(policy, batch, credit, terms)
     now = scores.logprobs.detach()
     if credit.from_update:
-        advantages = batch_advantages(batch, scores, terms)
-        credit.add(batch, advantages)
+        advantages = add_advantages(credit, batch, scores, terms)
     else:
         advantages = credit.of_batch(batch, now)
     old = credit.old(batch, now)

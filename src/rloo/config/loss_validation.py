@@ -22,6 +22,7 @@ def check_objective(config: TrainingOptions) -> None:
     """Raise ValueError for the first contradiction in the objective of `config`."""
     parts = (
         _in_vain,
+        _in_regression,
         _in_group,
         _in_kl,
         _in_exact_kl,
@@ -71,6 +72,16 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
     kl = config.kl_options
     control = (("horizon", kl.target is not None, "kl_kwargs.target"),)
     yield from without_effect(kl, control, {}, "kl_kwargs.")
+
+
+def _in_regression(config: TrainingOptions) -> Iterator[str]:
+    half_life = (config.estimator_kwargs or {}).get("half_life", 1.0)
+    positive = isinstance(half_life, (int, float)) and half_life > 0
+    if config.estimator == "regression" and not positive:
+        yield (
+            f"estimator_kwargs.half_life is {half_life}; it is a number of rollouts, above 0 "
+            "(estimator_kwargs.half_life)"
+        )
 
 
 def _in_group(config: TrainingOptions) -> Iterator[str]:

@@ -139,8 +139,8 @@ class TrainingOptions(MappingsAsValues):
         "verl, grpo, ...", basic=True)
     estimator: str = OBJECTIVE.rloo("composed",
         "Function from rewards to advantages: composed (of the options for baseline and scale), "
-        "rloo, grpo, reinforce_pp, length_weighted, shrinkage, optimal_token, "
-        "package.module:function or file.py:function.")
+        "rloo, grpo, reinforce_pp, length_weighted, shrinkage, regression, "
+        "optimal_token, package.module:function or file.py:function.")
     estimator_kwargs: dict[str, Any] | None = OBJECTIVE.rloo(None,
         "Arguments of the estimator, by name (--estimator_kwargs.NAME VALUE).", expert=True)
     beta: float = KL.shared(0.05,

@@ -370,10 +370,11 @@ def remarks(config: TrainingOptions) -> list[str]:
             "the baseline is a mean over tokens (mean_over): mean_leave1out leaves out one token, "
             "not one completion, which is biased"
         )
-    if config.estimator == "shrinkage" and config.dynamic_sample:
+    if config.estimator in ("shrinkage", "regression") and config.dynamic_sample:
         found.append(
             "dynamic_sample replaces groups of equal rewards, which have advantages under the "
-            "estimator shrinkage: without them the gradient is biased (dynamic_sample, estimator)"
+            f"estimator {config.estimator}: without them the gradient is biased (dynamic_sample, "
+            "estimator)"
         )
     if kl_fault(config):
         found.append(

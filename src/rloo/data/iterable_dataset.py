@@ -49,6 +49,11 @@ class IterablePromptDataset:
         return self._block.lengths
 
     @property
+    def columns(self) -> list[str]:
+        """The names of the stream's columns."""
+        return self._block.columns
+
+    @property
     def notes(self) -> Sequence[str]:
         """Notes for the user about the rows of the current block."""
         return self._block.notes

@@ -16,7 +16,7 @@ from rloo.data.image_processing import join_inputs
 from rloo.model.attention import no_mask
 from rloo.model.offload import send
 from rloo.model.shared_prefix import PackedLayout, Span
-from rloo.types import Sample
+from rloo.types import LEAVE_ONE_OUT, Sample
 
 # The number of rows in one attention call. Rows are sorted by length, which leaves little padding.
 ROWS_PER_CALL = 16
@@ -33,6 +33,7 @@ class MicroBatch:
     numbered from 0 in this batch. `multiplicity` (in the shape of the input tokens) counts the
     completions that each input token belongs to. `weight_N` multiplies the loss of each completion
     (`Sample.weight`). `pilot_N` is true for completions of a pilot; None if there is no pilot.
+    `coefficient_N2` has `Sample.coefficients`; None if all are those of leave-one-out.
     `all_scored`: whether no reward is missing, computed on the host (no device
     synchronization).
     """
@@ -52,6 +53,7 @@ class MicroBatch:
     lengths: list[int]
     all_scored: bool
     pilot_N: Tensor | None = None
+    coefficient_N2: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -226,14 +228,28 @@ def _micro_batch(
         ),
         lengths=lengths.tolist(),
         all_scored=not any(math.isnan(s.reward) for s in ordered),
-        pilot_N=send(pilot_N, device) if (pilot_N := pilot_mask(ordered)) is not None else None,
+        pilot_N=_sent(pilot_mask(ordered), device),
+        coefficient_N2=_sent(coefficients_of(ordered), device),
     )
+
+
+def _sent(values: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if values is None else send(values, device)
 
 
 def pilot_mask(samples: Sequence[Sample]) -> Tensor | None:
     """Whether each completion belongs to a pilot, (N,); None if there is no pilot."""
     found = [sample.pilot for sample in samples]
     return torch.tensor(found) if any(found) else None
+
+
+def coefficients_of(samples: Sequence[Sample]) -> Tensor | None:
+    """The coefficients of each completion's baseline, (N, 2), float64; None if all are those of
+    leave-one-out."""
+    found = [sample.coefficients for sample in samples]
+    if all(some == LEAVE_ONE_OUT for some in found):
+        return None
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _in_order(samples: Sequence[Sample]) -> list[Sample]:

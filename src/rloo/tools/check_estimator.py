@@ -60,6 +60,8 @@ def report(config: RLOOConfig) -> Iterator[str]:
     yield "Every rollout of two small prompts; loss: mean over completions, at the first update."
     yield "Scale and cosine: expected gradient compared with the exact one of E[reward] - beta KL."
     yield "Variance: over the squared scale; last column: leave-one-out's, with k1."
+    if estimator.reads_coefficients:
+        yield "Coefficients: fitted to every rollout of the prompt, as after many earlier rollouts."
     yield ""
     yield "rewards  beta  K  prompt    scale   cosine   variance  leave-one-out"
     # A KL in the loss does not belong to an estimator.

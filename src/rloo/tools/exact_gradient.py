@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,11 +18,12 @@ from torch import Tensor
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator
 from rloo.algorithm.ragged import sum_by
+from rloo.algorithm.regression import Observation, ReturnRegression, observe
 from rloo.algorithm.token_kl import following
 from rloo.data.group_budget import GroupBudget
 from rloo.data.reward_estimate import RewardedPrompt, RewardEstimate
 from rloo.data.variance_sampler import VarianceSampler, draw_systematically
-from rloo.types import Group, Prompt
+from rloo.types import LEAVE_ONE_OUT, Coefficients, Group, Prompt
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
@@ -132,10 +133,13 @@ def measure(
     beta: float,
     *,
     exact_kl: bool = False,
+    coefficients: Coefficients | None = None,
 ) -> list[GradientComparison]:
     """For each prompt in `bandits`, compare the expected gradient of `estimator` with the exact
     gradient. The expectation is over all rollouts with `size` completions per prompt. All prompts
-    have the same V. The loss is the mean over completions; ratios are 1."""
+    have the same V. The loss is the mean over completions; ratios are 1. An estimator that reads
+    coefficients gets `coefficients`, by default those that are fitted to all of these rollouts, as
+    after many earlier ones."""
     num_prompts = len(bandits)
     sequence_RN = _all_rollouts(bandits[0], size * num_prompts)
     prompt_N = torch.arange(num_prompts).repeat_interleave(size)
@@ -143,6 +147,10 @@ def measure(
     weight_R = logprob_PS[prompt_N, sequence_RN].sum(1).exp()
     factor_N = torch.full((size * num_prompts,), 1.0 / size, dtype=torch.float64)
     terms = _Terms(estimator, beta, exact_kl, factor_N)
+    if estimator.reads_coefficients:
+        if coefficients is None:
+            coefficients = terms.fit(bandits, sequence_RN, weight_R)
+        terms = replace(terms, coefficients=coefficients)
     gradients = terms.gradients(bandits, sequence_RN)
     return [
         _compare(gradient_RD, weight_R, bandit.exact_gradient(beta).flatten())
@@ -165,10 +173,49 @@ class _Terms:
     exact_kl: bool
     factor_N: Tensor
     pilot: int | None = None
+    coefficients: Coefficients = LEAVE_ONE_OUT
+
+    def fit(
+        self, bandits: Sequence[TabularPolicy], sequence_RN: Tensor, weight_R: Tensor
+    ) -> Coefficients:
+        """Return the coefficients of the regression over R rollouts with the probabilities
+        `weight_R`."""
+        returns, _ = self._returns(bandits, sequence_RN)
+        numbers = [(number, 0) for number in range(returns.num_completions)]
+        rows, regression = torch.stack(list(observe(numbers, returns).values())), ReturnRegression()
+        rows[:, 0] *= weight_R.repeat_interleave(sequence_RN.shape[1])
+        seen = [("", Observation(w, above, m, LEAVE_ONE_OUT)) for w, above, m in rows.tolist()]
+        regression.add(seen, half_life=1.0)
+        return regression.coefficients("")
 
     def gradients(self, bandits: Sequence[TabularPolicy], sequence_RN: Tensor) -> list[Tensor]:
         """Return minus the gradient of each of R rollouts by the logits of each prompt, (R, D). A
         rollout has equally many completions of each prompt, in order."""
+        returns, token_T = self._returns(bandits, sequence_RN)
+        rollouts, number = sequence_RN.shape
+        parts = returns.split([number] * rollouts) if self.estimator.over_rollout else [returns]
+        advantage_T = torch.cat([p.per_token(self.estimator.advantages(p)) for p in parts])
+        place = torch.arange(number).repeat(rollouts)
+        owner_T, prompt = returns.sequence_T, place // (number // len(bandits))
+        factor_T, rollout_T = self.factor_N[place][owner_T], owner_T // number
+        found = []
+        for index, bandit in enumerate(bandits):
+            # Sum grad log p times advantage over each rollout's tokens at this prompt.
+            scores = _jacobian(bandit.token_logprobs, bandit.logits)
+            here_T = factor_T * (prompt[owner_T] == index)
+            sums = torch.zeros(rollouts, scores.shape[1], dtype=torch.float64)
+            sums.index_add_(0, rollout_T, (here_T * advantage_T)[:, None] * scores[token_T])
+            if self.exact_kl:
+                slopes = _jacobian(bandit.state_kl, bandit.logits)
+                sums.index_add_(0, rollout_T, -self.beta * here_T[:, None] * slopes[token_T])
+            found.append(sums)
+        return found
+
+    def _returns(
+        self, bandits: Sequence[TabularPolicy], sequence_RN: Tensor
+    ) -> tuple[EstimatorInput, Tensor]:
+        """The returns of R rollouts, and the index of each of their tokens among all tokens of all
+        sequences."""
         first, num_prompts, (rollouts, number) = bandits[0], len(bandits), sequence_RN.shape
         size = number // num_prompts
         # All completions and all of their tokens, concatenated.
@@ -189,22 +236,9 @@ class _Terms:
             torch.zeros_like(prompt, dtype=torch.bool),
             norm_PT[prompt[owner_T], token_T] if self.estimator.reads_score_norms else None,
             None if self.pilot is None else place % size < self.pilot,
+            torch.tensor([self.coefficients], dtype=torch.float64).expand(len(prompt), 2),
         )
-        parts = returns.split([number] * rollouts) if self.estimator.over_rollout else [returns]
-        advantage_T = torch.cat([p.per_token(self.estimator.advantages(p)) for p in parts])
-        factor_T, rollout_T = self.factor_N[place][owner_T], owner_T // number
-        found = []
-        for index, bandit in enumerate(bandits):
-            # Sum grad log p times advantage over each rollout's tokens at this prompt.
-            scores = _jacobian(bandit.token_logprobs, bandit.logits)
-            here_T = factor_T * (prompt[owner_T] == index)
-            sums = torch.zeros(rollouts, scores.shape[1], dtype=torch.float64)
-            sums.index_add_(0, rollout_T, (here_T * advantage_T)[:, None] * scores[token_T])
-            if self.exact_kl:
-                slopes = _jacobian(bandit.state_kl, bandit.logits)
-                sums.index_add_(0, rollout_T, -self.beta * here_T[:, None] * slopes[token_T])
-            found.append(sums)
-        return found
+        return returns, token_T
 
 
 def _jacobian(function: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:

@@ -181,6 +181,12 @@ ROLLOUT = (
         "Slope of the mean rewards over the probe's predictions, both relative to the prior.",
         note="1: the predictions are calibrated; below 1: they are too extreme. Only with "
         "`prompt_sampling_kwargs.probe`."),
+    Metric("baseline/variance_ratio", "ratio",
+        "Estimated variance of the gradient with the fitted baseline, relative to leave-one-out.",
+        better="lower",
+        note="The squared advantages of the last rollouts, weighted with squared score norms. Each "
+        "rollout counts with the coefficients that it was trained with. Only with `estimator "
+        "regression`."),
     Metric("dynamic_sampling/drawn_share", "ratio", "Prompts drawn for each prompt used.",
         better="lower", note="Only with `dynamic_sample`."),
     Metric("staleness/mean", "rollouts",

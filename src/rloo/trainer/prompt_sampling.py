@@ -28,9 +28,12 @@ from rloo.types import Group
 
 
 def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSizes) -> Prompts:
-    """Return the prompts of `source`, drawn as `prompt_sampling` states. Raises ValueError for a
-    stream, an unknown column, and an estimator over the rollout, if `prompt_sampling` is
-    variance."""
+    """Return the prompts of `source`, drawn as `prompt_sampling` states. Raises ValueError for an
+    unknown column, and if `prompt_sampling` is variance, for a stream and an estimator over the
+    rollout."""
+    if load_estimator(config).reads_coefficients:
+        column = (config.estimator_kwargs or {}).get("column")
+        _require_column(source, "estimator_kwargs.column", column)
     if config.prompt_sampling != "variance":
         return source
     if not isinstance(source, PromptDataset):
@@ -41,11 +44,7 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
         )
     check_estimator_of_weights(config)
     options = config.prompt_options
-    if options.column not in (None, *source.columns):
-        raise ValueError(
-            f"prompt_sampling_kwargs.column is {options.column} and the dataset has no such "
-            f"column; its columns are {', '.join(source.columns)} (prompt_sampling_kwargs.column)"
-        )
+    _require_column(source, "prompt_sampling_kwargs.column", options.column)
     if options.probe == "policy" and any(prompt.pixels for prompt in source.all_prompts(1)):
         raise ValueError(
             "prompt_sampling_kwargs.probe is policy and the prompts have images; it reads prompts "
@@ -75,6 +74,14 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
         sampler.budget = GroupBudget(size, options.max_generations, prompts_per_step, options.pilot)
     source.set_sampler(sampler)
     return source
+
+
+def _require_column(source: Prompts, option: str, column: str | None) -> None:
+    if column not in (None, *source.columns):
+        raise ValueError(
+            f"{option} is {column} and the dataset has no such column; its columns are "
+            f"{', '.join(source.columns)} ({option})"
+        )
 
 
 def candidates_per_prompt(probe: str | None) -> int | None:
