@@ -11,9 +11,10 @@ is the trace of the covariance of a group's gradient, summed over prompts. The f
 k1 in the reward of the whole completion, with 95 % bootstrap intervals over groups.
 
 Cost: an update is a forward and a backward of 64 completions, without the optimizer's step, in turn
-with k1 and with the exact KL. The figures are medians of the CPU seconds of `--rounds`. Memory is
-the peak of the tensors of such an update. `--rounds 0` leaves the costs out, `--steps` without
-numbers the variance. Random models with large vocabularies are measured with `--task countdown`.
+with k1, with the exact KL, and with the estimator regression. The figures are medians of the CPU
+seconds of `--rounds`. Memory is the peak of the tensors of such an update. `--rounds 0` leaves the
+costs out, `--steps` without numbers the variance. Random models with large vocabularies are
+measured with `--task countdown`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "exact": {"kl_estimator": "exact"},
     "k1 to go": TO_GO,
     "exact to go": {**TO_GO, "kl_estimator": "exact"},
+}
+# Measured for their costs, with k1 first.
+COMPARED: dict[str, dict[str, Any]] = {
+    "k1": {},
+    "exact": {"kl_estimator": "exact"},
+    "regression": {"estimator": "regression"},
 }
 TRAINING: dict[str, Any] = {
     "preset": "paper", "beta": 0.001, "num_prompts": 8, "num_generations": 8,
@@ -139,11 +146,11 @@ def kl_of(policy: Policy, drawn: Sequence[Sequence[Sample]]) -> float:
 
 
 def costs(policy: Policy, samples: Sequence[Sample], rounds: int) -> dict[str, Any]:
-    """Median CPU seconds of an update with each estimator, the median of the ratios of a round, and
-    the ratio of peak memory."""
-    seconds: dict[str, list[float]] = {"k1": [], "exact": []}
+    """Median CPU seconds of an update with each of COMPARED, the medians of its ratios to k1 in a
+    round, and the ratios of peak memory."""
+    seconds: dict[str, list[float]] = {name: [] for name in COMPARED}
     peaks = {}
-    configs = {name: policy.config.with_values(kl_estimator=name) for name in seconds}
+    configs = {name: policy.config.with_values(**form) for name, form in COMPARED.items()}
     for turn in range(rounds + 1):
         for name, config in configs.items():
             with options_of(policy, config):
@@ -152,12 +159,12 @@ def costs(policy: Policy, samples: Sequence[Sample], rounds: int) -> dict[str, A
                     seconds[name].append(spent)
                 else:
                     peaks[name] = measured_peak_bytes(policy, samples)
-    pairs = [b / a for a, b in zip(*seconds.values(), strict=True)]
-    return {
-        **{f"seconds, {name}": round(median(each), 3) for name, each in seconds.items()},
-        "seconds, exact / k1": round(median(pairs), 3),
-        "peak memory, exact / k1": round(peaks["exact"] / peaks["k1"], 3),
-    }
+    found = {f"seconds, {name}": round(median(each), 3) for name, each in seconds.items()}
+    for name in list(COMPARED)[1:]:
+        pairs = [b / a for a, b in zip(seconds["k1"], seconds[name], strict=True)]
+        found[f"seconds, {name} / k1"] = round(median(pairs), 3)
+        found[f"peak memory, {name} / k1"] = round(peaks[name] / peaks["k1"], 3)
+    return found
 
 
 def _update(policy: Policy, samples: Sequence[Sample], config: RLOOConfig) -> None:
@@ -192,8 +199,10 @@ def task_costs(task: Task, rounds: int) -> dict[str, Any]:
             for index, sample in enumerate(draw(trainer, rollouts, prompt, 8))
         ]
         found = costs(trainer.policy, samples, rounds)
-    step = [sampling + found[f"seconds, {name}"] for name in ("k1", "exact")]
-    return found | {"seconds of sampling": round(sampling, 3), "step": round(step[1] / step[0], 3)}
+    usual, *others = (sampling + found[f"seconds, {name}"] for name in COMPARED)
+    for name, step in zip(list(COMPARED)[1:], others, strict=True):
+        found[f"step, {name}"] = round(step / usual, 3)
+    return found | {"seconds of sampling": round(sampling, 3)}
 
 
 def vocabulary_costs(name: str, rounds: int) -> dict[str, Any]:

@@ -31,7 +31,9 @@ from benchmarks.baselines.comparisons import (
 from benchmarks.baselines.drawing import Drawn, Moments
 from benchmarks.baselines.drawing import measure as measure_drawing
 from benchmarks.baselines.middle import middle_model, rate_of
-from benchmarks.baselines.report import put_measured, render_drawing
+from benchmarks.baselines.moments import ScoredPrompt, summary
+from benchmarks.baselines.moments import measure as measure_moments
+from benchmarks.baselines.report import put_measured, render_drawing, render_moments
 from benchmarks.baselines.results import (
     COMMITTED,
     Results,
@@ -57,6 +59,7 @@ from benchmarks.baselines.variance import (
 )
 from rloo.algorithm.baselines import subtract_baseline
 from rloo.algorithm.estimator_registry import require_estimator
+from rloo.algorithm.regression import ReturnRegression
 from rloo.config.batch_sizes import batches_of
 from rloo.config.config import RLOOConfig
 from rloo.trainer.evaluate import settings_of
@@ -421,6 +424,50 @@ def test_moments_of_groups_with_equal_rewards_are_zero_and_the_signal_is_unbiase
     assert found["signal"] == pytest.approx((2 + 0 + 3) / 9 / (10 / 6), rel=1e-4)
 
 
+def scored(rewards, scores, level=""):
+    vectors = np.array(scores, dtype=float)
+    return ScoredPrompt(np.array(rewards, dtype=float), vectors, (vectors**2).sum(1), level)
+
+
+def test_moments_of_baselines_by_hand():
+    # A rare failure with a large score, and a prompt without a signal.
+    easy = scored([1, 1, 1, 0, 1, 1, 1, 1], [[0.1]] * 3 + [[-3.0]] + [[0.1]] * 4, "easy")
+    hard = scored([0] * 8, [[1.0]] * 8, "hard")
+    # Leave-one-out: (3 * 1/3 * 0.1 + 3) / 4 in the first group. No baseline: 0.3 / 4 and 0.4 / 4.
+    assert easy.moment(easy.others) == pytest.approx(((0.1 + 3) / 4) ** 2 / 2)
+    assert easy.moment(0.0) == pytest.approx(((0.3 / 4) ** 2 + 0.1**2) / 2)
+    found = summary([easy, easy, hard, hard])
+    assert found["relative"]["none"] == pytest.approx(
+        easy.moment(0.0) / easy.moment(easy.others), rel=1e-3
+    )
+    fitted = ReturnRegression()
+    rows = easy.observations() + hard.observations()
+    fitted.add(rows, half_life=1.0)
+    assert {level for level, _ in rows} == {"easy", "hard"} and len(rows) == 16
+    for name, pools in (("regression", ("", "")), ("column", ("easy", "hard"))):
+        moments = [
+            one.moment(one.line(fitted, pool))
+            for one, pool in zip((easy, hard), pools, strict=True)
+        ]
+        expected = sum(moments) / easy.moment(easy.others)
+        assert found["relative"][name] == pytest.approx(expected, rel=1e-3)
+    assert found["correlation"] == pytest.approx(1.0)
+    assert found["prompts"][0] == {
+        "pass_rate": 0.875, "successes": 0.01, "failures": 9.0, "leave_one_out": 0.3003,
+        "none": 0.007813, "best": 0.007718,
+    }  # fmt: skip
+    alone = summary([scored([1, 0, 1, 1], [[0.5], [0.4], [0.3], [0.2]])] * 2)
+    assert list(alone["relative"]) == ["none", "regression"]
+
+
+@pytest.mark.slow
+def test_moments_read_the_score_norms_of_the_training_code(tmp_path):
+    settings = {"num_prompts": 2, "num_groups": 2, "num_coordinates": 50}
+    found = measure_moments(COUNTDOWN, settings, model=COUNTDOWN.model(tmp_path))
+    assert set(found["relative"]) == {"none", "regression"}
+    assert found["correlation"] > 0.3
+
+
 def test_a_run_to_the_middle_needs_a_rate(tmp_path):
     with pytest.raises(ValueError, match=r"countdown has no tuned learning rate: .* \(--rate\)"):
         rate_of(TASK, results_in(tmp_path), None)
@@ -674,9 +721,23 @@ def test_report_has_the_figures_of_drawing(tmp_path):
     assert f"<!-- baselines:drawing -->\n{render_drawing(results.read_figures('drawing'))}" in page
 
 
+def test_report_has_the_figures_of_moments(tmp_path):
+    prompt = {"pass_rate": 1.0, "successes": 0.5, "failures": None, "leave_one_out": 0.0,
+              "none": 0.25, "best": 1.0}  # fmt: skip
+    one = {"relative": {"none": 2.0, "regression": 0.5}, "correlation": 0.9, "prompts": [prompt]}
+    results = results_in(tmp_path)
+    results.write_figures("moments", {"countdown": {"rate": 4e-4, "start": one, "middle": one}})
+    text = render_moments(results.read_figures("moments"))
+    assert "| countdown | middle | 2.00 | 0.50 | - | 0.90 |" in text
+    assert "| countdown | 1.000 | 0.5 | - | 0 | 0.25 | 1 |" in text
+    page = put_measured(PAGE.read_text(encoding="utf-8"), results, {})
+    assert f"<!-- baselines:moments -->\n{text}" in page
+
+
 def test_page_has_a_place_for_each_task_and_the_committed_results_are_small():
     text = PAGE.read_text(encoding="utf-8")
-    for name in (*TASKS, "confirmation", "costs", "variance", "variance_middle", "drawing"):
+    measured = ("variance", "variance_middle", "drawing", "moments")
+    for name in (*TASKS, "confirmation", "costs", *measured):
         assert text.count(f"<!-- baselines:{name} -->") == 1
     for path in COMMITTED.glob("*.jsonl"):
         lines = path.read_text(encoding="utf-8").splitlines()

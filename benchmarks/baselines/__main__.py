@@ -8,6 +8,8 @@
     PYTHONPATH=src python -m benchmarks.baselines variance [--tasks countdown,gym] [--middle]
     PYTHONPATH=src python -m benchmarks.baselines drawing [--tasks mixture,hidden,countdown,gym]
         [--rate 4e-4]
+    PYTHONPATH=src python -m benchmarks.baselines moments [--tasks mixture,hidden,countdown,gym]
+        [--rate 4e-4]
 
 `run` executes the cells that have no result, in the folder or in docs/baselines/results, so it may
 be stopped and started again. For every arm, a learning rate is chosen from the same grid by runs
@@ -16,8 +18,9 @@ trained. `--list` prints what is left and what it costs. `collect` writes finish
 docs/baselines/results. `report` writes the tables and pictures of docs/baselines.md (needs the
 extra `plots`). `variance` measures the variance of the gradient as a function of K, at the base
 model or in the middle of a run. `drawing` measures how much of it remains if prompts are drawn with
-weights, at both. `--rate` is the learning rate of that run, by default the tuned one. `--budget` in
-completions is for short trial runs; use a separate folder for them.
+weights, and `moments` how much of it other baselines leave, at both. `--rate` is the learning rate
+of that run, by default the tuned one. `--budget` in completions is for short trial runs; use a
+separate folder for them.
 """
 
 from __future__ import annotations
@@ -58,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_middle_variances(tasks, results, options.rate)
         else:
             write_variances(tasks, results)
+    elif options.command == "moments":
+        from benchmarks.baselines.moments import write_moments
+
+        write_moments([TASKS[name] for name in options.tasks], results, options.rate)
     elif options.command == "drawing":
         from benchmarks.baselines.drawing import write_drawing
 
@@ -92,10 +99,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     variance = commands.add_parser("variance", help="measure the variance of the gradient")
     variance.add_argument("--middle", action="store_true", help="after half of a run's budget")
     drawing = commands.add_parser("drawing", help="measure what drawing prompts leaves of it")
-    for command in (variance, drawing):
+    moments = commands.add_parser("moments", help="measure what other baselines leave of it")
+    for command in (variance, drawing, moments):
         command.add_argument("--rate", type=float, help="learning rate; default: the tuned one")
     some = ("countdown", "gym")
-    for command, tasks in ((run, DEFAULT_TASKS), (variance, some), (drawing, DEFAULT_TASKS)):
+    tasks_of = (
+        (run, DEFAULT_TASKS),
+        (variance, some),
+        (drawing, DEFAULT_TASKS),
+        (moments, DEFAULT_TASKS),
+    )
+    for command, tasks in tasks_of:
         command.add_argument(
             "--tasks", type=_names(TASKS), default=list(tasks), help="with commas between"
         )
@@ -103,7 +117,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     report = commands.add_parser("report", help="write tables and pictures")
     report.add_argument("--docs", type=Path, default=ROOT / "docs", help="where baselines.md is")
     cell = commands.add_parser("cell", help="one cell, as JSON on the standard input")
-    for command in (run, variance, drawing, collect, report, cell):
+    for command in (run, variance, drawing, moments, collect, report, cell):
         command.add_argument("--out", type=Path, default=Path("runs/baselines"), help="results")
         command.add_argument(
             "--results", type=Path, default=COMMITTED, help="the folder of committed results"

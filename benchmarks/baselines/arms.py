@@ -43,6 +43,7 @@ FAMILIES = {
     "prompts": "Choice of prompts",
     "bound": "The best possible choice of prompts",
     "baselines": "Baselines",
+    "regression": "A baseline that is fitted on earlier rollouts",
     "sizes": "Completions per prompt (K)",
     "staleness": "Stale weights",
     "trl": "TRL's trainers",
@@ -77,7 +78,7 @@ def _regression(title: str, pool: str = "", **choices: Any) -> Arm:
         options["estimator_kwargs"] = {"column": pool}
     if choices:
         options |= {"prompt_sampling": "variance", "prompt_sampling_kwargs": choices}
-    return Arm(title, "baselines", options, by_level=bool(pool))
+    return Arm(title, "regression", options, by_level=bool(pool))
 
 
 def _trl(trainer: str, *against: str, defaults: bool = False) -> Arm:

@@ -52,12 +52,15 @@ def write_report(results: Results, tasks: Mapping[str, Task], *, docs: Path) -> 
 
 
 def put_measured(text: str, results: Results, titles: Mapping[str, str]) -> str:
-    """`text` with the tables of what `variance` and `drawing` measured, if there are figures."""
+    """`text` with the tables of what `variance`, `drawing` and `moments` measured, if there are
+    figures."""
     for name in ("variance", "variance_middle"):
         if figures := results.read_figures(name):
             text = put_between(text, name, render_variances(figures, titles))
     if figures := results.read_figures("drawing"):
         text = put_between(text, "drawing", render_drawing(figures))
+    if figures := results.read_figures("moments"):
+        text = put_between(text, "moments", render_moments(figures))
     return text
 
 
@@ -279,4 +282,35 @@ def render_drawing(figures: Mapping[str, Any]) -> str:
     level_head = ["task", "weights", "level", "pass rate, %", "groups with a signal, %"]
     return "\n\n".join(
         [f"Learning rates: {rates}.", _table(head, moments), _table(level_head, levels)]
+    )
+
+
+def render_moments(figures: Mapping[str, Any]) -> str:
+    """The tables of `benchmarks.baselines.moments`: second moments by baseline, and prompts."""
+    moments, prompts = [], []
+    for name, found in sorted(figures.items()):
+        for when in ("start", "middle"):
+            relative = found[when]["relative"]
+            shown = (relative.get(b) for b in ("none", "regression", "column"))
+            cells = ("-" if value is None else f"{value:.2f}" for value in shown)
+            moments.append([name, when, *cells, f"{found[when]['correlation']:.2f}"])
+        for one in found["start"]["prompts"]:
+            values = (
+                one[key] for key in ("successes", "failures", "leave_one_out", "none", "best")
+            )
+            numbers = ("-" if value is None else f"{value:.2g}" for value in values)
+            prompts.append([name, f"{one['pass_rate']:.3f}", *numbers])
+    head = ["task", "weights", "no baseline", "regression", "regression, column", "correlation"]
+    prompt_head = [
+        "task", "pass rate", "successes", "failures", "leave-one-out", "no baseline",
+        "best constant baseline",
+    ]  # fmt: skip
+    rates = ", ".join(f"{name} {found['rate']:g}" for name, found in sorted(figures.items()))
+    return "\n\n".join(
+        [
+            f"Learning rates: {rates}.",
+            _table(head, moments),
+            "Eight prompts at the start:",
+            _table(prompt_head, prompts),
+        ]
     )
