@@ -78,6 +78,7 @@ RUNS = {
     "filtered": {"bf16": True, "repetition_penalty": 1.2, "top_k": 20, "top_p": 0.9, "beta": 0.0},
     "hf": {"bf16": True, "rollout_engine": "hf"},
     "deterministic": {"bf16": True, "full_determinism": True},
+    "regression": {"bf16": True, "estimator": "regression", "max_steps": 3},
     "fsdp2": {"bf16": True, "parallel": "fsdp2", "gradient_checkpointing": True},
 }  # fmt: skip
 
