@@ -25,7 +25,7 @@ from benchmarks.baselines.training import make_trainer
 from benchmarks.baselines.variance import OPTIONS, Gradients, draw
 from rloo import RLOOTrainer
 from rloo.algorithm.regression import Observation, ReturnRegression
-from rloo.types import LEAVE_ONE_OUT, Sample
+from rloo.types import Sample
 
 SETTINGS: dict[str, Any] = {"num_prompts": 40, "num_groups": 32, "num_coordinates": 4096}
 _AT_ONCE = 64
@@ -98,11 +98,12 @@ class ScoredPrompt:
         gradients = terms.reshape(-1, SIZE, terms.shape[1]).mean(1)
         return float((gradients**2).sum(1).mean())
 
-    def observations(self) -> list[tuple[str, Observation]]:
-        """What the regression reads."""
+    def observations(self) -> list[tuple[str, list[Observation]]]:
+        """What the regression reads of each group."""
         above = self.rewards - self.others
         rows = np.stack([self.norms, above, self.others], axis=1).tolist()
-        return [(self.level, Observation(w, a, m, LEAVE_ONE_OUT)) for w, a, m in rows]
+        seen = [Observation(w, a, m) for w, a, m in rows]
+        return [(self.level, seen[i : i + SIZE]) for i in range(0, len(seen), SIZE)]
 
     def line(self, fitted: ReturnRegression, pool: str) -> np.ndarray:
         """The baselines of a regression, (n,)."""
@@ -118,7 +119,7 @@ def summary(prompts: Sequence[ScoredPrompt]) -> dict[str, Any]:
     by_name: dict[str, float] = {"none": sum(prompt.moment(0.0) for prompt in prompts)}
     for fitted_on, measured_on in ((prompts[::2], prompts[1::2]), (prompts[1::2], prompts[::2])):
         fitted = ReturnRegression()
-        fitted.add([row for prompt in fitted_on for row in prompt.observations()], half_life=1.0)
+        fitted.add([group for one in fitted_on for group in one.observations()], half_life=1.0)
         for prompt in measured_on:
             for name, pool in (("regression", ""), ("column", prompt.level)):
                 moment = prompt.moment(prompt.line(fitted, pool))

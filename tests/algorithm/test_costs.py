@@ -16,7 +16,6 @@ from rloo.data.group_budget import GroupBudget
 from rloo.tools.exact_gradient import all_draws
 from rloo.tools.probe_sampling import all_probe_draws, make_probe_sampler
 from rloo.trainer.prompt_sampling import candidates_per_prompt
-from rloo.types import LEAVE_ONE_OUT
 from support.production import Production, compare, make_tiny, with_failures
 from support.weighted_rollouts import drawn_rollouts, pilot_rollouts, second_sizes
 
@@ -51,8 +50,8 @@ def earlier_rewards(beta: float) -> KLController:
     past = KLController(beta)
     past.update_reward_stats([0.3, 1.2, -0.5, 0.7], decay=0.95)
     earlier = [(1.0, 0.5, 0.2), (2.0, -0.4, 0.6), (0.5, 0.1, 1.0), (3.0, -1.0, 1.5)]
-    seen = [("", Observation(*values, LEAVE_ONE_OUT)) for values in earlier]
-    past.regression.add(seen, half_life=8.0)
+    groups = [("", [Observation(*values)]) for values in earlier * 4]
+    past.regression.add(groups, half_life=8.0)
     assert min(map(abs, past.regression.coefficients(""))) > 0.1
     return past
 

@@ -3,6 +3,8 @@
 import itertools
 import json
 import math
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -14,29 +16,41 @@ from rloo.algorithm.regression import (
     STRENGTH,
     Observation,
     ReturnRegression,
+    WeightedSums,
     observe,
+    pool_of,
     regression,
 )
 from rloo.config.config import RLOOConfig
 from rloo.tools.exact_gradient import TabularPolicy, logits_table, measure
-from rloo.types import LEAVE_ONE_OUT
+from rloo.types import LEAVE_ONE_OUT, Prompt
 
 GENERATOR = np.random.default_rng(3)
 
 
-def seen(weight: float, value: float, others: float) -> Observation:
-    return Observation(weight, value - others, others, LEAVE_ONE_OUT)
+Rows = list[list[tuple[float, float, float]]]
 
 
-def random_rollout(number: int = 40) -> list[tuple[float, float, float]]:
-    columns = GENERATOR.exponential(size=number), *GENERATOR.normal(2.0, 1.5, (2, number))
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def seen(group) -> list[Observation]:
+    """Observations of (weight, return, mean of the others)."""
+    return [Observation(weight, value - others, others) for weight, value, others in group]
 
 
-def fitted(*rollouts, half_life=8.0, pool="") -> ReturnRegression:
+def random_rollout(number: int = 10, size: int = 4) -> Rows:
+    """Groups of completions: (weight, return, mean of the others)."""
+    groups = []
+    for _ in range(number):
+        values = GENERATOR.normal(2.0, 1.5, size)
+        others = (values.sum() - values) / (size - 1)
+        weights = GENERATOR.exponential(size=size)
+        groups.append(list(zip(weights.tolist(), values.tolist(), others.tolist(), strict=True)))
+    return groups
+
+
+def fitted(*rollouts: Rows, half_life=8.0, pool="") -> ReturnRegression:
     found = ReturnRegression()
     for rollout in rollouts:
-        found.add([(pool, seen(*values)) for values in rollout], half_life)
+        found.add([(pool, seen(group)) for group in rollout], half_life)
     return found
 
 
@@ -83,20 +97,76 @@ def test_what_is_observed_of_completions():
 
 def test_the_fit_is_the_weighted_regression_of_another_program():
     rollout = random_rollout()
-    weight, value, others = np.array(rollout).T
+    weight, value, others = np.array(list(chain(*rollout))).T
     slope, constant = np.polyfit(others, value, 1, w=np.sqrt(weight))
-    share = weight.sum() ** 2 / (weight**2).sum()
-    share /= share + STRENGTH
-    expected = share * constant, share * (slope - 1)
-    assert fitted(rollout).coefficients("") == pytest.approx(expected)
+    sums = WeightedSums()
+    for group in rollout:
+        sums.add(seen(group))
+    by_group = weight.reshape(-1, 4).sum(1)
+    number = by_group.sum() ** 2 / (by_group**2).sum()
+    assert sums.num_groups == pytest.approx(number)
+    mean = np.average(others, weights=weight)
+    level = number / (number + STRENGTH) * (constant + (slope - 1) * mean)
+    shrunk = (number - 1) / (number - 1 + STRENGTH) * (slope - 1)
+    assert sums.fit(LEAVE_ONE_OUT) == pytest.approx((level - shrunk * mean, shrunk))
+    sums.squares /= 1e9  # so much is known that nothing is shrunk
+    assert sums.fit(LEAVE_ONE_OUT) == pytest.approx((constant, slope - 1), rel=1e-6)
 
 
 def test_earlier_rollouts_count_less():
     old, new = random_rollout(), random_rollout()
-    halved = [(0.5 * weight, value, others) for weight, value, others in old]
-    together = fitted(halved + new).coefficients("")
-    assert fitted(old, new, half_life=1.0).coefficients("") == pytest.approx(together)
-    assert fitted(old, new, half_life=50.0).coefficients("") != pytest.approx(together)
+    halved = [[(0.5 * weight, value, others) for weight, value, others in group] for group in old]
+    together, apart = (WeightedSums(), WeightedSums())
+    for group in (*halved, *new):
+        together.add(seen(group))
+    for group in old:
+        apart.add(seen(group))
+    before = apart.num_groups
+    apart.decay(0.5)
+    assert apart.num_groups == pytest.approx(before / 2)
+    for group in new:
+        apart.add(seen(group))
+    fields = ("weight", "others", "above", "variance", "covariance")
+    expected = [getattr(together, name) for name in fields]
+    assert [getattr(apart, name) for name in fields] == pytest.approx(expected)
+    assert fitted(old, new, half_life=1.0).coefficients("") == pytest.approx(
+        apart.fit(LEAVE_ONE_OUT)
+    )
+
+
+def test_one_group_tells_no_slope():
+    """In a group R - m is S - K m, with S the sum of its returns."""
+    found = fitted(random_rollout(1)).coefficients("")
+    assert found[1] == 0.0 and abs(found[0]) < 1.0
+    assert fitted(random_rollout(2)).coefficients("")[1] != 0.0
+
+
+@pytest.mark.parametrize("size", [4, 16])
+def test_few_groups_do_not_raise_the_variance(size):
+    """Rewards of 0 and 1 at one prompt a rollout, and at the second rollout of three pools."""
+    generator = np.random.default_rng(0)
+
+    def rollout(chances):
+        groups = []
+        for chance in chances:
+            values = (generator.random(size) < chance).astype(float)
+            others = (values.sum() - values) / (size - 1)
+            groups.append([(1.0, *pair) for pair in zip(values, others, strict=True)])
+        return groups
+
+    ratios = {}
+    for name, chances in {"one": [0.5], "three": [0.1, 0.5, 0.9]}.items():
+        usual = moment = 0.0
+        for _ in range(2000):
+            fit = ReturnRegression()
+            pools = [str(chance) for chance in chances]
+            fit.add(zip(pools, map(seen, rollout(chances)), strict=True), 8.0)
+            for pool, group in zip(pools, rollout(chances), strict=True):
+                for observed in seen(group):
+                    one = observed._replace(coefficients=fit.coefficients(pool))
+                    usual, moment = usual + one.moments[0], moment + one.moments[1]
+        ratios[name] = moment / usual
+    assert max(ratios.values()) < 1.1
 
 
 def test_nothing_seen_is_leave_one_out_and_a_pool_leans_on_all_prompts():
@@ -104,37 +174,47 @@ def test_nothing_seen_is_leave_one_out_and_a_pool_leans_on_all_prompts():
     found = fitted(random_rollout(), pool="easy")
     assert found.coefficients("hard") == found.coefficients("") != LEAVE_ONE_OUT
     assert found.coefficients("easy") != found.coefficients("")
-    alone = fitted(random_rollout(number=1), pool="easy").coefficients("easy")
-    assert alone[1] == 0.0  # one completion tells no slope
+
+
+def test_a_pool_that_is_not_seen_any_more_is_forgotten():
+    found = fitted(random_rollout(), pool="easy")
+    fresh = found.coefficients("easy")
+    for _ in range(8 * 8):
+        found.add([("hard", seen(group)) for group in random_rollout(1)], half_life=8.0)
+    common, late = found.coefficients(""), found.coefficients("easy")
+    assert abs(late[1] - common[1]) < 0.02 * abs(fresh[1] - common[1])
+    for _ in range(8 * 10):
+        found.add([], half_life=8.0)
+    assert set(found.state_dict()["pools"]) <= {"hard"}
 
 
 def test_rewards_that_are_always_equal_keep_advantages_of_exactly_0():
-    rollout = [(weight, 0.3, 0.3) for weight, _, _ in random_rollout()]
+    rollout = [[(weight, 0.3, 0.3) for weight, _, _ in group] for group in random_rollout()]
     found = fitted(*[rollout] * 20).coefficients("")
     assert found == LEAVE_ONE_OUT
     returns = returns_of([0.3, 0.3, 0.3, 0.3], coefficients=found)
     assert not regression(returns).any()
 
 
-def test_rewards_on_another_scale_have_the_same_baseline_on_this_scale():
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_rewards_on_another_scale_have_the_same_baseline_on_this_scale(offset):
     rollout = random_rollout()
-    far = [(weight, 3 * value + 1e4, 3 * others + 1e4) for weight, value, others in rollout]
+    far = [[(w, 3 * r + offset, 3 * m + offset) for w, r, m in group] for group in rollout]
     (constant, slope), (far_constant, far_slope) = (
         fitted(some).coefficients("") for some in (rollout, far)
     )
-    assert far_slope == pytest.approx(slope, rel=1e-5)
+    assert far_slope == pytest.approx(slope, rel=1e-6)
     for others in (-1.0, 0.0, 2.5):
-        baseline = constant + (1 + slope) * others
-        moved = far_constant + (1 + far_slope) * (3 * others + 1e4)
-        assert moved == pytest.approx(3 * baseline + 1e4, rel=1e-8)
+        correction = constant + slope * others
+        moved = far_constant + far_slope * (3 * others + offset)
+        assert moved == pytest.approx(3 * correction, rel=1e-5, abs=1e-6)
 
 
 def test_the_variance_ratio_compares_with_leave_one_out():
     found = ReturnRegression()
-    assert found.variance_ratio == 1.0
+    assert found.variance_ratio is None
     half = Observation(2.0, 1.0, 0.5, (0.0, 1.0))  # the advantage 0.5 in place of 1
-    whole = Observation(1.0, 2.0, 0.0, LEAVE_ONE_OUT)
-    found.add([("", half), ("", whole)], half_life=8.0)
+    found.add([("", [half, Observation(1.0, 2.0, 0.0)])], half_life=8.0)
     assert found.variance_ratio == pytest.approx((2 * 0.25 + 4) / (2 + 4))
 
 
@@ -142,11 +222,33 @@ def test_a_checkpoint_has_the_whole_state():
     found = fitted(random_rollout(), random_rollout(), pool="easy")
     again = ReturnRegression()
     again.load_state_dict(json.loads(json.dumps(found.state_dict())))
-    more = [("hard", seen(*values)) for values in random_rollout()]
+    more = [("hard", seen(group)) for group in random_rollout()]
     for one in (found, again):
         one.add(more, half_life=3.0)
     assert again.state_dict() == found.state_dict()
     assert again.coefficients("easy") == found.coefficients("easy")
+
+
+def test_the_pool_of_a_prompt_is_its_value_of_the_column():
+    prompt = Prompt(0, [1], "What is 2 + 2?", columns={"level": 3, "source": "x" * 500})
+
+    def pool(**arguments) -> str:
+        return pool_of(prompt, RLOOConfig(estimator="regression", estimator_kwargs=arguments))
+
+    assert [pool(), pool(column="level")] == ["", "3"]
+    assert pool(column="prompt") == "'What is 2 + 2?'"
+    assert len(pool(column="source")) == 64
+
+
+def test_a_pilot_is_observed_as_its_advantages_are_computed():
+    """Its baselines are computed among the pilot."""
+    pilot = torch.tensor([True, True, False, False])
+    returns = replace(returns_of([1.0, 0.0, 0.0, 0.5], norms=[0.5] * 8), pilot_N=pilot)
+    keys = [(0, index) for index in range(4)]
+    above = torch.stack(list(observe(keys, returns).values()))[:, 1]
+    estimator = load_estimator(RLOOConfig(estimator="regression"))
+    assert above.tolist() == pytest.approx(estimator.advantages(returns).tolist())
+    assert above[0] == 1.0
 
 
 def policy(rewards: list[float]) -> TabularPolicy:

@@ -21,13 +21,6 @@ def reads_score_norms(function: E) -> E:
     return function
 
 
-def reads_coefficients(function: E) -> E:
-    """Mark an estimator that reads `EstimatorInput.coefficient_N2`, which is fitted on earlier
-    rollouts (`rloo.algorithm.regression`). It also gets score norms, which the fit needs."""
-    function.reads_coefficients = True  # type: ignore[attr-defined]
-    return reads_score_norms(function)
-
-
 @dataclass(frozen=True, slots=True)
 class EstimatorInput:
     """The scored completions of one group, or of a whole rollout: N completions with T tokens in
@@ -44,8 +37,7 @@ class EstimatorInput:
     sum of p(v)^2 over the vocabulary. `pilot_N` is true for completions that were sampled before
     the number of the others of their group was chosen; None if there are none. Estimators do not
     read it: see `LoadedEstimator.advantages`. `coefficient_N2` has a and d of each completion's
-    baseline (`Sample.coefficients`), if the estimator is marked by `reads_coefficients`; None if
-    all are 0.
+    baseline (`Sample.coefficients`), if the estimator is `regression`; None if all are 0.
     """
 
     reward_N: Tensor

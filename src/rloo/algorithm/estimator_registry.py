@@ -27,14 +27,18 @@ _PER_TOKEN = ("reinforce_pp", "optimal_token")
 class LoadedEstimator:
     """An estimator with its arguments. If `over_rollout`, it receives the whole rollout in one
     call, else one group. A group with fewer than `smallest_group` scored completions is not trained
-    on. `reads_score_norms`, `reads_coefficients`: see `rloo.algorithm.estimator_input`."""
+    on. `reads_score_norms`: see `estimator_input.reads_score_norms`."""
 
     name: str
     function: Estimator
     over_rollout: bool
     smallest_group: int
     reads_score_norms: bool = False
-    reads_coefficients: bool = False
+
+    @property
+    def reads_coefficients(self) -> bool:
+        """Whether the baselines have coefficients that are fitted on earlier rollouts."""
+        return self.name == "regression"
 
     @property
     def built_in(self) -> bool:
@@ -132,8 +136,8 @@ def load_estimator(config: RLOOConfig) -> LoadedEstimator:
             "group; it needs at least 2 completions per prompt (num_generations, or an estimator "
             "of the scope 'batch')"
         )
-    reads = [getattr(function, f"reads_{what}", False) for what in ("score_norms", "coefficients")]
-    return LoadedEstimator(name, partial(function, **arguments), scope == "batch", smallest, *reads)
+    norms = getattr(function, "reads_score_norms", False)
+    return LoadedEstimator(name, partial(function, **arguments), scope == "batch", smallest, norms)
 
 
 def require_estimator(config: RLOOConfig) -> LoadedEstimator:

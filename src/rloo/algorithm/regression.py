@@ -3,15 +3,16 @@ coefficients are fitted on earlier rollouts."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rloo.algorithm.baselines import group_sum, leave_one_out, subtract_baseline
-from rloo.algorithm.estimator_input import EstimatorInput, reads_coefficients
+from rloo.algorithm.estimator_input import EstimatorInput, reads_score_norms
 from rloo.algorithm.ragged import sum_by
 from rloo.config.options import TrainingOptions
 from rloo.types import LEAVE_ONE_OUT, Coefficients, Prompt
@@ -19,13 +20,16 @@ from rloo.types import LEAVE_ONE_OUT, Coefficients, Prompt
 Key = tuple[int, int]
 
 HALF_LIFE = 8.0
-# The fit counts as half known after so many completions of equal weight.
+# The fit counts as half known after so many groups of equal weight.
 STRENGTH = 8.0
-# A variance of the mean below this share of its second moment is a rounding error.
-_ROUNDING = 1e-12
+# A pool with fewer groups is forgotten: it has the coefficients of all prompts.
+_FEWEST = 1e-3
+# A variance of the mean below this share of its squared value is a rounding error.
+_ROUNDING = 1e-20
+_LONGEST_NAME = 64
 
 
-@reads_coefficients
+@reads_score_norms
 def regression(
     returns: EstimatorInput, column: str | None = None, half_life: float = HALF_LIFE
 ) -> Tensor:
@@ -56,7 +60,10 @@ def pool_of(prompt: Prompt, config: TrainingOptions) -> str:
     """Return the pool of a prompt: its value of `estimator_kwargs.column`; empty without
     `column`."""
     column = (config.estimator_kwargs or {}).get("column")
-    return "" if column is None else repr(prompt.columns.get(column))
+    if column is None:
+        return ""
+    name = repr(prompt.content if column == "prompt" else prompt.columns.get(column))
+    return name if len(name) <= _LONGEST_NAME else hashlib.sha256(name.encode()).hexdigest()
 
 
 def half_life_of(config: TrainingOptions) -> float:
@@ -71,7 +78,7 @@ class Observation(NamedTuple):
     weight: float
     above: float
     others: float
-    coefficients: Coefficients
+    coefficients: Coefficients = LEAVE_ONE_OUT
 
     @property
     def moments(self) -> tuple[float, float]:
@@ -83,9 +90,13 @@ class Observation(NamedTuple):
 
 def observe(keys: Sequence[Key], returns: EstimatorInput) -> dict[Key, Tensor]:
     """Return w, R - m and m of each completion, (3,), by its key; 0 for completions without a
-    reward."""
+    reward. m of a completion of a pilot is that among the pilot."""
     assert returns.score_norm_T is not None
     above_N = subtract_baseline(returns.return_N, returns.group_N)  # 0 for a missing return
+    if returns.pilot_N is not None:
+        pilot = returns.select(returns.pilot_N)
+        among_pilot = subtract_baseline(pilot.return_N, pilot.group_N)
+        above_N = above_N.masked_scatter(returns.pilot_N, among_pilot)
     weight_N = sum_by(returns.score_norm_T.clamp(min=0.0), returns.sequence_T, len(above_N))
     scored_N = ~returns.return_N.isnan()
     rows = torch.stack([weight_N, above_N, returns.return_N - above_N], dim=1)
@@ -94,35 +105,54 @@ def observe(keys: Sequence[Key], returns: EstimatorInput) -> dict[Key, Tensor]:
 
 @dataclass(slots=True)
 class WeightedSums:
-    """Decayed sums over completions: of the weights w, of w^2, and of w times m, m^2, R - m, and
-    m (R - m)."""
+    """Decayed statistics of completions: `weight` is the sum of w, and `squares` the sum over
+    groups of their squared weights. `others` and `above` are the weighted means of m and R - m,
+    `variance` and `covariance` the sums of w (m - mean)^2 and w (m - mean) (R - m - mean)."""
 
-    sums: list[float] = field(default_factory=lambda: [0.0] * 6)
+    weight: float = 0.0
+    squares: float = 0.0
+    others: float = 0.0
+    above: float = 0.0
+    variance: float = 0.0
+    covariance: float = 0.0
+
+    @property
+    def num_groups(self) -> float:
+        """The effective number of groups. The statistics of old ones count less. Within a group
+        R - m = S - K m, with S the sum of its returns, so its completions tell no slope."""
+        return self.weight**2 / self.squares if self.squares > 0.0 else 0.0
 
     def decay(self, factor: float) -> None:
-        """Multiply all weights by `factor`."""
-        self.sums = [value * factor for value in self.sums]
-        self.sums[1] *= factor
+        """Multiply the weights of all completions by `factor`."""
+        self.weight *= factor
+        self.squares *= factor
+        self.variance *= factor
+        self.covariance *= factor
 
-    def add(self, seen: Observation) -> None:
-        """Add a completion."""
-        above, others = seen.above, seen.others
-        terms = (1.0, seen.weight, others, others * others, above, others * above)
-        self.sums = [s + seen.weight * term for s, term in zip(self.sums, terms, strict=True)]
+    def add(self, group: Sequence[Observation]) -> None:
+        """Add the completions of a group."""
+        self.squares += sum(seen.weight for seen in group) ** 2
+        for seen in group:
+            if seen.weight > 0.0:
+                others, above = seen.others - self.others, seen.above - self.above
+                share = seen.weight / (self.weight + seen.weight)
+                self.variance += self.weight * share * others * others
+                self.covariance += self.weight * share * others * above
+                self.others += share * others
+                self.above += share * above
+                self.weight += seen.weight
 
     def fit(self, prior: Coefficients) -> Coefficients:
-        """Return the regression of R - m on m, shrunk towards `prior` by the effective number of
-        completions: (sum of w)^2 / sum of w^2."""
-        total, squares, *products = self.sums
-        if not squares > 0.0:
-            return prior
-        mean, second, above, mixed = (value / total for value in products)
-        variance = second - mean * mean
-        slope = (mixed - mean * above) / variance if variance > _ROUNDING * second else 0.0
-        constant = above - slope * mean
-        known = total * total / squares
-        share = known / (known + STRENGTH)
-        return prior[0] + share * (constant - prior[0]), prior[1] + share * (slope - prior[1])
+        """Return the regression of R - m on m. Its slope and its value at the mean of m are shrunk
+        towards `prior` by the number of groups; a single group tells no slope."""
+        number = self.num_groups
+        constant, slope = prior
+        level = constant + slope * self.others
+        level += number / (number + STRENGTH) * (self.above - level)
+        if self.variance > _ROUNDING * self.weight * self.others**2:
+            free = max(number - 1.0, 0.0)
+            slope += free / (free + STRENGTH) * (self.covariance / self.variance - slope)
+        return level - slope * self.others, slope
 
 
 class ReturnRegression:
@@ -137,37 +167,38 @@ class ReturnRegression:
         self._moments = [0.0, 0.0]
 
     @property
-    def variance_ratio(self) -> float:
+    def variance_ratio(self) -> float | None:
         """The weighted squared advantages of the last rollouts, relative to those of leave-one-out;
-        1 if these are all 0."""
+        None if these are all 0."""
         usual, ours = self._moments
-        return ours / usual if usual > 0.0 else 1.0
+        return ours / usual if usual > 0.0 else None
 
     def coefficients(self, pool: str) -> Coefficients:
         """Return a and d for prompts of `pool`: the baseline is a + (1 + d) m."""
         common = self._common.fit(LEAVE_ONE_OUT)
         return self._pools[pool].fit(common) if pool in self._pools else common
 
-    def add(self, rollout: Iterable[tuple[str, Observation]], half_life: float) -> None:
-        """Decay all sums, then add the completions of a rollout, each with the pool of its
-        prompt."""
+    def add(self, rollout: Iterable[tuple[str, Sequence[Observation]]], half_life: float) -> None:
+        """Decay all statistics, then add the groups of a rollout, each with its pool."""
         factor = 0.5 ** (1.0 / half_life)
         self._moments = [value * factor for value in self._moments]
         for sums in (self._common, *self._pools.values()):
             sums.decay(factor)
-        for pool, seen in rollout:
-            self._moments = [m + more for m, more in zip(self._moments, seen.moments, strict=True)]
-            self._common.add(seen)
+        for pool, group in rollout:
+            self._common.add(group)
             if pool:
-                self._pools.setdefault(pool, WeightedSums()).add(seen)
+                self._pools.setdefault(pool, WeightedSums()).add(group)
+            for seen in group:
+                self._moments = [m + s for m, s in zip(self._moments, seen.moments, strict=True)]
+        self._pools = {p: sums for p, sums in self._pools.items() if sums.num_groups > _FEWEST}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all sums as JSON values."""
-        pools = {pool: of_pool.sums for pool, of_pool in self._pools.items()}
-        return {"common": self._common.sums, "pools": pools, "moments": self._moments}
+        """Return all statistics as JSON values."""
+        pools = {pool: astuple(sums) for pool, sums in self._pools.items()}
+        return {"common": astuple(self._common), "pools": pools, "moments": self._moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._common = WeightedSums(list(state["common"]))
-        self._pools = {pool: WeightedSums(list(sums)) for pool, sums in state["pools"].items()}
+        self._common = WeightedSums(*state["common"])
+        self._pools = {pool: WeightedSums(*sums) for pool, sums in state["pools"].items()}
         self._moments = list(state["moments"])

@@ -86,17 +86,20 @@ def _learn_baseline(
     rows_by_key = dict(zip(observed, rows, strict=True))
     for part in parts.world.all_gather_object(rows_by_key):
         rows_by_key |= part
-    rollout = []
+    rollout: dict[int, list[Observation]] = {}
     for sample in hand.samples:
         weight, above, others = rows_by_key[sample.key]
         weight *= sample.weight**2
+        if config.loss_aggregation == "sequence_token_mean":
+            weight /= max(sample.num_trained, 1) ** 2
         masked = sample.truncated and config.mask_truncated_completions
-        if masked or not math.isfinite(weight):
-            continue
-        seen = Observation(weight, above, others, sample.coefficients)
-        rollout.append((pool_of(groups[sample.key[0]].prompt, config), seen))
-    fitted.add(rollout, half_life_of(config))
-    return {"baseline/variance_ratio": fitted.variance_ratio}
+        if not masked and all(map(math.isfinite, (weight, above, others))):
+            seen = Observation(weight, above, others, sample.coefficients)
+            rollout.setdefault(sample.key[0], []).append(seen)
+    pools = ((pool_of(groups[number].prompt, config), some) for number, some in rollout.items())
+    fitted.add(pools, half_life_of(config))
+    ratio = fitted.variance_ratio
+    return {} if ratio is None else {"baseline/variance_ratio": ratio}
 
 
 def finish_step(

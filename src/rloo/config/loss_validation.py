@@ -16,6 +16,7 @@ FIXED_REFERENCE = (
     "sync_ref_model is true and an adapter is trained; the reference is the base under it, which "
     "must not move (sync_ref_model, use_peft, peft_config)"
 )
+_LONGEST_HALF_LIFE = 1e9
 
 
 def check_objective(config: TrainingOptions) -> None:
@@ -76,8 +77,8 @@ def _in_vain(config: TrainingOptions) -> Iterator[str]:
 
 def _in_regression(config: TrainingOptions) -> Iterator[str]:
     half_life = (config.estimator_kwargs or {}).get("half_life", 1.0)
-    positive = isinstance(half_life, (int, float)) and half_life > 0
-    if config.estimator == "regression" and not positive:
+    known = isinstance(half_life, (int, float)) and 0 < half_life <= _LONGEST_HALF_LIFE
+    if config.estimator == "regression" and not known:
         yield (
             f"estimator_kwargs.half_life is {half_life}; it is a number of rollouts, above 0 "
             "(estimator_kwargs.half_life)"

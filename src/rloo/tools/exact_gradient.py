@@ -18,12 +18,15 @@ from torch import Tensor
 from rloo.algorithm.estimator_input import EstimatorInput
 from rloo.algorithm.estimator_registry import LoadedEstimator
 from rloo.algorithm.ragged import sum_by
-from rloo.algorithm.regression import Observation, ReturnRegression, observe
+from rloo.algorithm.regression import Observation, WeightedSums, observe
 from rloo.algorithm.token_kl import following
 from rloo.data.group_budget import GroupBudget
 from rloo.data.reward_estimate import RewardedPrompt, RewardEstimate
 from rloo.data.variance_sampler import VarianceSampler, draw_systematically
 from rloo.types import LEAVE_ONE_OUT, Coefficients, Group, Prompt
+
+# So many times the enumerated rollouts are known to an estimator that fits on earlier rollouts.
+MANY = 1e6
 
 
 def logits_table(number: int, num_tokens: int) -> Tensor:
@@ -178,15 +181,18 @@ class _Terms:
     def fit(
         self, bandits: Sequence[TabularPolicy], sequence_RN: Tensor, weight_R: Tensor
     ) -> Coefficients:
-        """Return the coefficients of the regression over R rollouts with the probabilities
-        `weight_R`."""
+        """Return the coefficients of the regression over MANY times R rollouts with the
+        probabilities `weight_R`."""
         returns, _ = self._returns(bandits, sequence_RN)
-        numbers = [(number, 0) for number in range(returns.num_completions)]
-        rows, regression = torch.stack(list(observe(numbers, returns).values())), ReturnRegression()
+        size = sequence_RN.shape[1] // len(bandits)
+        keys = [(number, 0) for number in range(returns.num_completions)]
+        rows = torch.stack(list(observe(keys, returns).values()))
         rows[:, 0] *= weight_R.repeat_interleave(sequence_RN.shape[1])
-        seen = [("", Observation(w, above, m, LEAVE_ONE_OUT)) for w, above, m in rows.tolist()]
-        regression.add(seen, half_life=1.0)
-        return regression.coefficients("")
+        sums = WeightedSums()
+        for group in rows.split(size):
+            sums.add([Observation(*row) for row in group.tolist()])
+        sums.squares /= MANY
+        return sums.fit(LEAVE_ONE_OUT)
 
     def gradients(self, bandits: Sequence[TabularPolicy], sequence_RN: Tensor) -> list[Tensor]:
         """Return minus the gradient of each of R rollouts by the logits of each prompt, (R, D). A
