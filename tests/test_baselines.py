@@ -722,14 +722,16 @@ def test_report_has_the_figures_of_drawing(tmp_path):
 
 
 def test_report_has_the_figures_of_moments(tmp_path):
-    prompt = {"pass_rate": 1.0, "successes": 0.5, "failures": None, "leave_one_out": 0.0,
+    prompt = {"pass_rate": 0.75, "successes": 0.5, "failures": 2.0, "leave_one_out": 0.0,
               "none": 0.25, "best": 1.0}  # fmt: skip
-    one = {"relative": {"none": 2.0, "regression": 0.5}, "correlation": 0.9, "prompts": [prompt]}
+    prompts = [prompt, {**prompt, "pass_rate": 1.0, "failures": None}]
+    one = {"relative": {"none": 2.0, "regression": 0.5}, "correlation": 0.9, "prompts": prompts}
     results = results_in(tmp_path)
     results.write_figures("moments", {"countdown": {"rate": 4e-4, "start": one, "middle": one}})
     text = render_moments(results.read_figures("moments"))
     assert "| countdown | middle | 2.00 | 0.50 | - | 0.90 |" in text
-    assert "| countdown | 1.000 | 0.5 | - | 0 | 0.25 | 1 |" in text
+    assert "| countdown | 0.750 | 0.5 | 2 | 0 | 0.25 | 1 |" in text
+    assert "1.000" not in text
     page = put_measured(PAGE.read_text(encoding="utf-8"), results, {})
     assert f"<!-- baselines:moments -->\n{text}" in page
 

@@ -295,11 +295,9 @@ def render_moments(figures: Mapping[str, Any]) -> str:
             cells = ("-" if value is None else f"{value:.2f}" for value in shown)
             moments.append([name, when, *cells, f"{found[when]['correlation']:.2f}"])
         for one in found["start"]["prompts"]:
-            values = (
-                one[key] for key in ("successes", "failures", "leave_one_out", "none", "best")
-            )
-            numbers = ("-" if value is None else f"{value:.2g}" for value in values)
-            prompts.append([name, f"{one['pass_rate']:.3f}", *numbers])
+            values = [one[k] for k in ("successes", "failures", "leave_one_out", "none", "best")]
+            if None not in values:
+                prompts.append([name, f"{one['pass_rate']:.3f}", *(f"{v:.3g}" for v in values)])
     head = ["task", "weights", "no baseline", "regression", "regression, column", "correlation"]
     prompt_head = [
         "task", "pass rate", "successes", "failures", "leave-one-out", "no baseline",
@@ -310,7 +308,7 @@ def render_moments(figures: Mapping[str, Any]) -> str:
         [
             f"Learning rates: {rates}.",
             _table(head, moments),
-            "Eight prompts at the start:",
+            "Those of eight prompts that have successes and failures, at the start:",
             _table(prompt_head, prompts),
         ]
     )
