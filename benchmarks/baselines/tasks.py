@@ -156,7 +156,7 @@ TASKS = {
             reward=mixture_reward,
             model=_countdown_model,
             has_levels=True,
-            confirmed=("variance_column",),
+            confirmed=("variance_column", "regression_drawn"),
             **_MIXED,
         ),
         Task(
@@ -185,7 +185,7 @@ TASKS = {
             completions_per_step=64,
             samples=8,
             has_levels=True,
-            confirmed=("variance_column",),
+            confirmed=("variance_column", "regression", "regression_drawn"),
         ),
         Task(
             name="smollm2",
