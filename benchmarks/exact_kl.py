@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ from benchmarks.shapes import make_random_model, make_word_tokenizer
 from rloo import RLOOConfig, RLOOTrainer
 from rloo.algorithm.advantages import compute_advantages
 from rloo.algorithm.loss_context import LossContext
+from rloo.algorithm.regression import HALF_LIFE, Observation, ReturnRegression
 from rloo.algorithm.update import micro_batch_loss
 from rloo.config.batch_sizes import batches_of
 from rloo.distributed import make_world
@@ -182,7 +183,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def task_costs(task: Task, rounds: int) -> dict[str, Any]:
-    """The costs on a task, with the share of sampling in a step."""
+    """The costs on a task, with the share of sampling in a step, and the fit of the regression."""
     with tempfile.TemporaryDirectory() as folder:
         options, place = training(task) | {"max_steps": 1}, Path(folder)
         trainer = make_trainer(task, options, model=task.model(place), folder=place)
@@ -199,6 +200,11 @@ def task_costs(task: Task, rounds: int) -> dict[str, Any]:
             for index, sample in enumerate(draw(trainer, rollouts, prompt, 8))
         ]
         found = costs(trainer.policy, samples, rounds)
+    fitted, rewards = ReturnRegression(), [sample.reward for sample in samples]
+    seen = [Observation(1.0, reward - fmean(rewards), fmean(rewards)) for reward in rewards]
+    groups = [("", seen[start : start + 8]) for start in range(0, len(seen), 8)]
+    spent = [cpu_seconds(partial(fitted.add, groups, HALF_LIFE)) for _ in range(rounds)]
+    found["seconds of the fit"] = round(median(spent), 5)
     usual, *others = (sampling + found[f"seconds, {name}"] for name in COMPARED)
     for name, step in zip(list(COMPARED)[1:], others, strict=True):
         found[f"step, {name}"] = round(step / usual, 3)

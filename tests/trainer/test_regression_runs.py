@@ -1,11 +1,22 @@
 """Runs whose baseline is a regression on earlier rollouts."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import IterableDataset
 
+from rloo.algorithm import token_values
+from rloo.algorithm.regression import ReturnRegression
+from rloo.algorithm.step_record import _learn_baseline
+from rloo.distributed import World
+from rloo.model.micro_batch import make_sample
+from rloo.types import Prompt
+from support.policies import make_policy_config
 from support.training import (
     ROWS,
     equal,
@@ -99,3 +110,45 @@ def test_an_unknown_column_and_a_half_life_that_is_none_are_refused(tmp_path):
             make_config(tmp_path, **REGRESSION, estimator_kwargs={"half_life": half_life})
     with pytest.raises(ValueError, match="cannot be called with its returns and estimator_kwargs"):
         make_trainer(make_config(tmp_path, **REGRESSION, estimator_kwargs={"decay": 1}), by_level)
+
+
+def test_an_infinite_penalty_refuses_its_step_and_is_not_learned(tmp_path, monkeypatch):
+    config = make_config(tmp_path, **REGRESSION, max_steps=4, beta=0.05)
+    usual, calls = token_values.token_penalty, []
+
+    def penalty(*args):
+        calls.append(1)
+        found = usual(*args)
+        return found.index_fill(0, torch.tensor([0]), torch.inf) if len(calls) == 2 else found
+
+    monkeypatch.setattr(token_values, "token_penalty", penalty)
+    make_trainer(config).train()
+    rows = metrics_of(config)
+    assert [row.get("update/nonfinite", 0.0) for row in rows] == [0.0, 1.0, 0.0, 0.0]
+    assert all(math.isfinite(row["baseline/variance_ratio"]) for row in rows)
+
+
+def test_the_weights_are_those_of_the_terms_of_the_loss():
+    """The draw's weight enters with its square. With `sequence_token_mean` each term is divided by
+    its length."""
+    samples = [
+        replace(make_sample((0, 0), 2, 1), weight=3.0),
+        make_sample((0, 1), 2, 4),
+        replace(make_sample((0, 2), 2, 1), truncated=False),
+    ]
+    observed = {(0, k): torch.tensor([2.0, 1.0 - k, 0.5]).double() for k in range(3)}
+
+    def sums(**options) -> list[float]:
+        config = make_policy_config(**REGRESSION, **options)
+        parts = SimpleNamespace(config=config, world=World(torch.device("cpu")))
+        rollout = SimpleNamespace(groups=[SimpleNamespace(prompt=Prompt(0, [1], "x"))])
+        credit = SimpleNamespace(observed=observed)
+        fitted = ReturnRegression()
+        _learn_baseline(
+            parts, fitted, SimpleNamespace(credit=credit, samples=samples, rollout=rollout)
+        )
+        return fitted.state_dict()["common"]
+
+    assert sums()[0] == pytest.approx(2 * 9 + 2 + 2)
+    assert sums(loss_aggregation="sequence_token_mean")[0] == pytest.approx(2 * 9 + 2 / 16 + 2)
+    assert sums(mask_truncated_completions=True)[0] == pytest.approx(2)
