@@ -12,7 +12,7 @@ from datasets import IterableDataset
 
 from rloo.algorithm import token_values
 from rloo.algorithm.regression import ReturnRegression
-from rloo.algorithm.step_record import _learn_baseline
+from rloo.algorithm.step_record import learn_baseline
 from rloo.distributed import World
 from rloo.model.micro_batch import make_sample
 from rloo.types import Prompt
@@ -144,7 +144,7 @@ def test_the_weights_are_those_of_the_terms_of_the_loss():
         rollout = SimpleNamespace(groups=[SimpleNamespace(prompt=Prompt(0, [1], "x"))])
         credit = SimpleNamespace(observed=observed)
         fitted = ReturnRegression()
-        _learn_baseline(
+        learn_baseline(
             parts, fitted, SimpleNamespace(credit=credit, samples=samples, rollout=rollout)
         )
         return fitted.state_dict()["common"]

@@ -38,7 +38,7 @@ def record(
         adaptive.update_reward_stats(shaped_rewards(rollout.groups, config), decay)
         target = config.kl_options.target
         adaptive.update_kl(stats.get("kl", target or 0.0), len(hand.samples), config)
-        stats = rollout.metrics | stats | _learn_baseline(parts, adaptive.regression, hand)
+        stats = rollout.metrics | stats | learn_baseline(parts, adaptive.regression, hand)
     if config.kl_options.target is not None:
         stats["kl/coef"] = adaptive.used_beta
     if config.sync_ref_model and (state.step + 1) % config.ref_model_sync_steps == 0:
@@ -74,7 +74,7 @@ def record(
         )
 
 
-def _learn_baseline(
+def learn_baseline(
     parts: TrainerComponents, fitted: ReturnRegression, hand: ActiveRollout
 ) -> dict[str, float]:
     """Add a rollout to the regression, if the estimator reads its coefficients, and return the
