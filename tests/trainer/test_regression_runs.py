@@ -1,7 +1,6 @@
 """Runs whose baseline is a regression on earlier rollouts."""
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,6 @@ import pytest
 import torch
 from datasets import IterableDataset
 
-from rloo.algorithm import token_values
 from rloo.algorithm.regression import ReturnRegression
 from rloo.algorithm.step_record import learn_baseline
 from rloo.distributed import World
@@ -112,31 +110,17 @@ def test_an_unknown_column_and_a_half_life_that_is_none_are_refused(tmp_path):
         make_trainer(make_config(tmp_path, **REGRESSION, estimator_kwargs={"decay": 1}), by_level)
 
 
-def test_an_infinite_penalty_refuses_its_step_and_is_not_learned(tmp_path, monkeypatch):
-    config = make_config(tmp_path, **REGRESSION, max_steps=4, beta=0.05)
-    usual, calls = token_values.token_penalty, []
-
-    def penalty(*args):
-        calls.append(1)
-        found = usual(*args)
-        return found.index_fill(0, torch.tensor([0]), torch.inf) if len(calls) == 2 else found
-
-    monkeypatch.setattr(token_values, "token_penalty", penalty)
-    make_trainer(config).train()
-    rows = metrics_of(config)
-    assert [row.get("update/nonfinite", 0.0) for row in rows] == [0.0, 1.0, 0.0, 0.0]
-    assert all(math.isfinite(row["baseline/variance_ratio"]) for row in rows)
-
-
 def test_the_weights_are_those_of_the_terms_of_the_loss():
     """The draw's weight enters with its square. With `sequence_token_mean` each term is divided by
-    its length."""
+    its length. What is not finite is left out."""
     samples = [
         replace(make_sample((0, 0), 2, 1), weight=3.0),
         make_sample((0, 1), 2, 4),
         replace(make_sample((0, 2), 2, 1), truncated=False),
+        replace(make_sample((0, 3), 2, 1), truncated=False),
     ]
     observed = {(0, k): torch.tensor([2.0, 1.0 - k, 0.5]).double() for k in range(3)}
+    observed[0, 3] = torch.tensor([2.0, torch.nan, torch.inf]).double()
 
     def sums(**options) -> list[float]:
         config = make_policy_config(**REGRESSION, **options)
