@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.baselines.arms import SIZE, Task
-from benchmarks.baselines.middle import middle_model, rate_of
+from benchmarks.baselines.middle import write_twice
 from benchmarks.baselines.results import Results
 from benchmarks.baselines.training import make_trainer
 from benchmarks.baselines.variance import OPTIONS, Gradients, draw
@@ -35,13 +36,7 @@ def write_drawing(tasks: Sequence[Task], results: Results, rate: float | None = 
     """Measure the tasks at the start and in the middle of a run, and write the figures `drawing`.
     `rate` is the learning rate of the run, by default the tuned one. Raises ValueError if there is
     neither."""
-    rates = [rate_of(task, results, rate) for task in tasks]
-    for task, used in zip(tasks, rates, strict=True):
-        start = measure(task, SETTINGS, model=task.model(results.out))
-        with middle_model(task, used, out=results.out) as model:
-            middle = measure(task, SETTINGS, model=model)
-        found = {"rate": used, "start": start, "middle": middle}
-        results.write_figures("drawing", {task.name: found})
+    write_twice("drawing", partial(measure, options=SETTINGS), tasks, results, rate)
 
 
 def measure(task: Task, options: dict[str, Any], *, model: str) -> dict[str, Any]:

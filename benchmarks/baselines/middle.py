@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from benchmarks.baselines.arms import Task
 from benchmarks.baselines.cells import make_cell
@@ -37,3 +38,21 @@ def middle_model(task: Task, rate: float, *, out: Path) -> Iterator[str]:
         trainer.train()
         trainer.save_model(f"{folder}/model")
         yield f"{folder}/model"
+
+
+def write_twice(
+    name: str,
+    measure: Callable[..., dict[str, Any]],
+    tasks: Sequence[Task],
+    results: Results,
+    rate: float | None,
+) -> None:
+    """Measure tasks at the start and in the middle of a run with the learning rate `rate`, by
+    default the tuned one, and write the figures `name`. `measure` takes a task, and `model`.
+    Raises ValueError before the first measurement if there is no rate."""
+    rates = [rate_of(task, results, rate) for task in tasks]
+    for task, used in zip(tasks, rates, strict=True):
+        start = measure(task, model=task.model(results.out))
+        with middle_model(task, used, out=results.out) as model:
+            middle = measure(task, model=model)
+        results.write_figures(name, {task.name: {"rate": used, "start": start, "middle": middle}})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,11 +20,12 @@ import numpy as np
 import torch
 
 from benchmarks.baselines.arms import SIZE, Task
-from benchmarks.baselines.middle import middle_model, rate_of
+from benchmarks.baselines.middle import write_twice
 from benchmarks.baselines.results import Results
 from benchmarks.baselines.training import make_trainer
 from benchmarks.baselines.variance import OPTIONS, Gradients, draw
 from rloo import RLOOTrainer
+from rloo.algorithm import token_values
 from rloo.algorithm.regression import Observation, ReturnRegression
 from rloo.types import Sample
 
@@ -36,13 +38,7 @@ def write_moments(tasks: Sequence[Task], results: Results, rate: float | None = 
     """Measure the tasks at the start and in the middle of a run, and write the figures `moments`.
     `rate` is the learning rate of the run, by default the tuned one. Raises ValueError if there is
     neither."""
-    rates = [rate_of(task, results, rate) for task in tasks]
-    for task, used in zip(tasks, rates, strict=True):
-        start = measure(task, SETTINGS, model=task.model(results.out))
-        with middle_model(task, used, out=results.out) as model:
-            middle = measure(task, SETTINGS, model=model)
-        found = {"rate": used, "start": start, "middle": middle}
-        results.write_figures("moments", {task.name: found})
+    write_twice("moments", partial(measure, options=SETTINGS), tasks, results, rate)
 
 
 def measure(task: Task, options: Mapping[str, Any], *, model: str) -> dict[str, Any]:
@@ -70,9 +66,9 @@ def score_norms(trainer: RLOOTrainer, samples: Sequence[Sample]) -> np.ndarray:
         batch = policy.batch(samples[start : start + _AT_ONCE])
         with torch.no_grad():
             scores = policy.logprobs(batch, reference=False, collision=True)
-        assert scores.collision is not None
-        norm_T = 1.0 - 2.0 * scores.logprobs.double().exp() + scores.collision.double()
-        found += [float(part.sum()) for part in norm_T.split(batch.lengths)]
+        found += [
+            float(part.sum()) for part in token_values.score_norms(scores).split(batch.lengths)
+        ]
     return np.array(found)
 
 
@@ -99,7 +95,7 @@ class ScoredPrompt:
         return float((gradients**2).sum(1).mean())
 
     def observations(self) -> list[tuple[str, list[Observation]]]:
-        """What the regression reads of each group."""
+        """The values that the regression reads, by group."""
         above = self.rewards - self.others
         rows = np.stack([self.norms, above, self.others], axis=1).tolist()
         seen = [Observation(w, a, m) for w, a, m in rows]

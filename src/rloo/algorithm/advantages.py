@@ -47,15 +47,15 @@ class Advantages:
     the whole rollout in micro-batches of whole groups, and adds the others. `stats` are the metrics
     of a separate forward pass, if there was one. `is_shared` is true once every rank has the
     advantages and log-probs of all ranks. `observed` has what
-    `rloo.algorithm.regression.observe` returns for each completion; None if the estimator does not
-    read coefficients."""
+    `rloo.algorithm.regression.observe` returns for each completion, if the estimator reads
+    coefficients."""
 
     by_completion: dict[Key, Tensor] = field(default_factory=dict)
     old_logprobs: dict[Key, Tensor] = field(default_factory=dict)
     stats: dict[str, float] = field(default_factory=dict)
     is_shared: bool = False
     from_update: bool = False
-    observed: dict[Key, Tensor] | None = None
+    observed: dict[Key, Tensor] = field(default_factory=dict)
 
     def has_reward_variance(self, key: Key) -> bool:
         """Return False if the completion's advantages are known to be exactly 0."""
@@ -106,8 +106,7 @@ def compute_advantages(samples: Sequence[Sample], policy: Policy, terms: LossCon
     )
     if needs_pass:
         return _from_own_pass(samples, policy, terms)
-    observed: dict[Key, Tensor] | None = {} if terms.estimator.reads_coefficients else None
-    return Advantages(without_signal(samples, terms), from_update=True, observed=observed)
+    return Advantages(without_signal(samples, terms), from_update=True)
 
 
 def _from_own_pass(samples: Sequence[Sample], policy: Policy, terms: LossContext) -> Advantages:
@@ -157,7 +156,7 @@ def add_advantages(
     found = terms.advantages(returns, all_scored=batch.all_scored).to(scores.logprobs.dtype)
     credit.add(batch, found)
     if terms.estimator.reads_coefficients:
-        credit.observed = (credit.observed or {}) | observe(batch.keys, returns)
+        credit.observed.update(observe(batch.keys, returns))
     return found
 
 
@@ -169,7 +168,7 @@ def _of_samples(
     returns = returns_of_samples(samples, values)
     credit = Advantages(_by_key(keys, lengths, terms.advantages(returns)))
     if terms.estimator.reads_coefficients:
-        credit.observed = observe(keys, returns)
+        credit.observed.update(observe(keys, returns))
     return credit
 
 

@@ -94,6 +94,18 @@ class EstimatorInput:
             None if self.coefficient_N2 is None else self.coefficient_N2[kept_N],
         )
 
+    def compute(self, function: Callable[[EstimatorInput], Tensor]) -> Tensor:
+        """Return the values of `function`, (N,) or (T,). Those of a pilot are computed among the
+        pilot."""
+        values = function(self)
+        if self.pilot_N is None:
+            return values
+        part, place = self.select(self.pilot_N), self.pilot_N
+        found = function(part)
+        if len(values) != self.num_completions:
+            found, place = part.per_token(found), place[self.sequence_T]
+        return values.masked_scatter(place, found)
+
     def groups(self) -> list[EstimatorInput]:
         """Return each group separately."""
         return self.split(self.group_N.unique_consecutive(return_counts=True)[1].tolist())

@@ -56,14 +56,7 @@ class LoadedEstimator:
         many completions follow, so the baselines of a pilot are computed among the pilot: its terms
         then do not depend on this number. The baselines of the others may include the pilot,
         because they are unbiased for every pilot."""
-        values = self.compute(returns)
-        if returns.pilot_N is None:
-            return values
-        part, place = returns.select(returns.pilot_N), returns.pilot_N
-        found = self.compute(part)
-        if len(values) != returns.num_completions:
-            found, place = part.per_token(found), place[returns.sequence_T]
-        return values.masked_scatter(place, found)
+        return returns.compute(self.compute)
 
     def __str__(self) -> str:
         return f"the estimator {self.name}{_place(self.function)}"

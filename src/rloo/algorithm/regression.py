@@ -56,10 +56,15 @@ def regression(
     return torch.where(number_N > 1, above_N - constant_N - slope_N * others_N, 0.0)
 
 
+def column_of(config: TrainingOptions) -> str | None:
+    """Return `estimator_kwargs.column`."""
+    return (config.estimator_kwargs or {}).get("column")
+
+
 def pool_of(prompt: Prompt, config: TrainingOptions) -> str:
     """Return the pool of a prompt: its value of `estimator_kwargs.column`; empty without
     `column`."""
-    column = (config.estimator_kwargs or {}).get("column")
+    column = column_of(config)
     if column is None:
         return ""
     name = repr(prompt.content if column == "prompt" else prompt.columns.get(column))
@@ -72,8 +77,8 @@ def half_life_of(config: TrainingOptions) -> float:
 
 
 class Observation(NamedTuple):
-    """What the regression reads of a completion: w, R - m and m. `coefficients` are those of its
-    baseline."""
+    """The values of a completion that the regression reads: w, R - m and m. `coefficients` are
+    those of its baseline."""
 
     weight: float
     above: float
@@ -92,11 +97,8 @@ def observe(keys: Sequence[Key], returns: EstimatorInput) -> dict[Key, Tensor]:
     """Return w, R - m and m of each completion, (3,), by its key; 0 for completions without a
     reward. m of a completion of a pilot is that among the pilot."""
     assert returns.score_norm_T is not None
-    above_N = subtract_baseline(returns.return_N, returns.group_N)  # 0 for a missing return
-    if returns.pilot_N is not None:
-        pilot = returns.select(returns.pilot_N)
-        among_pilot = subtract_baseline(pilot.return_N, pilot.group_N)
-        above_N = above_N.masked_scatter(returns.pilot_N, among_pilot)
+    # 0 for a missing return.
+    above_N = returns.compute(lambda part: subtract_baseline(part.return_N, part.group_N))
     weight_N = sum_by(returns.score_norm_T.clamp(min=0.0), returns.sequence_T, len(above_N))
     scored_N = ~returns.return_N.isnan()
     rows = torch.stack([weight_N, above_N, returns.return_N - above_N], dim=1)

@@ -7,11 +7,14 @@ from functools import partial
 
 import torch
 
+from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.rank_rollout import all_gather_by_key
 from rloo.algorithm.regression import Observation, ReturnRegression, half_life_of, pool_of
 from rloo.algorithm.reward_shaping import shaped_rewards
 from rloo.algorithm.rollout_histograms import rollout_histograms
 from rloo.algorithm.state import ActiveRollout, TrainerComponents, TrainState
 from rloo.algorithm.token_records import detailed
+from rloo.algorithm.update_metrics import to_cpu
 from rloo.config.estimator_config import running_decay_of
 from rloo.model.training_state import capture_rng
 
@@ -79,13 +82,12 @@ def learn_baseline(
 ) -> dict[str, float]:
     """Add a rollout to the regression, if the estimator reads its coefficients, and return the
     metrics. All ranks add all completions, in one order."""
-    observed, config, groups = hand.credit.observed, parts.config, hand.rollout.groups
-    if observed is None:
+    config, groups = parts.config, hand.rollout.groups
+    if not hand.samples or not load_estimator(config).reads_coefficients:
         return {}
-    rows = torch.stack(list(observed.values())).tolist() if observed else []
+    observed = all_gather_by_key(to_cpu(hand.credit.observed), parts.world)
+    rows = torch.stack(list(observed.values())).tolist()
     rows_by_key = dict(zip(observed, rows, strict=True))
-    for part in parts.world.all_gather_object(rows_by_key):
-        rows_by_key |= part
     rollout: dict[int, list[Observation]] = {}
     for sample in hand.samples:
         weight, above, others = rows_by_key[sample.key]

@@ -66,9 +66,15 @@ def token_values(scores: TokenScores, sequence_T: Tensor, terms: LossContext) ->
     if terms.kl_in_reward:
         penalty_T = token_penalty(scores, sequence_T, terms)
     if terms.estimator.reads_score_norms:
-        assert scores.collision is not None
-        norm_T = 1.0 - 2.0 * logprobs.exp() + scores.collision.double()
+        norm_T = score_norms(scores)
     return TokenValues(penalty_T, norm_T)
+
+
+def score_norms(scores: TokenScores) -> Tensor:
+    """Return the squared score norms (T,), float64. `scores` must have collision
+    probabilities."""
+    assert scores.collision is not None
+    return 1.0 - 2.0 * scores.logprobs.detach().double().exp() + scores.collision.double()
 
 
 def returns_of_batch(batch: MicroBatch, scores: TokenScores, terms: LossContext) -> EstimatorInput:

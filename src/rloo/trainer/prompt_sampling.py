@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from rloo.algorithm.estimator_registry import load_estimator
+from rloo.algorithm.regression import column_of
 from rloo.algorithm.reward_shaping import shaped_rewards
 from rloo.config.batch_sizes import BatchSizes
 from rloo.config.config import RLOOConfig
@@ -32,8 +33,7 @@ def with_prompt_sampling(source: Prompts, config: RLOOConfig, batches: BatchSize
     unknown column, and if `prompt_sampling` is variance, for a stream and an estimator over the
     rollout."""
     if load_estimator(config).reads_coefficients:
-        column = (config.estimator_kwargs or {}).get("column")
-        _require_column(source, "estimator_kwargs.column", column)
+        _require_column(source, "estimator_kwargs.column", column_of(config))
     if config.prompt_sampling != "variance":
         return source
     if not isinstance(source, PromptDataset):
