@@ -199,11 +199,11 @@ def test_arms_differ_in_what_their_line_names(task):
     assert not set(TUNING_SEEDS) & set(range(task.seeds))
     cells = [make_cell(task, arm, rate=1e-3, seed=0) for arm in OURS]
     derived = {"num_generations", "num_prompts"}
-    rest = [
-        {k: v for k, v in c.options.items() if k not in derived and k not in ARMS[c.arm].options}
-        for c in cells
-    ]
-    assert all(options == rest[0] for options in rest)
+    usual = {k: v for k, v in cells[0].options.items() if k not in (*derived, "preset")}
+    for cell in cells:
+        named = ARMS[cell.arm].options
+        rest = {k: v for k, v in cell.options.items() if k not in derived and k not in named}
+        assert rest == {k: v for k, v in usual.items() if k not in named}
     for cell in cells:
         config = RLOOConfig(output_dir="unused", **cell.options)
         require_estimator(config)
@@ -645,6 +645,17 @@ def test_an_arm_that_does_not_reach_the_mark_has_no_ratio(tmp_path):
     run_fake(tmp_path / "other", arms=["rloo", "grpo"], grpo=0.5)
     (one,) = summarise(results_in(tmp_path / "other"), TASK).comparisons["methods"]
     assert one.ratios["completions"] == "0 of 3 runs reach the mark"
+
+
+def test_a_decaying_rate_has_no_part_in_the_mark(tmp_path):
+    run_fake(tmp_path, arms=["rloo", "rloo_decay"], rloo=0.5)
+    found = summarise(results_in(tmp_path), TASK)
+    # The decaying arm ends at 0.752, the other one half as high above the start of 0.24.
+    assert found.best == "rloo"
+    assert found.mark == pytest.approx(0.24 + 0.8 * 0.5 * (0.752 - 0.24))
+    (one,) = found.comparisons["schedule"]
+    assert (one.arm, one.other) == ("rloo_decay", "rloo")
+    assert one.ratios["completions"].mean == pytest.approx(0.5, abs=0.01)
 
 
 def test_seconds_of_other_processors_are_not_compared(tmp_path):

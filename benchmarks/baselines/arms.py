@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ class Arm:
     by_level: bool = False
     only_signal: bool = False
 
+    @property
+    def sets_mark(self) -> bool:
+        """Whether the arm has a part in the mark. A bound is no method. With a decaying rate a
+        point of a curve is not the end of a run with this budget, as it is in the other arms."""
+        return self.family not in ("bound", "schedule")
+
 
 # The heading of each family of comparisons. Holm's correction is over one family.
 FAMILIES = {
@@ -44,6 +50,7 @@ FAMILIES = {
     "bound": "The best possible choice of prompts",
     "baselines": "Baselines",
     "regression": "A baseline that is fitted on earlier rollouts",
+    "schedule": "A learning rate that decays to 0",
     "sizes": "Completions per prompt (K)",
     "staleness": "Stale weights",
     "trl": "TRL's trainers",
@@ -81,14 +88,23 @@ def _regression(title: str, pool: str = "", **choices: Any) -> Arm:
     return Arm(title, "regression", options, by_level=bool(pool))
 
 
+def _decay(other: Arm, *against: str) -> Arm:
+    """The arm `other` with a rate that decreases linearly to 0 at the end of the budget."""
+    options = {**other.options, "lr_scheduler_type": "linear"}
+    how: dict[str, Any] = {"family": "schedule", "options": options, "against": against}
+    return replace(other, title=f"{other.title}, decay", **how)
+
+
 def _trl(trainer: str, *against: str, defaults: bool = False) -> Arm:
     title = f"TRL's {trainer}, {'defaults' if defaults else 'tuned'}"
     how: dict[str, Any] = {"against": against, "trainer": trainer, "defaults": defaults}
     return Arm(title, "trl", most_seeds=5, **how)
 
 
+_RLOO = Arm("RLOO", "methods", _PAPER, against=())
+_DRAWN = _regression("Regression and variance, column", "level", column="level")
 ARMS: dict[str, Arm] = {
-    "rloo": Arm("RLOO", "methods", _PAPER, against=()),
+    "rloo": _RLOO,
     "grpo": Arm("GRPO", "methods", {"preset": "grpo"}),
     "dr_grpo": Arm("Dr. GRPO", "methods", {"preset": "dr_grpo"}),
     "reinforce_pp": Arm("REINFORCE++", "methods", {"preset": "reinforce_pp"}, size=1),
@@ -109,10 +125,12 @@ ARMS: dict[str, Arm] = {
     ),
     "regression": _regression("Regression"),
     "regression_column": _regression("Regression, column", "level"),
-    "regression_drawn": _regression("Regression and variance, column", "level", column="level"),
+    "regression_drawn": _DRAWN,
     "regression_text": _regression("Regression and variance, probe of the text", probe="text"),
     "no_baseline": _baseline("No baseline", mean_level="none"),
     "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
+    "rloo_decay": _decay(_RLOO, "rloo"),
+    "regression_drawn_decay": _decay(_DRAWN, "rloo_decay", "rloo"),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
     "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),
     "rloo_k16": Arm("RLOO, K = 16", "sizes", _PAPER, size=16),

@@ -108,8 +108,7 @@ def summarise(results: Results, task: Task) -> Summary:
             if len(runs) == len(seeds):
                 found.confirming[name] = replace(arm, runs=runs)
     whole = {name: arm for name, arm in found.arms.items() if found.is_complete(name)}
-    # A bound is no method: it does not move the mark of the methods.
-    methods = {name: arm for name, arm in whole.items() if not ARMS[name].only_signal}
+    methods = {name: arm for name, arm in whole.items() if ARMS[name].sets_mark}
     if not methods:
         return found
     ends = {name: fmean(map(arm.last, arm.runs)) for name, arm in methods.items()}
