@@ -103,6 +103,7 @@ def _trl(trainer: str, *against: str, defaults: bool = False) -> Arm:
 
 _RLOO = Arm("RLOO", "methods", _PAPER, against=())
 _DRAWN = _regression("Regression and variance, column", "level", column="level")
+_PROBED = _regression("Regression and variance, probe of the text", probe="text")
 ARMS: dict[str, Arm] = {
     "rloo": _RLOO,
     "grpo": Arm("GRPO", "methods", {"preset": "grpo"}),
@@ -126,11 +127,12 @@ ARMS: dict[str, Arm] = {
     "regression": _regression("Regression"),
     "regression_column": _regression("Regression, column", "level"),
     "regression_drawn": _DRAWN,
-    "regression_text": _regression("Regression and variance, probe of the text", probe="text"),
+    "regression_text": _PROBED,
     "no_baseline": _baseline("No baseline", mean_level="none"),
     "exact_kl": _baseline("Exact KL", kl_estimator="exact"),
     "rloo_decay": _decay(_RLOO, "rloo"),
     "regression_drawn_decay": _decay(_DRAWN, "rloo_decay", "rloo"),
+    "regression_text_decay": _decay(_PROBED, "rloo_decay", "rloo"),
     "rloo_k2": Arm("RLOO, K = 2", "sizes", _PAPER, size=2),
     "rloo_k8": Arm("RLOO, K = 8", "sizes", _PAPER, size=8),
     "rloo_k16": Arm("RLOO, K = 16", "sizes", _PAPER, size=16),

@@ -156,7 +156,7 @@ TASKS = {
             reward=mixture_reward,
             model=_countdown_model,
             has_levels=True,
-            confirmed=("variance_column", "regression_drawn"),
+            confirmed=("variance_column", "regression_drawn", "regression_drawn_decay"),
             **_MIXED,
         ),
         Task(
