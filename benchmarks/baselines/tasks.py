@@ -185,7 +185,7 @@ TASKS = {
             completions_per_step=64,
             samples=8,
             has_levels=True,
-            confirmed=("variance_column", "regression", "regression_drawn"),
+            confirmed=("variance_column", "regression", "regression_drawn", "regression_text"),
         ),
         Task(
             name="smollm2",
