@@ -91,8 +91,8 @@ def _regression(title: str, pool: str = "", **choices: Any) -> Arm:
 def _decay(other: Arm, *against: str) -> Arm:
     """The arm `other` with a rate that decreases linearly to 0 at the end of the budget."""
     options = {**other.options, "lr_scheduler_type": "linear"}
-    how: dict[str, Any] = {"family": "schedule", "options": options, "against": against}
-    return replace(other, title=f"{other.title}, decay", **how)
+    title = f"{other.title}, decay"
+    return replace(other, title=title, family="schedule", options=options, against=against)
 
 
 def _trl(trainer: str, *against: str, defaults: bool = False) -> Arm:
